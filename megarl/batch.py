@@ -1,0 +1,98 @@
+"""The records that flow through one step: `Prompts < Rollouts < Scored < Experience`.
+
+A record only ever gains fields: each later stage is a new type built from the one before by `extend`, and nothing is
+written twice. Every record is the same on every rank and lives in host memory; what is sharded is the models.
+
+Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
+`T` tokens of the longest response in the record. `[B, T]` tensors hold response tokens only; where `mask` is False
+(after the end of a response) they are zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R", bound="Prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the data set, ready for the engine."""
+
+    index: int  # position in the data set: names the row in messages and seeds its sampling
+    token_ids: Sequence[int]
+    text: str  # what the model sees, for people
+    data_source: str  # picks the rule-based reward
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of one step."""
+
+    prompts: Sequence[Prompt]  # length P
+
+    def extend(self, record: type[R], **new_fields: Any) -> R:
+        """Return a `record` that has this one's fields and `new_fields`."""
+        return record(**{field.name: getattr(self, field.name) for field in fields(self)}, **new_fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(Prompts):
+    """What the engine answered."""
+
+    groups: Tensor  # [B] int64: which of `prompts` this sample answers; equal values are neighbours
+    responses: Tensor  # [B, T] int64 token ids, end-of-sequence token included
+    mask: Tensor  # [B, T] bool: True on response tokens
+    rollout_log_probs: Tensor  # [B, T] float32: log-probability under the engine's (temperature-scaled) policy
+    truncated: Tensor  # [B] bool: the response met the length limit before a stop token
+
+    def __len__(self) -> int:
+        return self.mask.shape[0]
+
+    def prompt_of(self, sample: int) -> Prompt:
+        """The prompt that sample number `sample` answers."""
+        return self.prompts[int(self.groups[sample])]
+
+    def response_ids(self, sample: int) -> list[int]:
+        """The response tokens of one sample, without padding."""
+        return self.responses[sample][self.mask[sample]].tolist()
+
+    def lengths(self) -> Tensor:
+        """[B] int64: tokens of prompt and response together."""
+        prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts])
+        return prompt_lengths[self.groups] + self.mask.sum(-1)
+
+    def select(self, samples: Tensor) -> Self:
+        """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
+        taken = {
+            field.name: value[samples] if isinstance(value := getattr(self, field.name), Tensor) else value
+            for field in fields(self)
+        }
+        return type(self)(**taken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Rollouts):
+    """Rollouts with their rewards."""
+
+    texts: Sequence[str]  # length B: the decoded responses, special tokens left out
+    scores: Tensor  # [B] float32
+
+    def select(self, samples: Tensor) -> Self:
+        return replace(super().select(samples), texts=[self.texts[sample] for sample in samples.tolist()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Scored):
+    """What the losses need."""
+
+    old_log_probs: Tensor  # [B, T] float32: the actor before this step's updates
+    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs where no KL is asked for
+    values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
+    advantages: Tensor  # [B, T] float32
+    returns: Tensor  # [B, T] float32: the critic's target; zeros without a critic

@@ -1,0 +1,57 @@
+"""The one language of trainer, engine and files: boxes of logical Hugging Face parameters.
+
+A `Piece` says "this strided view of my local tensor holds this box of that Hugging Face parameter". A `Layout` is all
+that one rank holds (or must hold). Fused, padded, permuted and replicated local tensors differ only in their pieces.
+
+Example: with 8 query heads, 2 key/value groups and head size 4, Megatron's `linear_qkv.weight` of tensor-parallel rank 0
+of 2 is `[4 query heads of group 0 | its key head | its value head]`, three pieces: rows 0..16 of `q_proj`, 0..4 of
+`k_proj` and 0..4 of `v_proj`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The half-open index box `lo <= index < hi` of one logical tensor."""
+
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(high - low for low, high in zip(self.lo, self.hi, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part of two boxes of the same tensor, None where there is none."""
+        lo = tuple(map(max, self.lo, other.lo))
+        hi = tuple(map(min, self.hi, other.hi))
+        return Box(lo, hi) if all(low < high for low, high in zip(lo, hi, strict=True)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`box` of Hugging Face parameter `name` lives in local tensor `param` at `offset`, one `stride` per box dimension.
+
+    `offset` and `stride` count elements of the local tensor's storage, as in `torch.Tensor.as_strided`.
+    """
+
+    name: str
+    box: Box
+    param: str
+    offset: int
+    stride: tuple[int, ...]
+
+    def part(self, box: Box) -> "Piece":
+        """The piece that holds only `box`, which must lie inside this piece's own."""
+        shift = sum((low - mine) * step for low, mine, step in zip(box.lo, self.box.lo, self.stride, strict=True))
+        return Piece(self.name, box, self.param, self.offset + shift, self.stride)
+
+
+Layout = Sequence[Piece]
