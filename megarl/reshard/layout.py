@@ -10,7 +10,9 @@ of 2 is `[4 query heads of group 0 | its key head | its value head]`, three piec
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`box` of Hugging Face parameter `name` lives in local tensor `param` at `offset`, one `stride` per box dimension.
+    """`box` of Hugging Face parameter `name` lives in local tensor `param`, of type `dtype`, as a strided view.
 
-    `offset` and `stride` count elements of the local tensor's storage, as in `torch.Tensor.as_strided`.
+    `offset` and `stride` (one per box dimension) count elements of the local tensor's storage, as in
+    `torch.Tensor.as_strided`.
     """
 
     name: str
@@ -47,11 +50,16 @@ class Piece:
     param: str
     offset: int
     stride: tuple[int, ...]
+    dtype: torch.dtype
 
     def part(self, box: Box) -> "Piece":
         """The piece that holds only `box`, which must lie inside this piece's own."""
         shift = sum((low - mine) * step for low, mine, step in zip(box.lo, self.box.lo, self.stride, strict=True))
-        return Piece(self.name, box, self.param, self.offset + shift, self.stride)
+        return replace(self, box=box, offset=self.offset + shift)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece's elements in local tensor `tensor`, of shape `box.shape`."""
+        return tensor.as_strided(self.box.shape, self.stride, self.offset)
 
 
 Layout = Sequence[Piece]
