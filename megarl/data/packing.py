@@ -1,0 +1,77 @@
+"""Who gets which sample: balance whole groups over ranks, pack sequences into token budgets.
+
+Both functions are pure and deterministic: every rank computes the same answer from the same lengths, with no messages.
+Both are greedy, longest first into the least loaded (Graham 1969), so no load exceeds the mean by more than one item.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+def partition(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Spread samples over `num_parts` parts of nearly equal cost, whole groups together.
+
+    `costs[i]` and `groups[i]` belong to sample `i`. Returns the sample indices of each part, ascending; every index
+    occurs once. A part is empty only where there are fewer groups than parts.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    group_costs = {group: sum(costs[index] for index in indices) for group, indices in members.items()}
+
+    # the group count comes before the part number so that groups of cost zero still spread over the parts
+    parts = [(0, 0, part) for part in range(num_parts)]
+    taken: list[list[int]] = [[] for _ in range(num_parts)]
+    for group in sorted(members, key=lambda group: (-group_costs[group], members[group][0])):
+        load, num_groups, part = heapq.heappop(parts)
+        taken[part] += members[group]
+        heapq.heappush(parts, (load + group_costs[group], num_groups + 1, part))
+    return [sorted(indices) for indices in taken]
+
+
+def pack(
+    lengths: Sequence[int], *, max_tokens: int, max_sequences: int | None = None, num_bins: int = 1
+) -> list[list[int]]:
+    """Pack sequences into few, evenly filled bins of at most `max_tokens` tokens and `max_sequences` sequences.
+
+    Returns the indices of each bin, ascending; every index occurs once. There are at least `num_bins` bins, the last of
+    them empty where there are too few sequences: ranks that must run equally many micro-batches pass the largest count
+    among them. Raises ValueError where a single sequence does not fit.
+    """
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"sequence {lengths.index(longest)} has {longest} tokens, a micro-batch holds at most {max_tokens}: "
+            "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        )
+    fewest = max(num_bins, -(-sum(lengths) // max_tokens))
+    if max_sequences is not None:
+        fewest = max(fewest, -(-len(lengths) // max_sequences))
+
+    most = max(fewest, len(lengths))  # one sequence per bin always fits
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if _fill(lengths, middle, max_tokens, max_sequences) is None:
+            fewest = middle + 1
+        else:
+            most = middle
+    bins = _fill(lengths, most, max_tokens, max_sequences)
+    assert bins is not None
+    return bins
+
+
+def _fill(
+    lengths: Sequence[int], num_bins: int, max_tokens: int, max_sequences: int | None
+) -> list[list[int]] | None:
+    """Fill exactly `num_bins` bins, longest sequence first into the emptiest; None where a budget breaks."""
+    open_bins = [(0, 0, number) for number in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if not open_bins or open_bins[0][0] + lengths[index] > max_tokens:
+            return None
+        load, count, number = heapq.heappop(open_bins)
+        bins[number].append(index)
+        if count + 1 != max_sequences:
+            heapq.heappush(open_bins, (load + lengths[index], count + 1, number))
+    return [sorted(indices) for indices in bins]
