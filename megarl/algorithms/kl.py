@@ -1,0 +1,78 @@
+"""Divergence from the reference policy, estimated from sampled tokens, and the controllers of its weight."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """`exp(x)` with `x` held within +-20: far outside any clip range, and still finite in float32.
+
+    An infinite ratio would turn into NaN in the backward pass, also where the loss ignores it (0 * inf).
+    """
+    return torch.exp(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Tensor:
+    """Per-token estimate of `KL(policy || reference)` from tokens that the policy sampled.
+
+    With `d = log_probs - ref_log_probs` (Schulman 2020, "Approximating KL Divergence"):
+
+    - `kl`, `k1`: `d`, unbiased, of high variance, may be negative;
+    - `abs`: `|d|`;
+    - `mse`, `k2`: `d^2 / 2`, biased, of low variance;
+    - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative.
+
+    Args:
+        log_probs: float tensor of any shape.
+        ref_log_probs: the same shape.
+        kind: estimator.
+
+    Returns:
+        The estimates, same shape; differentiable.
+    """
+    assert log_probs.shape == ref_log_probs.shape, f"{log_probs.shape} against {ref_log_probs.shape}"
+    difference = log_probs - ref_log_probs
+    match kind:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference**2
+        case "low_var_kl" | "k3":
+            return bounded_exp(-difference) + difference - 1.0
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A weight that never changes."""
+
+    coef: float
+
+    def update(self, current_kl: float, *, num_steps: int) -> Self:
+        """The controller of the next step: this one."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A weight steered towards a target divergence (Ziegler et al. 2019, section 2.2).
+
+    `coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_steps / horizon)`. `coef` is its whole state.
+    """
+
+    coef: float
+    target: float
+    horizon: int
+
+    def update(self, current_kl: float, *, num_steps: int) -> Self:
+        """The controller after `num_steps` more samples whose mean divergence was `current_kl`."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1.0 + error * num_steps / self.horizon))
