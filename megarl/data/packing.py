@@ -61,9 +61,7 @@ def pack(
     return bins
 
 
-def _fill(
-    lengths: Sequence[int], num_bins: int, max_tokens: int, max_sequences: int | None
-) -> list[list[int]] | None:
+def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int, max_sequences: int | None) -> list[list[int]] | None:
     """Fill exactly `num_bins` bins, longest sequence first into the emptiest; None where a budget breaks."""
     open_bins = [(0, 0, number) for number in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
