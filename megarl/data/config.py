@@ -1,0 +1,69 @@
+"""What a user may say about prompts, supervised examples and their tokenizer."""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from megarl.section import section
+
+
+@section
+class DataSection:
+    """`data.*` of PPO and GRPO: which prompts, how long, how many at a time."""
+
+    train_files: str | list[str]
+    """Parquet file or files; a local path or any URI that pyarrow.fs opens (hdfs://, s3://, ...)."""
+    val_files: str | list[str] | None = None
+    """Parquet file or files for validation; null = no validation."""
+    tokenizer: str | None = None
+    """HF directory, HF id or SentencePiece `.model` file; null = the actor's."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a list of {role, content}, or a plain string."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt, in tokens."""
+    max_response_length: PositiveInt = 512
+    """Longest response, in tokens."""
+    train_batch_size: PositiveInt = 1024
+    """Prompts per iteration, over all ranks."""
+    val_batch_size: PositiveInt | None = None
+    """Prompts per validation batch, over all ranks; null = all at once."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a prompt longer than `max_prompt_length`: refused, or cut at that end."""
+    filter_overlong_prompts: bool = False
+    """Leave over-long prompts out of the data set instead."""
+    shuffle: bool = True
+    """A new order of the prompts in every epoch."""
+    seed: int = 1
+    """Seed of that order."""
+    chat_template: str | None = None
+    """Jinja file or string that replaces the tokenizer's chat template."""
+    reward_fn_key: str = "data_source"
+    """Column whose value picks the rule-based reward."""
+
+
+@section
+class SFTDataSection:
+    """`data.*` of supervised fine-tuning: pairs of prompt and response."""
+
+    train_files: str | list[str]
+    """Parquet file or files; a local path or any URI that pyarrow.fs opens."""
+    val_files: str | list[str] | None = None
+    """Parquet file or files whose loss is reported; null = none."""
+    tokenizer: str | None = None
+    """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a list of {role, content}, or a plain string."""
+    response_key: str = "response"
+    """Column with the response, a plain string; only its tokens carry loss."""
+    max_length: PositiveInt = 1024
+    """Longest prompt with its response, in tokens."""
+    train_batch_size: PositiveInt = 256
+    """Pairs per optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
+    shuffle: bool = True
+    """A new order of the pairs in every epoch."""
+    seed: int = 1
+    """Seed of that order."""
+    chat_template: str | None = None
+    """Jinja file or string that replaces the tokenizer's chat template."""

@@ -1,0 +1,175 @@
+"""What a user may say about the models that Megatron-Core trains: actor, reference and critic."""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.section import section
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def _none_if_negative(value: object) -> object:
+    return None if value == -1 else value
+
+
+@section
+class MegatronSection:
+    """`*.megatron.*`: how one model is cut over the ranks and where its parts live."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share every layer."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    sequence_parallel: bool = True
+    """Split the activations between tensor-parallel layers too; acts where tensor_model_parallel_size > 1."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    param_offload: bool = False
+    """Keep the parameters in host memory between phases."""
+    grad_offload: bool = False
+    """Release the gradient buffers between phases."""
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory between phases."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of parameters and activations; the optimizer always keeps float32."""
+    seed: int = 1
+    """Seed of new parameters (the critic's head) and of dropout."""
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig: recompute_granularity, attention_backend, ..."""
+
+
+@section
+class OptimSection:
+    """`*.optim.*`: AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: Annotated[NonNegativeInt | None, BeforeValidator(_none_if_negative)] = None
+    """Optimizer steps of linear warm-up; null or -1 = lr_warmup_steps_ratio of all steps."""
+    lr_warmup_steps_ratio: Fraction = 0.0
+    """Share of all optimizer steps spent in warm-up."""
+    min_lr_ratio: Fraction | None = None
+    """Last learning rate as a share of the peak, for cosine and linear; null = 0."""
+    warmup_style: Literal["constant", "cosine", "linear"] = "constant"
+    """What follows the warm-up: a constant rate, or a cosine or linear decay."""
+    total_training_steps: int = -1
+    """Length of the schedule in optimizer steps; -1 = filled in from the data and the epochs."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay; norms and biases have none."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Adam's decay rates."""
+
+
+@section
+class ModelSection:
+    """`actor_rollout_ref.model.*`: the checkpoint that the actor and the reference start from."""
+
+    path: str
+    """HF directory or HF id."""
+    external_lib: str | list[str] | None = None
+    """Module or modules imported first, to register models or tokenizers."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the HF config to replace: {attention_dropout: 0.0, num_hidden_layers: 4}."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    use_remove_padding: Literal[True] = True
+    """Micro-batches are always packed: no padding reaches the model."""
+    trust_remote_code: bool = False
+    """Let a checkpoint's own Python code run."""
+
+
+@section
+class CriticModelSection(ModelSection):
+    """`critic.model.*`: the checkpoint that the critic starts from; its head becomes a scalar."""
+
+    path: str = ""
+    """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by grpo."""
+    tokenizer_path: str | None = None
+    """Tokenizer that the critic was trained with: must be the actor's, whose tokens it reads."""
+
+
+@section
+class ActorSection:
+    """`actor_rollout_ref.actor.*`: the policy update."""
+
+    strategy: Literal["megatron"] = "megatron"
+    """The training backend."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """Prompts per optimizer step, over all ranks."""
+    ppo_micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
+    use_dynamic_bsz: bool = True
+    """Pack micro-batches to a token budget; false = exactly ppo_micro_batch_size sequences each."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of a micro-batch."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    clip_ratio: Fraction = 0.2
+    """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient."""
+    clip_ratio_low: Fraction | None = None
+    """Lower side of that interval; null = clip_ratio."""
+    clip_ratio_high: NonNegativeFloat | None = None
+    """Upper side of that interval; null = clip_ratio."""
+    clip_ratio_c: Annotated[float, Field(gt=1.0)] = 3.0
+    """Dual clip: bound on the ratio where the advantage is negative."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token losses become one number."""
+    entropy_coeff: float = 0.001
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference to the loss; true for GRPO."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of that divergence."""
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"] = "low_var_kl"
+    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the samples of one iteration."""
+    shuffle: bool = True
+    """Draw the mini-batches in random order."""
+    optim: OptimSection = field(default_factory=OptimSection)
+    """The optimizer."""
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+    """The partition of the actor; reference and critic follow it."""
+
+
+@section
+class RefSection:
+    """`actor_rollout_ref.ref.*`: the frozen reference policy."""
+
+    log_prob_micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
+    log_prob_max_token_len_per_gpu: PositiveInt | None = None
+    """Token budget of a forward pass; null = the actor's ppo_max_token_len_per_gpu."""
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+    """The partition; each key follows the actor's unless set."""
+
+
+@section
+class CriticSection:
+    """`critic.*`: the value model and its update."""
+
+    strategy: Literal["megatron"] = "megatron"
+    """The training backend."""
+    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
+    """The optimizer."""
+    model: CriticModelSection = field(default_factory=CriticModelSection)
+    """The checkpoint it starts from."""
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+    """The partition; each key follows the actor's unless set."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """Prompts per optimizer step, over all ranks; follows the actor's unless set."""
+    ppo_micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass of the update at most, per rank; null = only the token budget bounds it."""
+    forward_micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass of the estimate at most, per rank; null = ppo_micro_batch_size."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the samples of one iteration; follows the actor's unless set."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    cliprange_value: PositiveFloat = 0.5
+    """Values further than this from the old ones give no gradient."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token losses become one number."""

@@ -1,0 +1,96 @@
+"""What a user may say about generation by vLLM."""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megarl.section import section
+
+
+def _top_k(value: int) -> int:
+    if value == 0 or value < -1:
+        raise ValueError("must be -1 (all tokens) or at least 1")
+    return value
+
+
+TopK = Annotated[int, AfterValidator(_top_k)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+@section
+class SamplingSection:
+    """`rollout.val_kwargs.*`: how validation samples."""
+
+    n: PositiveInt = 1
+    """Responses per prompt."""
+    do_sample: bool = False
+    """False = greedy: temperature, top_p and top_k are not read."""
+    temperature: NonNegativeFloat = 0.0
+    """Divides the logits; 0 = greedy."""
+    top_p: Share = 1.0
+    """Sample from the most likely tokens that together reach this probability."""
+    top_k: TopK = -1
+    """Sample from this many most likely tokens; -1 = all."""
+
+
+@section
+class SyncSection:
+    """`rollout.sync.*`: the weights' way from the trainer to the engine."""
+
+    bucket_megabytes: PositiveInt = 512
+    """Staging memory of a transfer, in MiB per rank."""
+
+
+@section
+class RolloutSection:
+    """`actor_rollout_ref.rollout.*`: the engine and how it samples in training."""
+
+    name: Literal["vllm"] = "vllm"
+    """The engine."""
+    n: PositiveInt = 1
+    """Responses per prompt; more than 1 for GRPO."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in sampling and in the trainer's log-probabilities."""
+    top_k: TopK = -1
+    """Sample from this many most likely tokens; -1 = all."""
+    top_p: Share = 1.0
+    """Sample from the most likely tokens that together reach this probability."""
+    do_sample: bool = True
+    """False = greedy."""
+    response_length: PositiveInt = 512
+    """Tokens generated at most; follows data.max_response_length unless set."""
+    prompt_length: PositiveInt = 512
+    """Prompt tokens the engine makes room for; follows data.max_prompt_length unless set."""
+    ignore_eos: bool = False
+    """Generate to the full length whatever the model says; for measurements."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the engine's weights; should be that of the actor."""
+    gpu_memory_utilization: Share = 0.5
+    """Share of a device's memory that the engine may use for weights and KV cache."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs and compilation."""
+    free_cache_engine: bool = True
+    """Give the engine's memory back between rollouts (CUDA)."""
+    load_format: Literal["dummy_megatron", "megatron", "auto"] = "dummy_megatron"
+    """dummy_megatron and megatron start the engine empty for the first sync to fill; auto reads the checkpoint."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks per engine replica."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Tokens per engine step at most."""
+    max_num_seqs: PositiveInt = 1024
+    """Sequences per engine step at most."""
+    enable_prefix_caching: bool = True
+    """Compute a prompt once for its n responses."""
+    log_prob_micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass of the actor's old log-probabilities at most, per rank; null = the token budget."""
+    calculate_log_probs: bool = True
+    """Return the engine's log-probabilities and compare them with the trainer's."""
+    seed: int = 1
+    """Seed of the engine and of every request."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vllm.LLM."""
+    val_kwargs: SamplingSection = field(default_factory=SamplingSection)
+    """How validation samples."""
+    sync: SyncSection = field(default_factory=SyncSection)
+    """How weights arrive."""

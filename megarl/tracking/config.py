@@ -1,0 +1,69 @@
+"""What a user may say about a run as a whole: its length, its ranks, its records and its checkpoints."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from megarl.section import section
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _mlflow_by_any_name(value: object) -> object:
+    return "mlflow" if value == "tracking" else value
+
+
+# A name like 2024 is a number to YAML.
+Name = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
+Logger = Annotated[Literal["console", "mlflow", "jsonl"], BeforeValidator(_mlflow_by_any_name)]
+
+
+@section
+class TrainerSection:
+    """`trainer.*`."""
+
+    total_epochs: PositiveInt = 30
+    """Passes over the training prompts."""
+    total_training_steps: PositiveInt | None = None
+    """Iterations after which to stop; null = total_epochs decides."""
+    project_name: Name = "megarl_examples"
+    """MLflow experiment."""
+    experiment_name: Name = "gsm8k"
+    """MLflow run."""
+    logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
+    """Where metrics go: console, mlflow (alias tracking), jsonl."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
+    nnodes: PositiveInt = 1
+    """Machines."""
+    n_gpus_per_node: PositiveInt = 8
+    """Processes per machine, on CPU too."""
+    save_freq: int = -1
+    """Iterations between checkpoints; -1 = none."""
+    test_freq: int = -1
+    """Iterations between validations; -1 = none."""
+    val_before_train: bool = True
+    """Validate before the first iteration."""
+    val_only: bool = False
+    """Validate and stop."""
+    critic_warmup: NonNegativeInt = 0
+    """Iterations in which only the critic learns."""
+    balance_batch: bool = True
+    """Spread the samples over the data-parallel ranks by length."""
+    default_hdfs_dir: None = None
+    """Not supported yet: only null."""
+    default_local_dir: str = "checkpoints"
+    """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Continue from the last checkpoint in the run's directory, never, or from resume_from_path."""
+    resume_from_path: str | None = None
+    """Checkpoint to continue from, with resume_mode=resume_path."""
+    max_ckpt_to_keep: PositiveInt | None = 3
+    """Checkpoints kept; null = all."""
+    log_val_generations: NonNegativeInt = 8
+    """Validation samples shown in tables."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto = cuda where there is one."""
