@@ -7,7 +7,7 @@ Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors ar
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,19 @@ class PolicyOutputs:
 
     log_probs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] nats, of the whole next-token distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """The size of a global mini-batch: the denominators of every loss and metric of its parts."""
+
+    num_tokens: int  # unmasked response tokens
+    num_sequences: int
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Self:
+        """The totals of a mini-batch from its whole mask `[B, T]`."""
+        return cls(num_tokens=int(mask.sum()), num_sequences=mask.shape[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms.advantages import gae, grpo, token_rewards, whiten
+from megarl.algorithms.masked import masked_moments
+
+NAN = float("nan")
+SEEDS = st.integers(0, 2**31)
+
+
+def random_batch(seed: int, num_tensors: int, shape: tuple[int, int] = (6, 9)) -> tuple[Tensor, list[Tensor]]:
+    """A mask with holes in every row, and tensors that are NaN where it is False."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=generator) < 0.7
+    return mask, [torch.randn(shape, generator=generator).masked_fill(~mask, NAN) for _ in range(num_tensors)]
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.7]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), gamma=0.5, lam=0.5)
+    # delta_2 = 1 - 0.7 = 0.3; delta_1 = 0.35 - 0.6 = -0.25; delta_0 = 0.3 - 0.5 = -0.2
+    expected = [[-0.2 + 0.25 * (-0.25 + 0.25 * 0.3), -0.25 + 0.25 * 0.3, 0.3]]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_gae_skips_masked_tokens() -> None:
+    mask = torch.tensor([[True, False, True, True, False]])
+    rewards = torch.tensor([[0.3, NAN, -0.2, 1.0, NAN]])
+    values = torch.tensor([[0.5, NAN, 0.1, 0.2, NAN]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    dense = torch.ones(1, 3, dtype=torch.bool)
+    dense_advantages, dense_returns = gae(rewards[mask][None], values[mask][None], dense, gamma=0.9, lam=0.8)
+    assert torch.equal(advantages[mask], dense_advantages[0])
+    assert torch.equal(returns[mask], dense_returns[0])
+    assert advantages[~mask].tolist() == returns[~mask].tolist() == [0.0, 0.0]
+
+
+@given(seed=SEEDS, gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+def test_gae_is_the_sum_of_discounted_errors(seed: int, gamma: float, lam: float) -> None:
+    mask, (rewards, values) = random_batch(seed, 2)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for row in range(len(mask)):
+        r, v = rewards[row][mask[row]].tolist(), values[row][mask[row]].tolist()
+        v_next = [*v[1:], 0.0]
+        delta = [r[t] + gamma * v_next[t] - v[t] for t in range(len(r))]
+        expected = [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(r))) for t in range(len(r))]
+        assert advantages[row][mask[row]].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert returns[row][mask[row]].tolist() == pytest.approx(
+            [a + b for a, b in zip(expected, v, strict=True)], rel=1e-4, abs=1e-5
+        )
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+def test_undiscounted_monte_carlo_returns_are_the_score() -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    rewards = torch.tensor([[0.0, 0.0, 2.0], [0.0, -1.0, 0.0]])
+    _, returns = gae(rewards, torch.rand(2, 3), mask, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, 0.0]]))
+
+
+def test_grpo_by_hand() -> None:
+    scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
+    mask = torch.tensor([[True, True]] * 4 + [[True, False]])
+    advantages = grpo(scores, groups, mask, normalize_by_std=True)
+    # group 7: mean 3, deviations -2, 2, 0, unbiased std 2; group 2: nothing to tell apart
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
+    without = grpo(scores, groups, mask, normalize_by_std=False)
+    assert without[:, 0].tolist() == [-2.0, 0.0, 2.0, 0.0, 0.0]
+
+
+@given(
+    groups=st.lists(st.integers(0, 4), min_size=1, max_size=16),
+    seed=SEEDS,
+    normalize_by_std=st.booleans(),
+)
+def test_grpo_is_the_group_normalisation(groups: list[int], seed: int, normalize_by_std: bool) -> None:
+    scores = torch.randn(len(groups), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(len(groups), 2, dtype=torch.bool)
+    advantages = grpo(scores, torch.tensor(groups), mask, normalize_by_std=normalize_by_std)
+    for sample, group in enumerate(groups):
+        members = [float(scores[other]) for other in range(len(groups)) if groups[other] == group]
+        expected = float(scores[sample]) - statistics.mean(members)
+        if normalize_by_std and len(members) > 1:
+            expected /= statistics.stdev(members) + 1e-6
+        assert advantages[sample].tolist() == pytest.approx([expected] * 2, rel=1e-4, abs=1e-5)
+
+
+def test_equal_scores_teach_nothing_whatever_their_rounding() -> None:
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    advantages = grpo(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64), mask, normalize_by_std=True)
+    assert advantages.abs().max() < 1e-6
+
+
+def test_token_rewards_by_hand() -> None:
+    mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    log_probs = torch.tensor([[-1.0, -2.0, NAN], [-1.0, -1.0, -1.0], [NAN, NAN, NAN]])
+    ref_log_probs = torch.tensor([[-1.5, -1.0, NAN], [-1.0, -1.0, -3.0], [NAN, NAN, NAN]])
+    scores = torch.tensor([1.0, -1.0, 8.0])
+    rewards, kl = token_rewards(scores, log_probs, ref_log_probs, mask, kl_coef=0.1, kl_type="kl")
+    torch.testing.assert_close(kl, torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.1, 0.0], [0.0, 0.0, -1.2], [0.0, 0.0, 0.0]]))
+
+
+@given(seed=SEEDS)
+def test_whitened_tokens_have_no_mean_and_unit_variance(seed: int) -> None:
+    mask, (x,) = random_batch(seed, 1)
+    mean, var = masked_moments(x, mask)
+    whitened = whiten(x, mask, mean=mean, var=var)
+    assert whitened[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert whitened[mask].std().item() == pytest.approx(1.0, abs=1e-5)
+    assert not whitened[~mask].any()
+    top, bottom = (whiten(half, part, mean=mean, var=var) for half, part in zip(x.split(3), mask.split(3), strict=True))
+    assert torch.equal(torch.cat([top, bottom]), whitened)
+
+
+def test_whiten_by_hand() -> None:
+    x, mask = torch.tensor([[3.0, 7.0, NAN]]), torch.tensor([[True, True, False]])
+    expected = torch.tensor([[-1.0, 1.0, 0.0]])
+    torch.testing.assert_close(whiten(x, mask, mean=5.0, var=4.0), expected)
+    assert math.isclose(whiten(x, mask, mean=5.0, var=0.0)[0, 0], -2e4, rel_tol=1e-5)

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.kl import AdaptiveKL, FixedKL, KLKind, kl_penalty
+
+D = math.log(2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "above", "below"),  # the policy gives the token twice and half the reference's probability
+    [
+        ("kl", D, -D),
+        ("k1", D, -D),
+        ("abs", D, D),
+        ("mse", D**2 / 2, D**2 / 2),
+        ("k2", D**2 / 2, D**2 / 2),
+        ("low_var_kl", 0.5 + D - 1.0, 2.0 - D - 1.0),
+        ("k3", 0.5 + D - 1.0, 2.0 - D - 1.0),
+    ],
+)
+def test_each_kind_by_hand(kind: KLKind, above: float, below: float) -> None:
+    log_probs = torch.log(torch.tensor([0.4, 0.1]))
+    ref_log_probs = torch.log(torch.tensor([0.2, 0.2]))
+    assert kl_penalty(log_probs, ref_log_probs, kind=kind).tolist() == pytest.approx([above, below], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_unbiased_kinds_average_to_the_divergence(kind: KLKind) -> None:
+    policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    exact = (policy * (policy / reference).log()).sum()
+    expected = (policy * kl_penalty(policy.log(), reference.log(), kind=kind)).sum()
+    torch.testing.assert_close(expected, exact)
+
+
+def test_k3_stays_finite_far_from_the_reference() -> None:
+    log_probs = torch.tensor([-200.0, -1.0], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([-1.0, -200.0]), kind="k3")
+    kl.sum().backward()
+    assert kl.isfinite().all()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+
+
+def test_a_fixed_weight_stays() -> None:
+    assert FixedKL(0.1).update(100.0, num_steps=1000) == FixedKL(0.1)
+
+
+@pytest.mark.parametrize(
+    ("current_kl", "factor"),
+    [(0.2, 1.0), (0.22, 1.001), (10.0, 1.002), (0.18, 0.999), (0.0, 0.998)],  # the error is clipped at +-0.2
+)
+def test_an_adaptive_weight_follows_the_error(current_kl: float, factor: float) -> None:
+    controller = AdaptiveKL(0.5, target=0.2, horizon=10_000).update(current_kl, num_steps=100)
+    assert controller.coef == pytest.approx(0.5 * factor)
+    assert (controller.target, controller.horizon) == (0.2, 10_000)
