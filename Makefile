@@ -1,0 +1,45 @@
+# `make quickstart` shows megarl at work, `make test` runs everything CI runs; both make .venv first.
+
+export HF_HUB_OFFLINE ?= 1
+export OMP_NUM_THREADS ?= 1
+
+BIN := .venv/bin
+
+.PHONY: help setup quickstart test test-unit test-newest check clean
+
+help:
+	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
+	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
+	@echo "make test         what CI runs: check, then the unit, distributed and end-to-end tests"
+	@echo "make test-unit    the unit tests"
+	@echo "make test-newest  the unit and distributed tests with the newest Megatron-Core"
+	@echo "make check        ruff, mypy, import contracts"
+	@echo "make clean        remove environments, caches and runs/"
+
+setup:
+	@scripts/setup.sh
+
+quickstart: setup
+	$(BIN)/python scripts/quickstart.py
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-unit: setup
+	$(BIN)/python -m pytest tests/unit
+
+# One pytest at a time, also under make -j: the tests start processes that need the cores.
+test: check
+	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/dist
+	$(BIN)/python -m pytest tests/e2e
+
+test-newest:
+	@scripts/setup.sh newest
+	.venv-newest/bin/python -m pytest tests/unit tests/dist
+
+clean:
+	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info runs

@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Make the Python environments of this repository. Running it again when nothing changed takes under a second.
+#
+#   scripts/setup.sh            .venv: exactly requirements/cpu.lock, and megarl itself, editable
+#   scripts/setup.sh newest     .venv-newest: .venv with requirements/newest.txt laid over it
+#
+# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# The torch that requirements/cpu.lock names is PyTorch's own CPU build, which no public index but theirs carries.
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+die() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+# step NAME REMEDY COMMAND...: run the command with its output in $log; on failure show the end of it and the remedy.
+step() {
+    local name=$1 remedy=$2 started=$SECONDS
+    shift 2
+    printf 'setup: %-34s' "$name"
+    if "$@" >"$log" 2>&1; then
+        printf ' %4d s\n' $((SECONDS - started))
+        return
+    fi
+    printf ' failed\n'
+    grep -v "is ignored: it is neither" "$log" | tail -n 20 >&2
+    die "step '$name' failed (above: the end of its output)." "$remedy"
+}
+
+is_supported() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11 or 3.12 with the venv and ensurepip modules." \
+            "Point PYTHON at one that is (Debian and Ubuntu: apt-get install python3.11-venv)."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3 python; do # 3.11 first: most runs of the tests were on it
+        if is_supported "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 with the venv module found (tried python3.11, python3.12, python3, python)." \
+        "Install one (Debian and Ubuntu: apt-get install python3.11-venv) or name it: make setup PYTHON=/path/to/python3.12"
+}
+
+check_tools() {
+    local tool
+    for tool in git make; do
+        command -v $tool >/dev/null || die "'$tool' is missing. Install it (Debian and Ubuntu: apt-get install $tool)."
+    done
+    command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
+        die "no C compiler (cc, gcc, clang or \$CC): torch and Triton compile kernels at run time." \
+            "Install one (Debian and Ubuntu: apt-get install build-essential)."
+}
+
+pip_install() {
+    .venv/bin/python -m pip install --no-deps --disable-pip-version-check "$@"
+}
+
+install_torch() {
+    pip_install "$1" || pip_install "$1" --index-url "$TORCH_CPU_INDEX"
+}
+
+check_imports() {
+    local python=$1
+    HF_HUB_OFFLINE=1 "$python" -c 'import megarl, torch, transformers, vllm, megatron.core'
+}
+
+# fingerprint FILE...: changes when the interpreter or one of the files does.
+fingerprint() {
+    { "$python" -VV && cat "$@"; } | cksum
+}
+
+# stamped FILE TEXT: FILE, written after the steps it stands for, says TEXT.
+stamped() {
+    [[ -f $1 && $(<"$1") == "$2" ]]
+}
+
+setup_locked() {
+    local packages project
+    packages=$(fingerprint requirements/cpu.lock)
+    project=$(fingerprint requirements/cpu.lock pyproject.toml)
+    if stamped .venv/.packages "$packages" && stamped .venv/.project "$project"; then
+        echo "setup: .venv is up to date"
+        return
+    fi
+    check_tools
+    if ! stamped .venv/.packages "$packages"; then
+        step "create .venv ($("$python" -V))" "Remove .venv and try again; PYTHON= chooses another interpreter." \
+            "$python" -m venv --clear .venv
+        step "install torch (CPU build)" \
+            "Neither pip's sources nor PyTorch's CPU index gave it: check the network, a proxy, pip config list." \
+            install_torch "$(grep '^torch==' requirements/cpu.lock)"
+        step "install requirements/cpu.lock" "Check the network, the disk (3 GB) and pip's sources: pip config list." \
+            pip_install -r requirements/cpu.lock
+        echo "$packages" >.venv/.packages
+    fi
+    step "install megarl (editable)" "Check pyproject.toml; it needs no network." \
+        pip_install --no-build-isolation --no-index -e .
+    step "import torch, vLLM, Megatron-Core" "Ask what is wrong: .venv/bin/python -m megarl.doctor" \
+        check_imports .venv/bin/python
+    echo "$project" >.venv/.project
+}
+
+# Its own megatron-core comes first on sys.path, all the rest is .venv's: seconds and megabytes instead of minutes and
+# gigabytes. addsitedir, not a bare path, so that the editable megarl is seen too.
+setup_newest() {
+    local stamp site
+    setup_locked
+    stamp=$(fingerprint .venv/.project requirements/newest.txt)
+    if stamped .venv-newest/.project "$stamp"; then
+        echo "setup: .venv-newest is up to date"
+        return
+    fi
+    step "create .venv-newest" "Remove .venv-newest and try again." "$python" -m venv --clear .venv-newest
+    step "install requirements/newest.txt" "Check the network and pip's sources: pip config list." \
+        .venv-newest/bin/python -m pip install --no-deps --disable-pip-version-check --ignore-requires-python \
+        -r requirements/newest.txt
+    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "import site; site.addsitedir('$site')" \
+        >"$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+    step "import torch, vLLM, Megatron-Core" "Remove .venv-newest and try again." check_imports .venv-newest/bin/python
+    echo "$stamp" >.venv-newest/.project
+}
+
+python=$(find_python)
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits, then finds everything done
+case ${1:-} in
+"") setup_locked ;;
+newest) setup_newest ;;
+*) die "unknown argument '$1': nothing, or 'newest'." ;;
+esac
