@@ -1,0 +1,105 @@
+"""The tokenizer of a run, from Hugging Face files or a SentencePiece model.
+
+What `save` writes encodes and decodes as this object does: training and every reader of the checkpoint agree.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from megarl.data.spm import load_sentencepiece
+
+
+class Tokenizer:
+    """Text to ids and back; a thin, typed face of a `transformers` tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, source: str) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
+        self._tokenizer = tokenizer
+        self._source = source
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.vocab_size: int = len(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of `text`; with `add_special_tokens` also what the tokenizer puts around a text (often BOS)."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation of `{role, content}` under the chat template, up to where the assistant answers.
+
+        Raises ValueError where there is no template or the template refuses the conversation.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the prompt is a list of messages, and the tokenizer {self._source} has no chat template: "
+                "set data.chat_template to a Jinja file or string, or make the prompt a plain string"
+            )
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template of {self._source} refuses the messages: {error}") from error
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def save(self, directory: str | Path) -> None:
+        """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""
+        self._tokenizer.save_pretrained(str(directory))
+
+
+def load_tokenizer(path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
+
+    `chat_template` (a Jinja file, or the template itself) overrides the tokenizer's own. Code that comes with a
+    tokenizer runs only with `trust_remote_code`. Raises ValueError where nothing loads from `path`.
+    """
+    place = Path(path)
+    configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if not configured and (place / "tokenizer.model").exists():
+        place /= "tokenizer.model"
+    if place.suffix == ".model":
+        if not place.is_file():
+            raise ValueError(f"data.tokenizer: no such file: {place}")
+        tokenizer = load_sentencepiece(place)
+        beside = place.with_name("chat_template.jinja")
+        if beside.exists():
+            tokenizer.chat_template = beside.read_text()
+    else:
+        tokenizer = _load_pretrained(path, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    return Tokenizer(tokenizer, source=path)
+
+
+def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).exists():
+        raise ValueError(f"data.tokenizer: no such file or directory: {path}")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"no tokenizer loads from {path!r}: {error}\n"
+            "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, "
+            "or an id of the Hugging Face hub (default: actor_rollout_ref.model.path)"
+        ) from error
+
+
+def _read_template(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    place = Path(chat_template)
+    if not place.is_file():
+        raise ValueError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
+    return place.read_text()

@@ -1,0 +1,148 @@
+"""Tokenizers: SentencePiece by its own library, ours, and what transformers reads back, agree id for id."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from megarl.data.tokenizer import load_tokenizer
+from tests.assets import asset
+from tests.sentencepieces import WORDS, train_sentencepiece
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MODELS = {
+    "unigram": {"model_type": "unigram", "vocab_size": 300},
+    "unigram_bytes": {"model_type": "unigram", "vocab_size": 550, "byte_fallback": True},
+    "unigram_verbatim": {
+        "model_type": "unigram",
+        "vocab_size": 300,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "user_defined_symbols": ["\n", "<x>"],
+        "add_dummy_prefix": False,
+    },
+    "bpe": {},
+    "bpe_bytes": {"vocab_size": 600, "byte_fallback": True, "split_digits": True, "bos_id": -1},
+    "bpe_verbatim": {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "user_defined_symbols": ["\n", "<x>", "12"],
+    },
+    "char": {"model_type": "char", "vocab_size": 40, "hard_vocab_limit": False},
+}
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(2)
+    letters = "abcaaa 1112+\n\u2581<x>é漢🙂\t  "
+    odd = ["\n", "<x>", "  ", "é", "漢字", "🙂", "\t", "ﬁ"]
+    return [
+        "".join(rng.choices(letters, k=rng.randint(0, 15)))
+        if rng.random() < 0.5
+        else " ".join(rng.choices(WORDS + odd * 5, k=rng.randint(0, 10)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
+def test_sentencepiece_saved_and_read_by_transformers_gives_the_same_ids(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = train_sentencepiece(tmp_path / "small.model", **options)
+    native = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ours = load_tokenizer(str(model))
+    ours.save(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+
+    bos = [native.bos_id()] if native.bos_id() >= 0 else []
+    for text in random_texts(1000):
+        ids = native.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.encode(text, add_special_tokens=True) == bos + ids
+        assert saved.encode(text) == again.encode(text, add_special_tokens=True) == bos + ids
+        assert saved.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+        if native.unk_id() not in ids:
+            assert ours.decode([*bos, *ids, native.eos_id()]) == native.decode(ids)
+    assert ours.vocab_size == again.vocab_size == len(saved) == native.vocab_size()
+    assert (ours.eos_token_id, saved.eos_token_id) == (native.eos_id(), native.eos_id())
+    assert ours.bos_token_id == saved.bos_token_id == (bos[0] if bos else None)
+
+
+def test_a_directory_with_only_a_sentencepiece_model_loads(tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("3 * 7", add_special_tokens=True)) == "3 * 7"
+
+
+def test_chat_template_is_rendered_and_saved(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "small.model", control_symbols=["<|user|>", "<|assistant|>"])
+    tokenizer = load_tokenizer(str(model), chat_template=TEMPLATE)
+    ids = tokenizer.chat([{"role": "user", "content": "3 5 = 8"}])
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    body = pieces.encode("3 5 = 8")
+    assert ids == [pieces.piece_to_id("<|user|>"), *body, pieces.eos_id(), pieces.piece_to_id("<|assistant|>")]
+    assert tokenizer.decode(ids) == "3 5 = 8"
+
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).chat([{"role": "user", "content": "3 5 = 8"}]) == ids
+
+
+def test_chat_template_may_be_a_file_and_messages_need_one(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "small.model")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    message = [{"role": "user", "content": "1"}]
+    assert load_tokenizer(str(model), chat_template=str(tmp_path / "own.jinja")).chat(message)
+    with pytest.raises(ValueError, match=r"small.model has no chat template: set data.chat_template"):
+        load_tokenizer(str(model)).chat(message)
+    with pytest.raises(ValueError, match=r"neither a Jinja template nor a file"):
+        load_tokenizer(str(model), chat_template="absent.jinja")
+    refuses = load_tokenizer(str(model), chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="roles must alternate"):
+        refuses.chat(message)
+
+
+def test_a_model_that_cannot_be_converted_exactly_is_refused(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "newline.model", user_defined_symbols=["\n"])
+    with pytest.raises(ValueError, match=r"user-defined symbols \['\\n'\]; train it with normalization_rule_name"):
+        load_tokenizer(str(model))
+    word = train_sentencepiece(tmp_path / "word.model", model_type="word", vocab_size=100)
+    with pytest.raises(ValueError, match="not word"):
+        load_tokenizer(str(word))
+    garbage = tmp_path / "garbage.model"
+    garbage.write_bytes(b"no model")
+    with pytest.raises(ValueError, match="is not a SentencePiece model"):
+        load_tokenizer(str(garbage))
+
+
+def test_a_path_that_holds_no_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such file or directory: .*nowhere"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no such file: .*nowhere.model"):
+        load_tokenizer(str(tmp_path / "nowhere.model"))
+    with pytest.raises(ValueError, match="data.tokenizer takes a directory"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "endless.model", eos_id=-1)
+    with pytest.raises(ValueError, match=r"endless.model has no end-of-sequence token"):
+        load_tokenizer(str(model))
+
+
+def test_real_llama_style_directory() -> None:
+    directory = asset("models/stories260K-hd32")
+    tokenizer = load_tokenizer(str(directory))
+    from_model = load_tokenizer(str(directory / "tokenizer.model"))
+    for text in ["Once upon a time, there was a little girl.", "  two  spaces\n\nand é漢🙂", ""]:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert ids[0] == tokenizer.bos_token_id == 1
+        assert from_model.encode(text, add_special_tokens=True) == ids
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.vocab_size == 512
