@@ -8,7 +8,7 @@ Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows
 (after the end of a response) they are zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -69,11 +69,15 @@ class Rollouts(Prompts):
 
     def select(self, samples: Tensor) -> Self:
         """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
-        taken = {
-            field.name: value[samples] if isinstance(value := getattr(self, field.name), Tensor) else value
-            for field in fields(self)
-        }
-        return type(self)(**taken)
+        return replace(self, **{name: tensor[samples] for name, tensor in self._tensors()})
+
+    def to(self, device: torch.device) -> Self:
+        """The record with its tensors on `device`."""
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ((name, value) for name, value in values if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class Box:
 class Piece:
     """`box` of Hugging Face parameter `name` lives in local tensor `param`, of type `dtype`, as a strided view.
 
-    `offset` and `stride` (one per box dimension) count elements of the local tensor's storage, as in
+    `offset` (from the local tensor's first element) and `stride` (one per box dimension) count elements, as in
     `torch.Tensor.as_strided`.
     """
 
@@ -59,7 +59,7 @@ class Piece:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece's elements in local tensor `tensor`, of shape `box.shape`."""
-        return tensor.as_strided(self.box.shape, self.stride, self.offset)
+        return tensor.as_strided(self.box.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 Layout = Sequence[Piece]

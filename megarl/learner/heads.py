@@ -1,0 +1,110 @@
+"""From hidden states to log-probabilities, entropies and values.
+
+The vocabulary is cut over the tensor-parallel ranks and the tokens into chunks: at any moment one chunk of one rank's
+slice of the logits exists, in float32, and it is computed again in the backward pass. Nothing is gathered but three
+numbers per token.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_TOKENS = 1024
+
+
+class VocabParallelLogProbs(torch.autograd.Function):
+    """Log-probability of given tokens and entropy of the whole distribution, `softmax(hidden @ weight.T / temperature)`.
+
+    With logits z, p = softmax(z) and H = -sum p log p:  d log p_t / dz = onehot_t - p  and  dH/dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, valid_rows: int, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `vocab_parallel_log_probs`."""
+        log_probs, entropies, normalizers = [], [], []
+        first_row = dist.get_rank(group) * weight.shape[0]
+        for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+            logits = _logits(chunk, weight, temperature, valid_rows)
+            maximum = logits.amax(-1)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+            exponentials = (logits - maximum[:, None]).exp()
+            sums = torch.stack(
+                [
+                    exponentials.sum(-1),
+                    (exponentials * logits).sum(-1),
+                    _pick(logits, chunk_targets, first_row),
+                ]
+            )
+            dist.all_reduce(sums, group=group)
+            normalizer = sums[0].log() + maximum
+            log_probs.append(sums[2] - normalizer)
+            entropies.append(normalizer - sums[1] / sums[0])
+            normalizers.append(normalizer)
+        entropy, normalizer = torch.cat(entropies), torch.cat(normalizers)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.settings = temperature, valid_rows, group, first_row
+        return torch.cat(log_probs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of this rank's slice; the caller's region sums those of `hidden` over the ranks."""
+        hidden, weight, *per_token = ctx.saved_tensors
+        temperature, valid_rows, _, first_row = ctx.settings
+        grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
+        per_token = [grad_log_probs, grad_entropy, *per_token]
+        for chunk, *values in zip(
+            hidden.split(CHUNK_TOKENS), *(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True
+        ):
+            grad_log_prob, grad_h, targets, normalizer, entropy = values
+            log_p = _logits(chunk, weight, temperature, valid_rows) - normalizer[:, None]
+            p = log_p.exp()
+            grad_logits = -p * (grad_log_prob[:, None] + grad_h[:, None] * (log_p + entropy[:, None]))
+            _add_at(grad_logits, targets, first_row, grad_log_prob)
+            grad_logits = (grad_logits / temperature).to(weight.dtype)
+            grad_hidden.append(grad_logits @ weight)
+            grad_weight += grad_logits.T @ chunk
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid_rows: int) -> Tensor:
+    logits = (hidden @ weight.T).float() / temperature
+    logits[:, valid_rows:] = torch.finfo(torch.float32).min  # rows that only pad the vocabulary have no probability
+    return logits
+
+
+def _pick(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+    """[N]: the logit of each target that lies in this rank's slice, zero for the others."""
+    local = targets - first_row
+    mine = (local >= 0) & (local < logits.shape[1])
+    picked = logits.gather(1, local.where(mine, 0)[:, None])[:, 0]
+    return picked.where(mine, 0.0)
+
+
+def _add_at(grad: Tensor, targets: Tensor, first_row: int, values: Tensor) -> None:
+    local = targets - first_row
+    mine = (local >= 0) & (local < grad.shape[1])
+    grad.scatter_add_(1, local.where(mine, 0)[:, None], values.where(mine, 0.0)[:, None])
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and entropies under the whole vocabulary.
+
+    Args:
+        hidden: [N, hidden_size] final hidden states, equal on all ranks of `group`.
+        weight: [rows, hidden_size] this rank's slice of the output embedding; rank r has rows r*rows ... of it.
+        targets: [N] int64 token ids.
+        temperature: divides the logits, as it does in the engine's sampler.
+        vocab_size: rows of the whole embedding that are tokens; those behind them are padding.
+        group: the tensor-parallel process group.
+
+    Returns:
+        Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats.
+    """
+    valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
+    return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group)

@@ -1,0 +1,184 @@
+"""One Megatron model and, if it learns, its optimizer: `infer` reads numbers off a batch, `update` takes a step on one.
+
+Invariant: every rank calls with the same batch and receives the same answer. The learner spreads the samples over
+data-parallel ranks and micro-batches by itself, and no split changes a result: objectives return contributions to the
+global batch, which are only ever added.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Rollouts
+from megarl.data.packing import pack, partition
+from megarl.learner.heads import vocab_parallel_log_probs
+from megarl.learner.model import Role
+from megarl.learner.optimizer import Optimizer
+from megarl.learner.packed import Packed, pack_samples
+from megarl.learner.parallel import Mesh
+from megarl.platform.cpu import megatron_platform
+
+Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much one forward pass takes."""
+
+    max_tokens: int  # of all sequences together
+    max_sequences: int | None  # None: only the tokens bound it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """A sharded policy or value model."""
+
+    model: Any  # GPTModel, or Megatron's DistributedDataParallel around it where there is an optimizer
+    optimizer: Optimizer | None  # None: the model only answers
+    mesh: Mesh
+    role: Role
+    vocab_size: int
+    temperature: float  # of the sampler whose log-probabilities a policy reports
+    device: torch.device
+    balance: bool = True  # spread samples by length; otherwise only by number
+
+    def infer(self, batch: Rollouts, budget: Budget) -> PolicyOutputs | Tensor:
+        """Log-probabilities and entropies, or values, of every response token.
+
+        Returns:
+            `PolicyOutputs` of [B, T] float32 for a policy; [B, T] float32 values for a value model: the value at a token
+            is that of the state before it. Zero where `batch.mask` is False. In host memory, equal on all ranks.
+        """
+        module = self._module
+        module.eval()
+        with torch.no_grad():
+            micros, outputs = self._run(batch, budget, self._outputs, forward_only=True)
+        names = ("log_probs", "entropy") if self.role == "policy" else ("values",)
+        found = torch.zeros(len(names), *batch.mask.shape, device=self.device)
+        if self.mesh.speaks_for_its_samples:
+            for packed, output in zip(micros, outputs, strict=True):
+                parts = [getattr(output, name) for name in names] if self.role == "policy" else [output]
+                found[:, packed.samples.to(self.device)] = torch.stack(parts)
+        flat = found[:, batch.mask.to(self.device)]
+        dist.all_reduce(flat)  # exactly one rank contributes each number
+        rows = [torch.zeros(batch.mask.shape).masked_scatter(batch.mask, row) for row in flat.cpu()]
+        return PolicyOutputs(log_probs=rows[0], entropy=rows[1]) if self.role == "policy" else rows[0]
+
+    def update(self, minibatches: Iterable[Rollouts], objective: Objective, budget: Budget) -> dict[str, float]:
+        """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
+
+        Returns:
+            The mean of each metric over the mini-batches, with `grad_norm` (before clipping) and `lr`.
+
+        Raises:
+            FloatingPointError: a gradient was not finite.
+        """
+        assert self.optimizer is not None, "this model does not learn"
+        self.optimizer.advance_schedule()
+        steps = [self._step(minibatch, objective, budget) for minibatch in minibatches]
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        return means | {"lr": self.optimizer.lr}
+
+    def _step(self, minibatch: Rollouts, objective: Objective, budget: Budget) -> dict[str, float]:
+        assert self.optimizer is not None
+        self._module.train()
+        totals = Totals.of(minibatch.mask)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss(hidden: Tensor, packed: Packed) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            micro = minibatch.select(packed.samples)
+            value, metrics = objective(self._outputs(hidden, packed), micro.to(self.device), totals)
+            return value, torch.ones((), dtype=torch.int), metrics
+
+        _, metrics = self._run(minibatch, budget, loss, forward_only=False)
+        with megatron_platform():
+            grad_norm = self.optimizer.step()
+        return self._sum(metrics) | {"grad_norm": grad_norm}
+
+    @property
+    def _module(self) -> Any:
+        return self.model.module if self.optimizer else self.model
+
+    def _run(
+        self, batch: Rollouts, budget: Budget, head: Callable[..., Any], *, forward_only: bool
+    ) -> tuple[list[Packed], list[Any]]:
+        """Run the micro-batches of this rank's samples; returns them and what `head` said on the last stage."""
+        config = self._module.config
+        bins = self._micro_batches(batch, budget)
+        multiple = self.mesh.tp_size if config.sequence_parallel else 1
+        micros = [pack_samples(batch, samples, multiple_of=multiple, device=self.device) for samples in bins]
+
+        def forward_step(rows: Iterator[Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            row = next(rows)
+            hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences)
+
+            def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                return head(hidden, row)
+
+            return hidden, read
+
+        with megatron_platform():
+            said = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micros),
+                model=[self.model],
+                num_microbatches=len(micros),
+                seq_length=budget.max_tokens,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        return micros, said
+
+    def _micro_batches(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
+        """This rank's samples in micro-batches; as many on every data-parallel rank, because experts may span them."""
+        lengths = batch.lengths().tolist()
+        costs = lengths if self.balance else [1] * len(lengths)
+        shares = partition(costs, batch.groups.tolist(), self.mesh.dp_size)
+        packed = partial(pack, max_tokens=budget.max_tokens, max_sequences=budget.max_sequences)
+        most = max(len(packed([lengths[sample] for sample in share])) for share in shares)
+        mine = shares[self.mesh.dp_rank]
+        bins = packed([lengths[sample] for sample in mine], num_bins=most)
+        return [[mine[place] for place in places] for places in bins]
+
+    def _outputs(self, hidden: Tensor, packed: Packed) -> PolicyOutputs | Tensor:
+        """[b, T] numbers of a micro-batch from the [1, N, hidden_size] final hidden states."""
+        states, module = hidden[0], self._module
+        if module.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.role == "policy")
+        elif self.role == "policy":
+            states = copy_to_tensor_model_parallel_region(states)
+        states = states[packed.predictors]
+        if self.role == "value":
+            return packed.unpack(torch.nn.functional.linear(states, module.output_layer.weight)[:, 0].float())
+        tied = module.share_embeddings_and_output_weights
+        log_probs, entropy = vocab_parallel_log_probs(
+            states,
+            module.shared_embedding_or_output_weight() if tied else module.output_layer.weight,
+            packed.targets,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            group=self.mesh.tp_group,
+        )
+        return PolicyOutputs(log_probs=packed.unpack(log_probs), entropy=packed.unpack(entropy))
+
+    def _sum(self, contributions: list[dict[str, Tensor]]) -> dict[str, float]:
+        """The contributions of all micro-batches of all ranks, added; equal on all ranks."""
+        names = [sorted(contributions[0]) if contributions else None]
+        last_rank = dist.get_world_size() - 1  # of the last pipeline stage, which alone knows the names
+        dist.broadcast_object_list(names, src=last_rank)
+        assert names[0] is not None
+        total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
+        for metrics in contributions if self.mesh.speaks_for_its_samples else []:
+            total += torch.stack([metrics[name].double() for name in names[0]])
+        dist.all_reduce(total)
+        return dict(zip(names[0], total.tolist(), strict=True))

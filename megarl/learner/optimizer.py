@@ -1,0 +1,108 @@
+"""AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.learner.config import MegatronSection, OptimSection
+from megarl.platform.cpu import megatron_platform
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Megatron's optimizer and its schedule."""
+
+    megatron: Any  # MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def advance_schedule(self) -> None:
+        """Set the rates of the next iteration; the first one already learns during warm-up."""
+        self.schedule.step(1)
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
+
+    def step(self) -> float:
+        """Clip the gradients, update the weights and return the gradient norm before clipping.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; no weight was changed.
+        """
+        changed, grad_norm, _ = self.megatron.step()
+        if not changed:
+            raise FloatingPointError(f"the gradient norm is {grad_norm}: the update was refused")
+        return float(grad_norm)
+
+
+def make_trainable(
+    model: Any, megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_schedule_steps: int
+) -> tuple[DistributedDataParallel, Optimizer]:
+    """Wrap `model` so that its gradients are summed over data-parallel ranks, and give it an optimizer.
+
+    `num_schedule_steps` is how often the schedule will be stepped: the iterations of the whole run.
+    """
+    dtype = getattr(torch, megatron.dtype)
+    with megatron_platform():
+        wrapped = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=megatron.use_distributed_optimizer
+            ),
+            model,
+        )
+        model.config.finalize_model_grads_func = add_gradients
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=_min_lr(optim),
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                clip_grad=grad_clip,
+                params_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
+                use_distributed_optimizer=megatron.use_distributed_optimizer,
+            ),
+            [wrapped],
+            use_gloo_process_groups=False,
+        )
+    return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps))
+
+
+def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's gradient reduction, without its division by tokens: our losses are contributions to a global mean."""
+    finalize_model_grads(models, None, **kwargs)
+
+
+def make_schedule(optimizer: Any, optim: OptimSection, num_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, or cosine or linear decay to `min_lr_ratio * lr` at the last step."""
+    warmup = optim.lr_warmup_steps
+    if warmup is None:
+        warmup = int(optim.lr_warmup_steps_ratio * num_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=_min_lr(optim),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(num_steps, warmup + 1),
+        lr_decay_style=optim.warmup_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+    )
+
+
+def _min_lr(optim: OptimSection) -> float:
+    return optim.lr * (optim.min_lr_ratio or 0.0)
