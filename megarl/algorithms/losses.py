@@ -114,7 +114,7 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     """
     values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
     unclipped = (values - returns) ** 2
-    clipped = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns) ** 2
+    clipped = (values.clamp(old_values - clip_range, old_values + clip_range) - returns) ** 2
     losses = 0.5 * torch.maximum(unclipped, clipped)
     return ValueLoss(sums=masked(losses, mask).sum(-1), clip_frac=(clipped > unclipped).sum())
 

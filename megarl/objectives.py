@@ -1,0 +1,108 @@
+"""What the learner minimises: the pure losses put together as the configuration asks.
+
+Invariant: the loss and every metric are this micro-batch's *contribution* to those of the global mini-batch (already
+divided by its `Totals`), so whoever holds the parts only adds them up, over micro-batches and over ranks.
+
+An objective is called with the model's outputs on a micro-batch, the micro-batch (its tensors on the outputs' device)
+and the totals of the mini-batch. The loss carries the gradient, the metrics do not.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.losses import (
+    LossAggMode,
+    PolicyOutputs,
+    Totals,
+    aggregate,
+    entropy,
+    lm_cross_entropy,
+    ppo_clip,
+    value_clip,
+)
+from megarl.algorithms.masked import masked
+from megarl.batch import Experience, Rollouts
+from megarl.learner.config import ActorSection, CriticSection
+
+Contribution = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ActorObjective:
+    """The clipped policy loss, less the entropy bonus, plus the KL loss where it is on."""
+
+    section: ActorSection
+    horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
+
+    def __call__(self, outputs: PolicyOutputs, micro: Experience, totals: Totals) -> Contribution:
+        """Loss and metrics of the policy on `micro`."""
+        section = self.section
+        mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
+        pg = ppo_clip(
+            outputs.log_probs,
+            micro.old_log_probs,
+            micro.advantages,
+            micro.mask,
+            clip_low=section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low,
+            clip_high=section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high,
+            clip_c=section.clip_ratio_c,
+        )
+        pg_loss = mean(pg.sums)
+        entropy_mean = mean(entropy(outputs.entropy, micro.mask))
+        loss = pg_loss - section.entropy_coeff * entropy_mean
+        metrics = {
+            "actor/pg_loss": pg_loss,
+            "actor/entropy_loss": entropy_mean,
+            "actor/pg_clipfrac": pg.clip_frac / totals.num_tokens,
+            "actor/pg_clipfrac_lower": pg.clip_frac_lower / totals.num_tokens,
+            "actor/ppo_kl": pg.ppo_kl / totals.num_tokens,
+        }
+        if section.use_kl_loss:
+            log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
+            kl = kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type)
+            metrics["actor/kl_loss"] = kl_loss = mean(kl.sum(-1))
+            loss = loss + section.kl_loss_coef * kl_loss
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    """The clipped value loss."""
+
+    section: CriticSection
+    horizon: int  # as in `ActorObjective`
+
+    def __call__(self, values: Tensor, micro: Experience, totals: Totals) -> Contribution:
+        """Loss and metrics of the critic's `values` `[b, T]` on `micro`."""
+        vf = value_clip(values, micro.values, micro.returns, micro.mask, clip_range=self.section.cliprange_value)
+        vf_loss = _mean(vf.sums, micro, totals, mode=self.section.loss_agg_mode, horizon=self.horizon)
+        metrics = {
+            "critic/vf_loss": vf_loss,
+            "critic/vf_clipfrac": vf.clip_frac / totals.num_tokens,
+            "critic/vpred_mean": masked(values, micro.mask).sum() / totals.num_tokens,
+        }
+        return vf_loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class SFTObjective:
+    """The cross-entropy of the response tokens, every token with the same weight: the supervised warm-up."""
+
+    def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
+        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
+        return loss, {"sft/loss": loss.detach()}
+
+
+def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggMode, horizon: int) -> Tensor:
+    return aggregate(
+        sums,
+        micro.mask.sum(-1),
+        mode=mode,
+        num_tokens=totals.num_tokens,
+        num_sequences=totals.num_sequences,
+        horizon=horizon,
+    )

@@ -1,0 +1,152 @@
+"""The promise of the learner's inputs: the parts of a mini-batch add up to the whole, in loss, metrics and gradient."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Experience, Prompt
+from megarl.learner.config import ActorSection, CriticSection
+from megarl.objectives import ActorObjective, CriticObjective, SFTObjective
+
+NUM_SAMPLES, NUM_TOKENS = 6, 5
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def experience(*, garbage: float = 0.0) -> Experience:
+    """Six samples of two prompts; `garbage` stands where the mask is False."""
+    randn = partial(torch.randn, NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(NUM_TOKENS) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
+    prompts = [
+        Prompt(index=i, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={}) for i in range(2)
+    ]
+
+    def field(scale: float) -> Tensor:
+        return (scale * randn()).masked_fill(~mask, garbage)
+
+    return Experience(
+        prompts=prompts,
+        groups=torch.tensor([0, 0, 0, 1, 1, 1]),
+        responses=torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.int64),
+        mask=mask,
+        rollout_log_probs=field(1.0),
+        truncated=torch.zeros(NUM_SAMPLES, dtype=torch.bool),
+        texts=[""] * NUM_SAMPLES,
+        scores=torch.zeros(NUM_SAMPLES),
+        old_log_probs=field(1.0),
+        ref_log_probs=field(1.0),
+        values=field(1.0),
+        advantages=field(1.0),
+        returns=field(1.0),
+    )
+
+
+def outputs(*, garbage: float = 0.0) -> Tensor:
+    """What a model could have put out: log-probabilities or values."""
+    x = torch.randn(NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(1))
+    return x.masked_fill(~experience().mask, garbage)
+
+
+def contribution(
+    name: str, x: Tensor, micro: Experience, totals: Totals, mode: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    match name:
+        case "actor":
+            section = ActorSection(loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1, clip_ratio_high=0.3)
+            policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
+            return ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, totals)
+        case "critic":
+            return CriticObjective(CriticSection(loss_agg_mode=mode), horizon=NUM_TOKENS)(x, micro, totals)
+        case _:
+            return SFTObjective()(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+@given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
+def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int]) -> None:
+    whole, x = experience(), outputs().requires_grad_()
+    totals = Totals.of(whole.mask)
+    loss, metrics = contribution(name, x, whole, totals, mode)
+    (gradient,) = torch.autograd.grad(loss, x)
+
+    x_parts = outputs().requires_grad_()
+    parts = []
+    for rank in range(3):
+        samples = torch.tensor([sample for sample, owner in enumerate(owners) if owner == rank], dtype=torch.int64)
+        parts.append(contribution(name, x_parts[samples], whole.select(samples), totals, mode))
+    loss_of_parts = torch.stack([part_loss for part_loss, _ in parts]).sum()
+    (gradient_of_parts,) = torch.autograd.grad(loss_of_parts, x_parts)
+
+    torch.testing.assert_close(loss_of_parts, loss)
+    torch.testing.assert_close(gradient_of_parts, gradient)
+    for metric, value in metrics.items():
+        torch.testing.assert_close(sum(part_metrics[metric] for _, part_metrics in parts), value)
+        assert not value.requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+def test_masked_tokens_never_matter(name: str, mode: str) -> None:
+    clean, dirty = experience(), experience(garbage=float("nan"))
+    totals = Totals.of(clean.mask)
+    x = outputs(garbage=float("inf")).requires_grad_()
+    loss, metrics = contribution(name, x, dirty, totals, mode)
+    expected_loss, expected_metrics = contribution(name, outputs(), clean, totals, mode)
+    assert torch.equal(loss, expected_loss)
+    assert metrics == expected_metrics
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.isfinite().all()
+    assert not gradient[~clean.mask].any()
+
+
+def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
+    micro, x = experience(), outputs()
+    totals = Totals.of(micro.mask)
+    section = ActorSection(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25, kl_loss_type="mse")
+    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+    expected = metrics["actor/pg_loss"] - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
+    torch.testing.assert_close(loss, expected)
+    mask = micro.mask
+    torch.testing.assert_close(metrics["actor/entropy_loss"], 2.0 * x[mask].mean())
+    torch.testing.assert_close(metrics["actor/kl_loss"], (0.5 * (x - micro.ref_log_probs) ** 2)[mask].mean())
+    torch.testing.assert_close(metrics["actor/ppo_kl"], (micro.old_log_probs - x)[mask].mean())
+
+
+def test_no_kl_loss_unless_asked_for() -> None:
+    micro, x = experience(), outputs()
+    _, metrics = contribution("actor", x, micro, Totals.of(micro.mask), "token-mean")
+    assert "actor/kl_loss" in metrics
+    objective = ActorObjective(ActorSection(), horizon=NUM_TOKENS)
+    loss, metrics = objective(PolicyOutputs(log_probs=x, entropy=x), micro, Totals.of(micro.mask))
+    assert "actor/kl_loss" not in metrics
+    torch.testing.assert_close(loss, metrics["actor/pg_loss"] - 0.001 * metrics["actor/entropy_loss"])
+
+
+def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
+    micro = replace(experience(), advantages=experience().mask.float())  # a good token: only the upper side acts
+    x = micro.old_log_probs + 0.25  # a ratio of 1.28
+    totals = Totals.of(micro.mask)
+    policy = PolicyOutputs(log_probs=x, entropy=x)
+
+    def clip_fraction(**keys: float) -> float:
+        _, metrics = ActorObjective(ActorSection(**keys), horizon=NUM_TOKENS)(policy, micro, totals)
+        return metrics["actor/pg_clipfrac"].item()
+
+    assert clip_fraction(clip_ratio=0.2) == 1.0
+    assert clip_fraction(clip_ratio=0.2, clip_ratio_high=0.3) == 0.0
+    assert clip_fraction(clip_ratio=0.3, clip_ratio_low=0.2) == 0.0
+
+
+def test_critic_metrics_are_means_over_tokens() -> None:
+    micro, x = experience(), outputs()
+    section = CriticSection(cliprange_value=100.0)
+    loss, metrics = CriticObjective(section, horizon=NUM_TOKENS)(x, micro, Totals.of(micro.mask))
+    torch.testing.assert_close(loss, (0.5 * (x - micro.returns) ** 2)[micro.mask].mean())
+    torch.testing.assert_close(metrics["critic/vpred_mean"], x[micro.mask].mean())
+    assert metrics["critic/vf_clipfrac"].item() == 0.0
