@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
+NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that p log p is 0 and not NaN
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -72,7 +73,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid_rows: int) -> Tensor:
     logits = (hidden @ weight.T).float() / temperature
-    logits[:, valid_rows:] = torch.finfo(torch.float32).min  # rows that only pad the vocabulary have no probability
+    logits[:, valid_rows:] = NEVER
     return logits
 
 

@@ -1,0 +1,75 @@
+"""Vocabulary-parallel log-probabilities and entropies against the plain softmax, with their gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.learner import heads
+from tests.ranks import RankPool
+
+VOCAB, ROWS, HIDDEN, TOKENS, TEMPERATURE = 37, 64, 8, 11, 0.7
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def example() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(2 * ROWS, HIDDEN, generator=generator)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, targets, upstream
+
+
+def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+    heads.CHUNK_TOKENS = chunk_tokens
+    hidden, weight, targets, upstream = example()
+    mine = weight[: dist.get_world_size() * rows].chunk(dist.get_world_size())[dist.get_rank()].clone()
+    hidden.requires_grad_()
+    mine.requires_grad_()
+    log_probs, entropy = heads.vocab_parallel_log_probs(
+        hidden, mine, targets, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+    dist.all_reduce(hidden.grad)  # what Megatron's region does in the backward pass
+    return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1024])
+@pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
+def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+    hidden, weight, targets, upstream = example()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+
+    answers = pool.run(world_size, sharded, chunk_tokens, rows)
+    for answer in answers:
+        torch.testing.assert_close(answer[0], log_probs.detach())
+        torch.testing.assert_close(answer[1], entropy.detach())
+        torch.testing.assert_close(answer[2], hidden.grad)
+    gathered = torch.cat([answer[3] for answer in answers])
+    torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
+
+
+def test_no_tokens(pool: RankPool) -> None:
+    assert pool.run(2, empty) == [0, 0]
+
+
+def empty() -> int:
+    weight = torch.ones(ROWS, HIDDEN, requires_grad=True)
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    log_probs, entropy = heads.vocab_parallel_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (log_probs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+    return len(log_probs)
