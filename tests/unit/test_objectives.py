@@ -109,7 +109,8 @@ def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
     micro, x = experience(), outputs()
     totals = Totals.of(micro.mask)
     section = ActorSection(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25, kl_loss_type="mse")
-    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+    policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
+    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, totals)
     expected = metrics["actor/pg_loss"] - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
     torch.testing.assert_close(loss, expected)
     mask = micro.mask
