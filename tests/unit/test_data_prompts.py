@@ -1,0 +1,169 @@
+"""Prompts: real parquet files, what is refused and how it is said, and an order that depends on seed and step only."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.config import DataSection
+from megarl.data.prompts import PromptDataset, PromptStream, truncate
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from tests.sentencepieces import train_sentencepiece
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    model = train_sentencepiece(
+        tmp_path_factory.mktemp("tokenizer") / "small.model", byte_fallback=True, vocab_size=550
+    )
+    return load_tokenizer(str(model), chat_template=TEMPLATE)
+
+
+def row(prompt: Any, **changes: Any) -> dict[str, Any]:
+    columns = {
+        "data_source": "countdown",
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": 8, "numbers": [3, 5]}},
+        "extra_info": {"split": "train"},
+    }
+    return columns | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def section(file: str, **changes: Any) -> DataSection:
+    return DataSection(**{"train_files": file, "train_batch_size": 2, "max_prompt_length": 16, **changes})
+
+
+def dataset(file: str | list[str], tokenizer: Tokenizer, **changes: Any) -> PromptDataset:
+    return PromptDataset(section("unused", **changes), file, tokenizer)
+
+
+def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = write(tmp_path / "plain.parquet", [row("3 5 = 8"), row("3 6 = 9", data_source="other")])
+    chat = write(tmp_path / "chat.parquet", [row([{"role": "user", "content": "ab"}], extra_info=None)])
+    prompts = dataset([plain, chat], tokenizer)
+
+    assert len(prompts) == 3
+    assert list(prompts[0].token_ids) == tokenizer.encode("3 5 = 8", add_special_tokens=True)
+    assert prompts[0].token_ids[0] == tokenizer.bos_token_id
+    assert prompts[0].text == "3 5 = 8"
+    assert prompts[0].ground_truth == {"target": 8, "numbers": [3, 5]}
+    assert prompts[0].extra_info == {"split": "train"}
+    assert [prompts[i].index for i in range(3)] == [0, 1, 2]
+    assert prompts[1].data_source == "other"
+    assert list(prompts[2].token_ids) == tokenizer.chat([{"role": "user", "content": "ab"}])
+    assert prompts[2].text.strip() == "user: ab"
+    assert prompts[2].extra_info == {}
+
+
+def test_a_missing_column_is_named_with_the_file_and_its_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "questions.parquet", [{"question": "1+1", "answer": "2"}])
+    with pytest.raises(ValueError, match=r"questions.parquet has no column 'prompt'; it has question, answer"):
+        dataset(file, tokenizer)
+    renamed = write(tmp_path / "renamed.parquet", [row("1") | {"text": "1"}])
+    with pytest.raises(ValueError, match=r"renamed.parquet has no column 'question'"):
+        dataset(renamed, tokenizer, prompt_key="question")
+    assert dataset(renamed, tokenizer, prompt_key="text")[0].text == "1"
+
+
+def test_files_that_hold_no_rows_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    schema = pa.Table.from_pylist([row("1")]).schema
+    pq.write_table(schema.empty_table(), tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match=r"empty.parquet is empty"):
+        dataset(str(tmp_path / "empty.parquet"), tokenizer)
+    with pytest.raises(ValueError, match=r"no such data file: .*absent.parquet"):
+        dataset(str(tmp_path / "absent.parquet"), tokenizer)
+    (tmp_path / "text.parquet").write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match=r"text.parquet cannot be read as parquet"):
+        dataset(str(tmp_path / "text.parquet"), tokenizer)
+    with pytest.raises(ValueError, match="no data files"):
+        dataset([], tokenizer)
+
+
+def test_an_over_long_prompt_is_an_error_that_says_what_to_change(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    first = write(tmp_path / "first.parquet", [row("1"), row("2")])
+    second = write(tmp_path / "second.parquet", [row("3"), row("+ " * 30)])
+    length = len(tokenizer.encode("+ " * 30, add_special_tokens=True))
+    with pytest.raises(
+        ValueError,
+        match=rf"second.parquet, row 1: the prompt has {length} tokens, data.max_prompt_length is 16: raise it, or set "
+        r"data.filter_overlong_prompts=true or data.truncation=left\|right\|middle",
+    ):
+        dataset([first, second], tokenizer)
+
+
+def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "long.parquet", [row("+ " * 30), row("1 2 3"), row("- " * 30), row("4")])
+    filtered = dataset(file, tokenizer, filter_overlong_prompts=True)
+    assert [filtered[i].text for i in range(len(filtered))] == ["1 2 3", "4"]
+    assert [filtered[i].index for i in range(len(filtered))] == [1, 3]  # the row in the file, not what is left of it
+    assert filtered.num_filtered == 2
+    with pytest.raises(ValueError, match="every prompt is longer than data.max_prompt_length=1"):
+        dataset(file, tokenizer, filter_overlong_prompts=True, max_prompt_length=1)
+    cut = dataset(file, tokenizer, truncation="left", max_prompt_length=3)
+    assert list(cut[1].token_ids) == tokenizer.encode("1 2 3", add_special_tokens=True)[-3:]
+
+
+def test_truncate_by_hand() -> None:
+    ids = [0, 1, 2, 3, 4, 5, 6]
+    assert truncate(ids, 3, "left") == [4, 5, 6]
+    assert truncate(ids, 3, "right") == [0, 1, 2]
+    assert truncate(ids, 3, "middle") == [0, 5, 6]
+    assert truncate(ids, 7, "error") == ids
+
+
+def test_rows_that_are_no_prompts_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    nothing = write(tmp_path / "null.parquet", [row("1"), row(None)])
+    with pytest.raises(ValueError, match=r"null.parquet, row 1, column prompt: None is neither a text nor"):
+        dataset(nothing, tokenizer)
+    no_truth = write(tmp_path / "truthless.parquet", [row("1", reward_model={"style": "rule"})])
+    with pytest.raises(ValueError, match=r"truthless.parquet, row 0: reward_model has no ground_truth"):
+        dataset(no_truth, tokenizer)[0]
+
+
+@pytest.fixture
+def ten(tmp_path: Path, tokenizer: Tokenizer) -> PromptDataset:
+    return dataset(write(tmp_path / "ten.parquet", [row(str(number)) for number in range(10)]), tokenizer)
+
+
+def texts(stream: PromptStream, step: int) -> list[str]:
+    return [prompt.text for prompt in stream.take(step).prompts]
+
+
+def test_each_epoch_shows_full_batches_in_an_order_of_its_own(ten: PromptDataset) -> None:
+    stream = PromptStream(ten, batch_size=3, shuffle=True, seed=1)
+    assert stream.steps_per_epoch == 3
+    epochs = [[text for step in range(3) for text in texts(stream, 3 * epoch + step)] for epoch in range(2)]
+    assert all(len(set(epoch)) == 9 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_a_function_of_seed_and_step(ten: PromptDataset) -> None:
+    stream = PromptStream(ten, batch_size=3, shuffle=True, seed=1)
+    later = texts(stream, 7)
+    assert texts(PromptStream(ten, batch_size=3, shuffle=True, seed=1), 7) == later
+    other = [texts(PromptStream(ten, batch_size=3, shuffle=True, seed=-2), step) for step in range(3)]
+    assert other != [texts(stream, step) for step in range(3)]
+    unshuffled = PromptStream(ten, batch_size=3, shuffle=False, seed=1)
+    assert texts(unshuffled, 4) == ["3", "4", "5"]
+
+
+def test_validation_goes_once_through_everything(ten: PromptDataset) -> None:
+    sizes = [len(batch.prompts) for batch in PromptStream(ten, batch_size=4, shuffle=False, seed=1).batches()]
+    assert sizes == [4, 4, 2]
+    (everything,) = PromptStream(ten, batch_size=None, shuffle=False, seed=1).batches()
+    assert [prompt.text for prompt in everything.prompts] == [str(number) for number in range(10)]
+
+
+def test_a_batch_larger_than_the_data_is_refused(ten: PromptDataset) -> None:
+    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 prompts"):
+        PromptStream(ten, batch_size=11, shuffle=True, seed=1).take(0)
