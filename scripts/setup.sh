@@ -36,6 +36,9 @@ is_supported() {
 
 find_python() {
     local candidate
+    if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then # what an earlier run chose
+        PYTHON=$(.venv/bin/python -c 'import sys; print(sys._base_executable)')
+    fi
     if [[ -n ${PYTHON:-} ]]; then
         is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11 or 3.12 with the venv and ensurepip modules." \
             "Point PYTHON at one that is (Debian and Ubuntu: apt-get install python3.11-venv)."
@@ -100,7 +103,7 @@ setup_locked() {
         step "install torch (CPU build)" \
             "Neither pip's sources nor PyTorch's CPU index gave it: check the network, a proxy, pip config list." \
             install_torch "$(grep '^torch==' requirements/cpu.lock)"
-        step "install requirements/cpu.lock" "Check the network, the disk (3 GB) and pip's sources: pip config list." \
+        step "install requirements/cpu.lock" "Check the network, the disk (5 GB) and pip's sources: pip config list." \
             pip_install -r requirements/cpu.lock
         echo "$packages" >.venv/.packages
     fi
