@@ -3,8 +3,8 @@
 A `Piece` says "this strided view of my local tensor holds this box of that Hugging Face parameter". A `Layout` is all
 that one rank holds (or must hold). Fused, padded, permuted and replicated local tensors differ only in their pieces.
 
-Example: with 8 query heads, 2 key/value groups and head size 4, Megatron's `linear_qkv.weight` of tensor-parallel rank 0
-of 2 is `[4 query heads of group 0 | its key head | its value head]`, three pieces: rows 0..16 of `q_proj`, 0..4 of
+Example: with 8 query heads, 2 key/value groups and head size 4, Megatron's `linear_qkv.weight` of tensor-parallel rank
+0 of 2 is `[4 query heads of group 0 | its key head | its value head]`, three pieces: rows 0..16 of `q_proj`, 0..4 of
 `k_proj` and 0..4 of `v_proj`.
 """
 
@@ -24,11 +24,22 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its extent in every dimension."""
         return tuple(high - low for low, high in zip(self.lo, self.hi, strict=True))
 
     @property
     def numel(self) -> int:
+        """Its number of elements."""
         return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.lo, self.hi, strict=True)) + "]"
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every index of `other` is one of this box's."""
+        return all(mine <= low for mine, low in zip(self.lo, other.lo, strict=True)) and all(
+            high <= mine for high, mine in zip(other.hi, self.hi, strict=True)
+        )
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part of two boxes of the same tensor, None where there is none."""
@@ -63,3 +74,13 @@ class Piece:
 
 
 Layout = Sequence[Piece]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a full tensor of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of this shape."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
