@@ -22,8 +22,8 @@ class PromptDataset:
 
     A prompt that is a list of `{role, content}` goes through the chat template; a plain string is encoded as it is,
     with what the tokenizer puts around a text. Prompts are tokenised when they are asked for; over-long ones are looked
-    for once, here. Raises ValueError for the first prompt longer than `max_prompt_length` unless the section says to cut or
-    to leave out.
+    for once, here. Raises ValueError for the first prompt longer than `max_prompt_length` unless the section says to
+    cut it or to leave it out.
     """
 
     def __init__(self, section: DataSection, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
