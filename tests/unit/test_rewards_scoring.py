@@ -1,5 +1,6 @@
 """Scoring: the user's function or the built-in one, and an error that names the sample for whatever goes wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_field_scripts_return_is_taken(body: str, value: float, tmp_path: P
     ],
 )
 def test_a_failing_reward_names_the_sample(body: str, cause: str, tmp_path: Path) -> None:
-    source = f"def compute_score(data_source, solution_str, **_):\n    if solution_str == 'nothing':\n        {body}\n    return 0\n"
+    source = f"def compute_score(solution_str, **_):\n    if solution_str != 'nothing':\n        return 0\n    {body}\n"
     reward = load_reward(custom(tmp_path, source))
     where = r"sample 2 \(data source 'countdown', data row 41, response 'nothing'\): "
     with pytest.raises(RewardError, match=where + f".*{cause}"):
@@ -103,18 +104,12 @@ def test_a_long_response_is_shown_by_its_start() -> None:
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
-    unknown = (
-        rollouts()
-        .prompts[0]
-        .__class__(index=0, token_ids=[1], text="", data_source="sudoku", ground_truth=None, extra_info={})
-    )
     record = rollouts()
+    record = replace(record, prompts=[replace(prompt, data_source="sudoku") for prompt in record.prompts])
     with pytest.raises(
         RewardError, match=r"'sudoku' \(there are: countdown, gsm8k.*\); set custom_reward_function.path"
     ):
-        score(
-            type(record)(**{**vars(record), "prompts": [unknown, unknown]}), TEXTS, load_reward(CustomRewardSection())
-        )
+        score(record, TEXTS, load_reward(CustomRewardSection()))
 
 
 def test_a_file_that_does_not_give_the_function_is_refused(tmp_path: Path) -> None:
