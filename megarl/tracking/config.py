@@ -16,6 +16,11 @@ def _mlflow_by_any_name(value: object) -> object:
     return "mlflow" if value == "tracking" else value
 
 
+def _only_null(value: object) -> None:
+    if value is not None:
+        raise ValueError("must be null: checkpoints go to trainer.default_local_dir, which may be on a shared disk")
+
+
 # A name like 2024 is a number to YAML.
 Name = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 Logger = Annotated[Literal["console", "mlflow", "jsonl"], BeforeValidator(_mlflow_by_any_name)]
@@ -53,8 +58,8 @@ class TrainerSection:
     """Iterations in which only the critic learns."""
     balance_batch: bool = True
     """Spread the samples over the data-parallel ranks by length."""
-    default_hdfs_dir: None = None
-    """Not supported yet: only null."""
+    default_hdfs_dir: Annotated[None, BeforeValidator(_only_null)] = None
+    """Only null: checkpoints are written to default_local_dir."""
     default_local_dir: str = "checkpoints"
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

@@ -1,0 +1,26 @@
+"""What is wrong with a configuration: one fault per key, all of them in one error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing to correct."""
+
+    path: str  # the dotted key, or the argument that could not be read
+    message: str  # what is wrong and what to write instead
+    origin: str | None = None  # the file or the command line it was read from
+    about: str | None = None  # another key that this one was probably meant to be
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, in the order of its keys."""
+
+    def __init__(self, faults: Sequence[Fault]):
+        self.faults = tuple(sorted(faults, key=lambda fault: fault.path))
+        lines = [
+            f"  {fault.path}{f' [{fault.origin}]' if fault.origin else ''}: {fault.message}" for fault in self.faults
+        ]
+        count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
+        super().__init__("\n".join([f"{count} in the configuration:", *lines]))

@@ -1,0 +1,108 @@
+"""What the user wrote: files and `a.b.c=value` arguments, each read into a layer of dotted keys that the schema knows.
+
+Later layers win. Nothing here looks at values, but to answer those that belong to another trainer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megarl.config.faults import Fault
+from megarl.config.foreign import alias, answer_key, answer_values
+from megarl.config.schema import Schema
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One file, or one argument."""
+
+    origin: str  # the file's name, or COMMAND_LINE
+    tree: dict[str, Any]  # nested, interpolations unresolved
+
+
+def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
+    """Read `argv`, YAML files before `a.b.c=value` wherever they stand, into layers in the order they apply."""
+    layers: list[Layer] = []
+    faults: list[Fault] = []
+    for argument in sorted(argv, key=lambda argument: "=" in argument):
+        try:
+            layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
+        except ValueError as error:
+            faults.append(Fault(path=argument, message=str(error)))
+    return layers, faults
+
+
+def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the layer's values by our own dotted keys, and a fault for each key or value that is not ours."""
+    leaves: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for written, value in _flatten(layer.tree, schema, ""):
+        path = alias(written) if written not in schema and alias(written) in schema else written
+        found = list(_key_faults(path, value, schema))
+        if path in leaves and leaves[path] != value:
+            found.append(Fault(path=path, message=f"is given twice, as {leaves[path]!r} and as {value!r}"))
+        faults.extend(replace(fault, origin=layer.origin) for fault in found)
+        if not found and (path in schema.leaves or value):
+            leaves[path] = value
+    return leaves, faults
+
+
+def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
+    if path in schema.leaves:
+        for answer in answer_values(path, value):
+            yield Fault(path=path, message=answer)
+    elif path in schema.sections:
+        if not (value is None or value == {} or (isinstance(value, str) and value.startswith("${"))):
+            yield Fault(path=path, message=f"is a section with keys of its own, not a value: {value!r}")
+    elif (foreign := answer_key(path)) is not None:
+        yield Fault(path=path, message=foreign)
+    else:
+        meant = schema.nearest(path)
+        hint = f"did you mean {meant}?" if meant else "nothing of this name can be set, remove it"
+        yield Fault(path=path, message=f"unknown key: {hint}", about=meant)
+
+
+def _read_file(name: str) -> Layer:
+    path = Path(name)
+    if name.startswith("-") or path.suffix not in (".yaml", ".yml"):
+        raise ValueError("is neither a YAML file nor a.b.c=value")
+    if not path.is_file():
+        raise ValueError("no such file")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ValueError("must hold keys and values at its top level")
+    return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
+
+
+def _read_override(argument: str) -> Layer:
+    if argument.startswith("~"):
+        raise ValueError("keys cannot be removed: set it to another value")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([argument.lstrip("+")]), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"its value is not valid YAML: {_one_line(error)}") from error
+    assert isinstance(tree, dict)
+    return Layer(origin=COMMAND_LINE, tree={str(key): value for key, value in tree.items()})
+
+
+def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value and path not in schema.leaves:
+            yield from _flatten(value, schema, path + ".")
+        else:
+            yield path, value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,137 @@
+"""From the command line to a checked configuration: a pure function of files and arguments.
+
+It starts no process, imports no torch, and reports everything that is wrong in one error.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.layers import read_layers, recognise
+from megarl.config.ppo_rules import PPO_RULES
+from megarl.config.root import LINKS, Config, SFTConfig
+from megarl.config.rule import Facts, Rule
+from megarl.config.schema import MANDATORY, Schema, nest
+from megarl.config.sft_rules import SFT_RULES
+
+C = TypeVar("C")
+
+
+def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> Config:
+    """Read the configuration of a PPO or GRPO run.
+
+    Args:
+        argv: YAML files, merged left to right, and `a.b.c=value` arguments, which win over them.
+        world_size: how many ranks the launcher has started; None before a launch.
+        check_paths: whether data and models have to be there.
+
+    Raises:
+        ConfigError: naming every fault by its dotted key, with the remedy.
+    """
+    config = _load(Config, argv, rules=PPO_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+    if config.algorithm.use_kl_in_reward is None:
+        penalise = not config.actor_rollout_ref.actor.use_kl_loss
+        config = replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=penalise))
+    return config
+
+
+def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
+    """Read the configuration of a supervised run; as `load_config`."""
+    return _load(SFTConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+
+
+def to_dict(config: Config | SFTConfig) -> dict[str, Any]:
+    """Return every key with its resolved value, nested, in plain types."""
+    tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
+    return tree
+
+
+def to_yaml(config: Config | SFTConfig) -> str:
+    """Return a YAML file that loads as this very configuration."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts: Facts) -> C:
+    schema = Schema.of(root)
+    layers, faults = read_layers(argv)
+    tree: Any = OmegaConf.create(nest({**schema.leaves, **LINKS[root]}))
+    origins: dict[str, str] = {}
+    for layer in layers:
+        leaves, found = recognise(layer, schema)
+        faults.extend(found)
+        origins.update(dict.fromkeys(leaves, layer.origin))
+        tree = OmegaConf.unsafe_merge(tree, nest(leaves))
+    values, unresolved = _resolve(tree, schema)
+    config, mistyped = _validate(root, values, schema)
+    # A key that merely follows another shares its fault.
+    followers = LINKS[root].keys() - origins.keys()
+    faults.extend(fault for fault in (*unresolved, *mistyped) if fault.path not in followers)
+
+    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
+    for rule in rules:
+        if not rule.reads_any(doubtful):
+            faults.extend(rule.check(config, facts))
+    if faults:
+        raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
+    return config
+
+
+def _resolve(tree: Any, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
+    """Return plain values by dotted key; where a key has none, a stand-in of its type and a fault."""
+    values: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for path, default in schema.leaves.items():
+        try:
+            value = OmegaConf.select(tree, path, throw_on_missing=True)
+            values[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except MissingMandatoryValue:
+            faults.append(Fault(path=path, message=f"has no value: add {path}=..."))
+            values[path] = _stand_in(default)
+        except OmegaConfBaseException as error:
+            faults.append(Fault(path=path, message=f"cannot be resolved: {str(error).splitlines()[0]}"))
+            values[path] = _stand_in(default)
+    return values, faults
+
+
+def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
+    """Return the checked configuration; where a value is of the wrong type, its default and a fault."""
+    adapter = TypeAdapter(root)
+    try:
+        return adapter.validate_python(nest(values)), []
+    except ValidationError as error:
+        messages: dict[str, list[str]] = {}
+        for details in error.errors():
+            messages.setdefault(_leaf(details["loc"], schema), []).append(_say(details))
+    faults = [
+        Fault(path=path, message=f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()
+    ]
+    sound = {path: _stand_in(schema.leaves[path]) if path in messages else value for path, value in values.items()}
+    return adapter.validate_python(nest(sound)), faults
+
+
+def _stand_in(default: Any) -> Any:
+    return "" if default == MANDATORY else default
+
+
+def _leaf(location: Sequence[int | str], schema: Schema) -> str:
+    """Cut from pydantic's location what goes on below the key: the arm of a union, the index of a list."""
+    for length in range(len(location), 0, -1):
+        if (path := ".".join(map(str, location[:length]))) in schema.leaves:
+            return path
+    raise AssertionError(f"no key at {location}")
+
+
+def _say(details: ErrorDetails) -> str:
+    item = f"item {details['loc'][-1]} " if isinstance(details["loc"][-1], int) else ""
+    if details["type"] == "missing":
+        return f"{item}is missing"
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return item + re.sub(", (got|unable) .*", "", message)

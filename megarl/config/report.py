@@ -1,0 +1,95 @@
+"""What rank 0 shows before training: how a batch is divided, and choices that work but deserve a second look."""
+
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+from megarl.config.checks import data_parallel_size, world_size
+from megarl.config.root import Config
+
+
+class BatchRow(NamedTuple):
+    """One line of the table."""
+
+    stage: str
+    size: str
+    meaning: str
+
+
+def batch_table(config: Config) -> list[BatchRow]:
+    """Return how one iteration's prompts become samples, mini-batches, micro-batches and the ranks' shares."""
+    policy, prompts = config.actor_rollout_ref, config.data.train_batch_size
+    megatron, rollout, world = policy.actor.megatron, policy.rollout, world_size(config.trainer)
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    ranks, engines = data_parallel_size(megatron, world), world // rollout.tensor_model_parallel_size
+    rows = [
+        BatchRow("ranks", f"{world}", f"trainer: tensor {tp} x pipeline {pp} x data {ranks}"),
+        BatchRow(
+            "engine replicas",
+            f"{engines}",
+            f"tensor {rollout.tensor_model_parallel_size}; at most {ceil(prompts / engines)} prompts each",
+        ),
+        BatchRow("prompts", f"{prompts}", "per iteration"),
+        BatchRow("samples", f"{prompts * rollout.n}", f"{prompts} prompts x n {rollout.n}"),
+        *_update_rows(
+            config,
+            "actor",
+            policy.actor.ppo_mini_batch_size,
+            policy.actor.ppo_epochs,
+            policy.actor.ppo_micro_batch_size,
+        ),
+    ]
+    if config.algorithm.adv_estimator == "gae":
+        critic = config.critic
+        rows += _update_rows(
+            config, "critic", critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_micro_batch_size
+        )
+    return rows
+
+
+def remarks(config: Config) -> Iterator[str]:
+    """Yield a sentence for each choice that runs, but rarely does what its author wants."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if actor.megatron.dtype != rollout.dtype:
+        yield (
+            f"rollout.dtype={rollout.dtype} differs from actor.megatron.dtype={actor.megatron.dtype}: "
+            "the engine samples from slightly other probabilities than the trainer computes"
+        )
+    if rollout.top_p < 1.0 or rollout.top_k != -1:
+        yield (
+            "rollout.top_p and rollout.top_k cut the distribution that training samples from, while the "
+            "trainer's log-probabilities are those of the whole one"
+        )
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield "both actor.use_kl_loss and algorithm.use_kl_in_reward are on: the divergence is penalised twice"
+    ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
+    if actor.ppo_mini_batch_size < ranks:
+        yield (
+            f"ppo_mini_batch_size={actor.ppo_mini_batch_size} prompts, kept whole, leave some of the {ranks} "
+            "data-parallel ranks without work"
+        )
+
+
+def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro_batch: int | None) -> list[BatchRow]:
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    count = config.data.train_batch_size // mini_batch
+    ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
+    share = ceil(mini_batch * n / ranks)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    fit = actor.ppo_max_token_len_per_gpu // longest if actor.use_dynamic_bsz else share
+    sequences = min(fit, micro_batch or fit, share)
+    bounds = [f"{actor.ppo_max_token_len_per_gpu} tokens"] if actor.use_dynamic_bsz else []
+    bounds += [f"{micro_batch} sequences"] if micro_batch else []
+    return [
+        BatchRow(
+            f"{model} mini-batches",
+            f"{count}",
+            f"{mini_batch} prompts = {mini_batch * n} samples; x {epochs} epochs = {count * epochs} optimizer steps",
+        ),
+        BatchRow(f"{model} share of a rank", f"{share}", f"samples of a mini-batch, over {ranks} data-parallel ranks"),
+        BatchRow(
+            f"{model} micro-batches",
+            f"<= {ceil(share / sequences)}",
+            f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
+        ),
+    ]

@@ -1,0 +1,101 @@
+"""The roots: which sections make up a PPO/GRPO run and a supervised run, and which keys follow which.
+
+A key that follows another is an interpolation underneath the user's files, so that whatever a user sets wins.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field, fields
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from megarl.algorithms.config import AlgorithmSection
+from megarl.data.config import DataSection, SFTDataSection
+from megarl.learner.config import (
+    ActorSection,
+    CriticSection,
+    MegatronSection,
+    ModelSection,
+    OptimSection,
+    RefSection,
+)
+from megarl.rewards.config import CustomRewardSection
+from megarl.rollout.config import RolloutSection
+from megarl.section import section
+from megarl.tracking.config import TrainerSection
+
+
+@section
+class ActorRolloutRefSection:
+    """`actor_rollout_ref.*`: the policy in its three roles."""
+
+    model: ModelSection
+    """The checkpoint that actor, engine and reference share."""
+    hybrid_engine: Literal[True] = True
+    """Trainer and engine live in the same processes."""
+    actor: ActorSection = field(default_factory=ActorSection)
+    """The policy that learns."""
+    ref: RefSection = field(default_factory=RefSection)
+    """The policy it is kept close to."""
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    """The engine that samples."""
+
+
+@section
+class Config:
+    """The root of a PPO or GRPO run."""
+
+    data: DataSection
+    """Prompts."""
+    actor_rollout_ref: ActorRolloutRefSection
+    """The policy."""
+    critic: CriticSection = field(default_factory=CriticSection)
+    """The value model of adv_estimator=gae."""
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    """Advantages and the KL penalty."""
+    custom_reward_function: CustomRewardSection = field(default_factory=CustomRewardSection)
+    """A reward of the user's own."""
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    """The run as a whole."""
+
+
+@section
+class SFTConfig:
+    """The root of a supervised run."""
+
+    data: SFTDataSection
+    """Pairs of prompt and response."""
+    model: ModelSection
+    """The checkpoint to start from."""
+    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
+    """The optimizer."""
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+    """The partition of the model."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of a micro-batch."""
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    """The run as a whole."""
+
+
+def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
+    for key in fields(MegatronSection):
+        yield f"{section_path}.{key.name}", f"${{{leader}.{key.name}}}"
+
+
+RUN_DIRECTORY = {"trainer.default_local_dir": "checkpoints/${trainer.project_name}/${trainer.experiment_name}"}
+
+LINKS: Mapping[type, Mapping[str, str]] = {
+    Config: {
+        "actor_rollout_ref.rollout.prompt_length": "${data.max_prompt_length}",
+        "actor_rollout_ref.rollout.response_length": "${data.max_response_length}",
+        "critic.ppo_mini_batch_size": "${actor_rollout_ref.actor.ppo_mini_batch_size}",
+        "critic.ppo_epochs": "${actor_rollout_ref.actor.ppo_epochs}",
+        # One Megatron mesh serves all models.
+        **dict(_follow("actor_rollout_ref.ref.megatron", "actor_rollout_ref.actor.megatron")),
+        **dict(_follow("critic.megatron", "actor_rollout_ref.actor.megatron")),
+        **RUN_DIRECTORY,
+    },
+    SFTConfig: RUN_DIRECTORY,
+}

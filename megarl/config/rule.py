@@ -1,0 +1,38 @@
+"""A rule: what must hold between sections, and the keys it reads.
+
+The keys are named so that a rule is left out while one of them is in doubt: a misspelt batch size should not also be
+reported as a batch size that does not divide.
+"""
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megarl.config.faults import Fault
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What rules may know besides the configuration."""
+
+    world_size: int | None  # ranks the launcher started; None before a launch
+    check_paths: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Generic[C]):
+    """A check and the keys (or whole sections) it reads."""
+
+    reads: tuple[str, ...]
+    check: Callable[[C, Facts], Iterator[Fault]]
+
+    def reads_any(self, paths: Set[str]) -> bool:
+        """Tell whether the rule depends on one of `paths`."""
+        return any(path == key or path.startswith(key + ".") for path in paths for key in self.reads)
+
+
+def rule(*reads: str) -> Callable[[Callable[[C, Facts], Iterator[Fault]]], Rule[C]]:
+    """Make a `Rule` of a function that reads the keys `reads`."""
+    return lambda check: Rule(reads=reads, check=check)

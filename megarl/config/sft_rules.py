@@ -1,0 +1,65 @@
+"""What must hold between the sections of a supervised run, with the remedy where it does not."""
+
+from collections.abc import Iterator
+
+from megarl.config.checks import (
+    data_faults,
+    data_parallel_size,
+    launch_faults,
+    length_faults,
+    mesh_faults,
+    partition_faults,
+    resume_faults,
+    schedule_faults,
+    world_size,
+)
+from megarl.config.faults import Fault
+from megarl.config.model_files import model_faults, read_sizes
+from megarl.config.root import SFTConfig
+from megarl.config.rule import Facts, Rule, rule
+
+
+@rule("data.train_files", "data.val_files", "data.tokenizer", "model")
+def _files(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+    if facts.check_paths:
+        yield from data_faults(config.data)
+        yield from model_faults(config.model, "model.path")
+
+
+@rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "model")
+def _ranks(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+    yield from launch_faults(config.trainer, facts.world_size)
+    yield from mesh_faults(config.megatron, config.trainer, "megatron")
+    yield from partition_faults(config.model, "model", config.megatron, "megatron")
+
+
+@rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "data.train_batch_size")
+def _work_for_all(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+    ranks = data_parallel_size(config.megatron, world_size(config.trainer))
+    if config.data.train_batch_size < ranks:
+        yield Fault(
+            path="data.train_batch_size",
+            message=f"{config.data.train_batch_size} pairs are fewer than the {ranks} data-parallel ranks: raise it, "
+            "or raise the tensor or pipeline parallel size",
+        )
+
+
+@rule("data.max_length", "max_token_len_per_gpu", "model")
+def _lengths(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+    longest = config.data.max_length
+    if longest > config.max_token_len_per_gpu:
+        yield Fault(
+            path="max_token_len_per_gpu",
+            message=f"{config.max_token_len_per_gpu} tokens cannot hold one sequence of data.max_length={longest}: "
+            f"write at least {longest}",
+        )
+    yield from length_faults(read_sizes(config.model), "model.path", "data.max_length", longest)
+
+
+@rule("trainer.resume_mode", "trainer.resume_from_path", "optim")
+def _schedule(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+    yield from resume_faults(config.trainer, check_paths=facts.check_paths)
+    yield from schedule_faults(config.optim, "optim")
+
+
+SFT_RULES: tuple[Rule[SFTConfig], ...] = (_files, _ranks, _work_for_all, _lengths, _schedule)
