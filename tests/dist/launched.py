@@ -1,0 +1,39 @@
+"""The smallest entry point, for the tests of the launchers: sums 2**rank over all ranks and prints one line a rank.
+
+`fail=R` raises on rank R after the ranks have met, while the others wait in a collective; `kill=R` kills that rank;
+`hang=yes` has every rank wait for ever.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.launch import init_process_groups, join_or_launch
+
+
+def main() -> None:
+    options = dict(argument.split("=") for argument in sys.argv[1:])
+    launch = join_or_launch("tests.dist.launched", sys.argv[1:], num_processes=int(options.get("ranks", 2)))
+    init_process_groups(launch, "cpu", timeout_s=60)
+    total = torch.tensor(2**launch.rank)
+    dist.all_reduce(total)
+    place = f"{launch.rank}/{launch.world_size} {launch.local_rank}/{launch.local_world_size}"
+    exported = " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    sys.stdout.write(f"rank {place} env {exported} sum {total.item()}\n")  # one write: ranks share the pipe
+    sys.stdout.flush()
+    if options.get("fail") == str(launch.rank):
+        raise ValueError(f"rank {launch.rank} was told to fail")
+    if options.get("kill") == str(launch.rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "hang" in options:
+        signal.pause()
+    if {"fail", "kill"} & options.keys():
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

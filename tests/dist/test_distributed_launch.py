@@ -1,0 +1,77 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULE = ["-m", "tests.dist.launched"]
+PLAIN = [sys.executable, *MODULE]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *MODULE]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MODULE]
+EVERY_LAUNCHER = pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(
+            MPIRUN,
+            id="mpirun",
+            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)"),
+        ),
+    ],
+)
+pytestmark = pytest.mark.dist
+
+
+def start(command: list[str], *arguments: str) -> subprocess.Popen[str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=clean, text=True, **pipes)
+
+
+@EVERY_LAUNCHER
+def test_two_ranks_meet(command: list[str]) -> None:
+    process = start(command)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    lines = sorted(line for line in stdout.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
+
+
+@EVERY_LAUNCHER
+def test_a_rank_that_fails_fails_the_job_and_is_heard(command: list[str]) -> None:
+    process = start(command, "fail=1")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "ValueError: rank 1 was told to fail" in stderr + stdout
+
+
+def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
+    process = start(PLAIN, "kill=1")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "megarl: rank 1 failed first (exit code 137)" in stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills ranks with the agent that watches them")
+def test_ranks_do_not_outlive_a_killed_agent() -> None:
+    process = start(PLAIN, "hang=yes")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rank")
+    assert process.stdout.readline().startswith("rank")
+    process.kill()
+    process.communicate(timeout=60)  # returns when the last rank has closed the pipe: a rank left behind would not
+
+
+def test_a_terminated_job_says_so_in_its_exit_code() -> None:
+    process = start(PLAIN, "hang=yes")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rank")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM

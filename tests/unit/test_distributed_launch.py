@@ -1,0 +1,105 @@
+import pytest
+
+from megarl.distributed.launch import Launch, detect, rendezvous
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "2734358529",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "8",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "9",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
+}
+
+
+def test_torchrun() -> None:
+    assert detect(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+
+
+def test_open_mpi() -> None:
+    assert detect(OPEN_MPI) == Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+@pytest.mark.parametrize(("node", "tasks"), [("0", 4), ("1", 4), ("2", 1)])
+def test_slurm_reads_the_tasks_of_its_own_node(node: str, tasks: int) -> None:
+    launch = detect({**SLURM, "SLURM_NODEID": node})
+    assert launch == Launch(rank=8, world_size=9, local_rank=0, local_world_size=tasks)
+
+
+def test_nothing_set_is_no_launcher() -> None:
+    assert detect({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},  # a batch script
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+    ],
+)
+def test_a_slurm_shell_is_not_a_rank(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+def test_inner_launcher_wins_inside_a_slurm_job() -> None:
+    launch = detect({**SLURM, **OPEN_MPI})
+    assert launch is not None and launch.world_size == 2
+    launch = detect({**SLURM, **OPEN_MPI, **TORCHRUN})
+    assert launch is not None and launch.world_size == 8
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_incomplete_torchrun_variables_are_named(name: str) -> None:
+    environ = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(ValueError, match=f"RANK says that a launcher.*{name}=''.*unset"):
+        detect(environ)
+
+
+def test_incomplete_slurm_step_is_named() -> None:
+    with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE"):
+        detect({**SLURM, "SLURM_NODEID": "3"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node001", "node001"),
+        ("node[001-004,007]", "node001"),
+        ("gpu[012,003]-ib,login1", "gpu012-ib"),
+        ("rack[1-2]n[05-10]", "rack1n05"),
+        ("a,b[1-2]", "a"),
+    ],
+)
+def test_slurm_rank_0_is_on_the_first_host(nodelist: str, host: str) -> None:
+    launch = Launch(rank=0, world_size=8, local_rank=0, local_world_size=4)
+    assert rendezvous({**SLURM, "SLURM_STEP_NODELIST": nodelist}, launch)[0] == host
+
+
+def test_port_is_that_of_the_job_step() -> None:
+    launch = Launch(rank=0, world_size=9, local_rank=0, local_world_size=4)
+    port = rendezvous(SLURM, launch)[1]
+    assert 20000 <= port < 30000
+    assert rendezvous({**SLURM, "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, launch)[1] == port
+    assert rendezvous({**SLURM, "SLURM_STEP_ID": "1"}, launch)[1] != port
+
+
+def test_open_mpi_on_one_host_meets_on_loopback() -> None:
+    launch = Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert rendezvous(OPEN_MPI, launch)[0] == "127.0.0.1"
+
+
+def test_open_mpi_across_hosts_must_be_told_the_address() -> None:
+    launch = Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
+    with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR="):
+        rendezvous(OPEN_MPI, launch)
+    assert rendezvous({**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}, launch) == ("node7", 123)
