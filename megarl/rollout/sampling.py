@@ -1,0 +1,109 @@
+"""What is asked of the engine for one step, and what it answers, in plain records.
+
+Every sample is a request of its own with a seed that is a pure function of (base seed, step, prompt, sample number), so
+the answer to a prompt does not depend on which replica got it or on what else was in the batch, but for the rounding of
+matrix products: kernels may sum in another order for another batch size, and a draw that lies within that rounding of
+the border between two tokens may fall to the other one.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.batch import Prompt
+
+
+class Sampling(Protocol):
+    """How tokens are drawn; `RolloutSection` and `SamplingSection` both say it."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def do_sample(self) -> bool: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sample of one prompt."""
+
+    prompt: int  # position in the prompts given
+    token_ids: list[int]  # the stop token included
+    log_probs: list[float] | None  # of each token under the distribution it was drawn from; None = not asked for
+    truncated: bool  # met the length limit before a stop token
+
+
+def request_seed(seed: int, *, step: int, prompt_index: int, sample: int) -> int:
+    """The seed of one request, in [0, 2^63): equal arguments give equal seeds on every machine."""
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
+    """Every token that ends a response: those of generation_config.json (else config.json) and the tokenizer's own."""
+    ids = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        file = model_dir / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if declared is not None:
+            ids.update([declared] if isinstance(declared, int) else declared)
+            break
+    return sorted(ids)
+
+
+def request_params(
+    prompt: Prompt,
+    sample: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    step: int,
+    max_tokens: int,
+    stop: Sequence[int],
+    log_probs: bool,
+) -> Any:
+    """vLLM's parameters of one sample of one prompt; an empty `stop` generates to the full length."""
+    from vllm import SamplingParams
+
+    drawn: dict[str, Any] = {"temperature": 0.0}
+    if sampling.do_sample and sampling.temperature > 0.0:
+        drawn = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),  # both -1 and 0 mean all tokens; every vLLM knows 0
+            "seed": request_seed(seed, step=step, prompt_index=prompt.index, sample=sample),
+        }
+    return SamplingParams(
+        **drawn,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop),
+        ignore_eos=True,  # the engine has no tokenizer: every token that ends a response is in `stop`
+        detokenize=False,
+        logprobs=0 if log_probs else None,
+        flat_logprobs=True,
+    )
+
+
+def read_output(output: Any, *, position: int, prompt: Prompt) -> Generation:
+    """The sample in a vLLM RequestOutput; RuntimeError where it is missing, empty, cut off or not a number."""
+    where = f"for prompt {prompt.index}"
+    if not output.finished or len(output.outputs) != 1:
+        raise RuntimeError(f"The engine returned {len(output.outputs)} finished samples of 1 {where}")
+    sample = output.outputs[0]
+    if sample.finish_reason not in ("stop", "length") or not sample.token_ids:
+        raise RuntimeError(f"The engine gave up {where} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
+    log_probs = None
+    if sample.logprobs is not None:
+        log_probs = list(sample.logprobs.logprobs)
+        if len(log_probs) != len(sample.token_ids) or any(value != value for value in log_probs):
+            raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
+    return Generation(position, list(sample.token_ids), log_probs, sample.finish_reason == "length")
