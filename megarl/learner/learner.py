@@ -6,6 +6,7 @@ global batch, which are only ever added.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +21,15 @@ from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Rollouts
 from megarl.data.packing import pack, partition
 from megarl.learner.heads import vocab_parallel_log_probs
+from megarl.learner.layout import source_layout, weights
 from megarl.learner.model import Role
+from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.parallel import Mesh
+from megarl.models.architecture import Architecture
 from megarl.platform.cpu import megatron_platform
+from megarl.reshard.layout import Layout
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
 
@@ -43,9 +48,10 @@ class Learner:
 
     model: Any  # GPTModel, or Megatron's DistributedDataParallel around it where there is an optimizer
     optimizer: Optimizer | None  # None: the model only answers
+    offload: Offload
     mesh: Mesh
     role: Role
-    vocab_size: int
+    architecture: Architecture
     temperature: float  # of the sampler whose log-probabilities a policy reports
     device: torch.device
     balance: bool = True  # spread samples by length; otherwise only by number
@@ -57,9 +63,8 @@ class Learner:
             `PolicyOutputs` of [B, T] float32 for a policy; [B, T] float32 values for a value model: the value at a token
             is that of the state before it. Zero where `batch.mask` is False. In host memory, equal on all ranks.
         """
-        module = self._module
-        module.eval()
-        with torch.no_grad():
+        self.module.eval()
+        with torch.no_grad(), self.offload.parameters():
             micros, outputs = self._run(batch, budget, self._outputs, forward_only=True)
         names = ("log_probs", "entropy") if self.role == "policy" else ("values",)
         found = torch.zeros(len(names), *batch.mask.shape, device=self.device)
@@ -83,13 +88,14 @@ class Learner:
         """
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
-        steps = [self._step(minibatch, objective, budget) for minibatch in minibatches]
+        with self.offload.everything():
+            steps = [self._step(minibatch, objective, budget) for minibatch in minibatches]
         means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         return means | {"lr": self.optimizer.lr}
 
     def _step(self, minibatch: Rollouts, objective: Objective, budget: Budget) -> dict[str, float]:
         assert self.optimizer is not None
-        self._module.train()
+        self.module.train()
         totals = Totals.of(minibatch.mask)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -105,14 +111,25 @@ class Learner:
         return self._sum(metrics) | {"grad_norm": grad_norm}
 
     @property
-    def _module(self) -> Any:
+    def module(self) -> Any:
+        """The GPTModel itself."""
         return self.model.module if self.optimizer else self.model
+
+    def layout(self) -> Layout:
+        """Which boxes of the Hugging Face parameters this rank holds."""
+        return source_layout(self.module, self.architecture, self.mesh, has_value_head=self.role == "value")
+
+    @contextmanager
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """The local parameters by name, on the device for the time of the block."""
+        with self.offload.parameters():
+            yield weights(self.module)
 
     def _run(
         self, batch: Rollouts, budget: Budget, head: Callable[..., Any], *, forward_only: bool
     ) -> tuple[list[Packed], list[Any]]:
         """Run the micro-batches of this rank's samples; returns them and what `head` said on the last stage."""
-        config = self._module.config
+        config = self.module.config
         bins = self._micro_batches(batch, budget)
         multiple = self.mesh.tp_size if config.sequence_parallel else 1
         micros = [pack_samples(batch, samples, multiple_of=multiple, device=self.device) for samples in bins]
@@ -152,7 +169,7 @@ class Learner:
 
     def _outputs(self, hidden: Tensor, packed: Packed) -> PolicyOutputs | Tensor:
         """[b, T] numbers of a micro-batch from the [1, N, hidden_size] final hidden states."""
-        states, module = hidden[0], self._module
+        states, module = hidden[0], self.module
         if module.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.role == "policy")
         elif self.role == "policy":
@@ -166,7 +183,7 @@ class Learner:
             module.shared_embedding_or_output_weight() if tied else module.output_layer.weight,
             packed.targets,
             temperature=self.temperature,
-            vocab_size=self.vocab_size,
+            vocab_size=self.architecture.vocab_size,
             group=self.mesh.tp_group,
         )
         return PolicyOutputs(log_probs=packed.unpack(log_probs), entropy=packed.unpack(entropy))

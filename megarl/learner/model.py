@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def build_model(
     with megatron_platform():
         model = GPTModel(
             config,
-            layer_spec(architecture),
+            block_spec(architecture, config),
             vocab_size=padded_vocab_size(architecture.vocab_size, mesh.tp_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=mesh.pp_rank == 0,
@@ -52,6 +53,7 @@ def build_model(
             model.output_layer = ValueHead(config)
         elif mesh.is_last_stage:
             model.output_layer.forward = hand_through
+    # Megatron marks tensor-parallel parameters only while it initialises them, so it has to, although for nothing.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -81,17 +83,16 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // step) * step
 
 
-def layer_spec(architecture: Architecture) -> Any:
-    """Transformer Engine's layer where it can run, else Megatron's local one with our norm and attention."""
+def block_spec(architecture: Architecture, config: TransformerConfig) -> Any:
+    """Transformer Engine's layers where they can run, else Megatron's local ones with our norm and attention."""
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=architecture.qk_norm)
-    attention = spec.submodules.self_attention
-    attention.submodules = replace(attention.submodules, core_attention=PackedAttention)
-    if architecture.qk_norm:
-        attention.submodules = replace(attention.submodules, q_layernorm=RMSNorm, k_layernorm=RMSNorm)
-    spec.submodules = replace(spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return spec
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=architecture.qk_norm)
+    attention = layer.submodules.self_attention
+    qk_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}
+    attention.submodules = replace(attention.submodules, core_attention=PackedAttention, **qk_norms)
+    layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 @cache
@@ -132,10 +133,10 @@ def transformer_config(
         "pipeline_model_parallel_size": mesh.pp_size,
         "sequence_parallel": section.sequence_parallel and mesh.tp_size > 1,
         "variable_seq_lengths": mesh.pp_size > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the one Megatron accepts beside variable lengths, dense models too
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "perform_initialization": False,
         # Our objectives divide by global counts themselves, so Megatron must add micro-batches and ranks, not average.
         "calculate_per_token_loss": True,
         # torch.compile on the CPU costs more than these fusions bring there.

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.learner.config import MegatronSection
+from megarl.learner.patches import apply_patches
 from megarl.platform.cpu import megatron_platform
 
 
@@ -33,6 +34,7 @@ class Mesh:
 
 def build_mesh(section: MegatronSection) -> Mesh:
     """Create Megatron's process groups, once per process. torch.distributed must be initialised."""
+    apply_patches()
     with megatron_platform():
         parallel_state.initialize_model_parallel(
             section.tensor_model_parallel_size,

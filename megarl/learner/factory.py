@@ -1,0 +1,68 @@
+"""From a Hugging Face checkpoint to a sharded `Learner`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.layout import source_layout, weights
+from megarl.learner.learner import Learner
+from megarl.learner.model import Role, build_model
+from megarl.learner.offload import Offload
+from megarl.learner.optimizer import Optimizer, make_trainable
+from megarl.learner.parallel import Mesh
+from megarl.models.architecture import Architecture
+from megarl.reshard.files import CheckpointFiles
+
+
+def make_learner(
+    checkpoint: Path,
+    architecture: Architecture,
+    section: MegatronSection,
+    mesh: Mesh,
+    *,
+    role: Role,
+    device: torch.device,
+    temperature: float = 1.0,
+    recompute: bool = False,
+    balance: bool = True,
+    training: tuple[OptimSection, float, int] | None = None,
+) -> Learner:
+    """Build this rank's part of a model and read its weights, each rank only its own slices.
+
+    Args:
+        checkpoint: Hugging Face directory with safetensors.
+        architecture: what its config.json describes, overrides applied.
+        section: how the model is cut and kept.
+        mesh: this rank's place.
+        role: `policy` keeps the LM head; `value` has a scalar head that starts at zero.
+        device: where it computes.
+        temperature: of the sampler whose log-probabilities a policy reports.
+        recompute: compute activations again in the backward pass.
+        balance: spread samples by length over data-parallel ranks.
+        training: optimizer section, gradient clip and number of schedule steps; None for a model that only answers.
+    """
+    module: Any = build_model(architecture, section, mesh, role=role, recompute=recompute)
+    layout = source_layout(module, architecture, mesh, has_value_head=role == "value")
+    CheckpointFiles(checkpoint).load(layout, weights(module))
+    model: Any = module
+    optimizer: Optimizer | None = None
+    if training:
+        optim, grad_clip, num_steps = training
+        model, optimizer = make_trainable(
+            module, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps
+        )
+    offload = Offload(model=model, optimizer=optimizer and optimizer.megatron, section=section)
+    offload.park()
+    return Learner(
+        model=model,
+        optimizer=optimizer,
+        offload=offload,
+        mesh=mesh,
+        role=role,
+        architecture=architecture,
+        temperature=temperature,
+        device=device,
+        balance=balance,
+    )

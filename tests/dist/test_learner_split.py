@@ -1,0 +1,169 @@
+"""No split shows: log-probabilities, values, losses and gradient norms are those of one unsharded model.
+
+The same global batch runs through Megatron cut in every way over up to four processes; the answers are compared with
+`transformers` on the same weights and with plain autograd through it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Experience, Prompt
+from megarl.learner.config import ActorSection, CriticSection, MegatronSection, OptimSection
+from megarl.objectives import ActorObjective, CriticObjective
+from tests.ranks import RankPool
+from tests.tiny import write_checkpoint
+
+SPLITS = {  # (TP, PP, DP): world size
+    (1, 1, 1): 1,
+    (2, 1, 1): 2,
+    (1, 2, 1): 2,
+    (1, 1, 2): 2,
+    (2, 2, 1): 4,
+    (2, 1, 2): 4,
+}
+TEMPERATURE = 0.8
+ACTOR = ActorObjective(ActorSection(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), horizon=8)
+CRITIC = CriticObjective(CriticSection(), horizon=8)
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {variant: write_checkpoint(root / variant, variant) for variant in ("llama", "qwen2", "qwen3-tied")}
+
+
+def experience() -> Experience:
+    """Four prompts with two samples each, of very different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        Prompt(
+            index=number,
+            token_ids=torch.randint(3, 200, (3 + 4 * number,), generator=generator).tolist(),
+            text="",
+            data_source="",
+            ground_truth=None,
+            extra_info={},
+        )
+        for number in range(4)
+    ]
+    lengths = torch.tensor([4, 8, 1, 5, 6, 2, 8, 3])
+    mask = torch.arange(8) < lengths[:, None]
+
+    def noise() -> Tensor:
+        return torch.randn(mask.shape, generator=generator) * mask
+
+    old = -noise().abs() - 4.0 * mask
+    return Experience(
+        prompts=prompts,
+        groups=torch.arange(4).repeat_interleave(2),
+        responses=torch.randint(3, 200, mask.shape, generator=generator) * mask,
+        mask=mask,
+        rollout_log_probs=old,
+        truncated=torch.zeros(8, dtype=torch.bool),
+        texts=[""] * 8,
+        scores=torch.zeros(8),
+        old_log_probs=old,
+        ref_log_probs=old + 0.1 * noise(),
+        values=0.1 * noise(),
+        advantages=noise(),
+        returns=noise(),
+    )
+
+
+def megatron_answers(checkpoint: Path, role: str, tp: int, pp: int, max_tokens: int) -> dict[str, Any]:
+    """On one rank: infer, update, and infer again."""
+    from megatron.core import parallel_state
+
+    from megarl.learner.factory import make_learner
+    from megarl.learner.learner import Budget
+    from megarl.learner.parallel import build_mesh
+    from megarl.models.architecture import read_architecture
+
+    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    mesh = build_mesh(section)
+    learner = make_learner(
+        checkpoint,
+        read_architecture(json.loads((checkpoint / "config.json").read_text())),
+        section,
+        mesh,
+        role=role,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+        temperature=TEMPERATURE,
+        training=(OptimSection(lr=1e-3), 1.0, 10),
+    )
+    if role == "value" and mesh.is_last_stage:
+        head = learner.module.output_layer.weight
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
+    batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
+    before = learner.infer(batch, budget)
+    metrics = learner.update([batch], ACTOR if role == "policy" else CRITIC, budget)
+    after = learner.infer(batch, budget)
+    parallel_state.destroy_model_parallel()
+    return {"before": before, "metrics": metrics, "after": after}
+
+
+def reference_answers(checkpoint: Path) -> tuple[PolicyOutputs, float, dict[str, float]]:
+    """Log-probabilities, gradient norm and metrics by `transformers` and autograd, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    batch = experience()
+    log_probs, entropy = [], []
+    for sample in range(len(batch)):
+        prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        padding = (0, batch.mask.shape[1] - len(response))
+        chosen = log_p[torch.arange(len(response)), response]
+        log_probs.append(torch.nn.functional.pad(chosen, padding))
+        entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
+    outputs = PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy))
+    loss, metrics = ACTOR(outputs, batch, Totals.of(batch.mask))
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
+    return outputs, float(norm), {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])
+def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> None:
+    expected, norm, metrics = reference_answers(checkpoints[variant])
+    first: dict[str, Any] | None = None
+    for (tp, pp, _), world_size in SPLITS.items():
+        for max_tokens in (24, 1000):
+            answers = pool.run(world_size, megatron_answers, checkpoints[variant], "policy", tp, pp, max_tokens)
+            for answer in answers:
+                torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+                torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
+                assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+                for name, value in metrics.items():
+                    assert answer["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+                first = first or answer
+                torch.testing.assert_close(answer["after"].log_probs, first["after"].log_probs, rtol=1e-4, atol=1e-4)
+                assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
+
+
+def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    first: dict[str, Any] | None = None
+    for (tp, pp, _), world_size in SPLITS.items():
+        for max_tokens in (24, 1000):
+            answers = pool.run(world_size, megatron_answers, checkpoints["llama"], "value", tp, pp, max_tokens)
+            for answer in answers:
+                first = first or answer
+                torch.testing.assert_close(answer["before"], first["before"], **TOLERANCE)
+                assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
+                assert not torch.equal(answer["after"], answer["before"])
+                torch.testing.assert_close(answer["after"], first["after"], rtol=1e-4, atol=1e-5)

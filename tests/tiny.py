@@ -1,0 +1,43 @@
+"""Tiny random checkpoints of every family, as `transformers` writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+}
+
+
+def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random float32 checkpoint with weights large enough to matter; returns `directory`."""
+    settings = SIZES | VARIANTS[variant] | overrides
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    model.save_pretrained(directory)
+    return directory
