@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 
 from megarl.reshard.layout import Layout
 from megarl.rollout import reload
@@ -21,9 +22,9 @@ from megarl.rollout.layout import EngineLayout
 class EngineWeights:
     """One rank's share of the engine's weights (`Destination`)."""
 
-    def __init__(self, model: nn.Module, layout: EngineLayout, *, dtype: torch.dtype, vllm_config: Any) -> None:
+    def __init__(self, model: nn.Module, layout: EngineLayout, *, vllm_config: Any) -> None:
         self._modules = dict(model.named_modules())
-        self._model, self._layout, self._dtype, self._vllm_config = model, layout, dtype, vllm_config
+        self._model, self._layout, self._vllm_config = model, layout, vllm_config
         self._module_of = {param: module for module, params in layout.params.items() for param in params}
         self._unwritten: dict[str, set[str]] = {}  # module -> parameters not closed yet; empty between syncs
         self._staged: set[str] = set()
@@ -56,14 +57,12 @@ class EngineWeights:
                 reload.process(self._modules[name])
 
     @contextmanager
-    def update(self) -> Iterator["EngineWeights"]:
+    def update(self) -> Iterator[None]:
         """Within it every parameter must be opened, written and closed; RuntimeError names those that were not."""
-        from vllm.config import set_current_vllm_config
-
         assert not self._unwritten, "the last sync did not end"
         self._unwritten = {name: set(params) for name, params in self._layout.params.items()}
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
-            yield self
+            yield
             self._finish()
 
     def _finish(self) -> None:
@@ -78,4 +77,4 @@ class EngineWeights:
         for name in self._layout.tied:  # vLLM repacks a tied head only when it loads the head itself
             if reload.has_quant_method(self._modules[name]):
                 reload.repack(self._modules[name])
-        reload.finish_attention(self._model, self._dtype)
+        reload.finish_attention(self._model, self._vllm_config.model_config.dtype)

@@ -1,24 +1,23 @@
 """vLLM in the trainer's own processes: one engine replica per `tensor_model_parallel_size` neighbouring ranks.
 
-All ranks of a replica run the same requests in lockstep, each on its shard of the weights; replicas know nothing of each
-other. The engine starts without weights and is given them by a sync before each generation.
+All ranks of a replica run the same requests in lockstep, each on its shard of the weights; replicas know nothing of
+each other. The engine starts without weights and is given them by a sync before each generation.
 Invariant: no token is generated from weights or cached keys of an earlier sync.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt
 from megarl.rollout import patches, segments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
-from megarl.rollout.sampling import Generation, Sampling, read_output, request_params
+from megarl.rollout.sampling import Generation, Sampling, read_output, request_params, request_seed
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 class RolloutEngine:
     """This rank's part of one engine replica.
 
-    Collective over the default process group, which must exist, with the launcher's RANK, LOCAL_RANK and WORLD_SIZE in the
-    environment.
+    Collective over the default process group, which must exist already; the launcher's RANK and LOCAL_RANK must be in
+    the environment.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class RolloutEngine:
         max_sequences: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """Start the engine.
+        """Start the engine, asleep.
 
         `model_dir` holds at least config.json; `shapes` are the full shapes of its Hugging Face parameters.
         `max_model_len` bounds prompt and response together, in tokens. `max_sequences` is the most samples that one
@@ -55,13 +54,17 @@ class RolloutEngine:
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.tp_size} does not divide the "
                 f"{dist.get_world_size()} processes of this job; choose a divisor"
             )
-        self._section, self._stop, self._max_model_len = section, list(stop_token_ids), max_model_len
         patches.prepare_environment()
-        # vLLM reads its environment when imported, so nothing of it is imported before this line.
-        from megarl.rollout import layout, reload
+        # vLLM reads its environment when it is imported: nothing that imports it may come before this line.
+        from vllm.platforms import current_platform
+
+        from megarl.rollout import reload
         from megarl.rollout.destination import EngineWeights
+        from megarl.rollout.layout import trace
 
         reload.check_version()
+        self._section, self._stop, self._max_model_len = section, list(stop_token_ids), max_model_len
+        self._on_cuda: bool = current_platform.is_cuda()
         arguments = self._arguments(model_dir, trust_remote_code=trust_remote_code)
         if not self._on_cuda:
             patches.name_shared_memory(segments.claim())
@@ -72,10 +75,9 @@ class RolloutEngine:
                 max_model_len=max_model_len,
             )
         self._llm = self._start(arguments)
-        worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
-        traced = layout.trace(model, shapes, worker.device)
-        self._weights = EngineWeights(model, traced, dtype=worker.model_config.dtype, vllm_config=worker.vllm_config)
+        self._weights = EngineWeights(model, trace(model, shapes, worker.device), vllm_config=worker.vllm_config)
         self._sleep()
 
     @property
@@ -103,11 +105,11 @@ class RolloutEngine:
         """Take memory, let `sync` write all weights, and generate within; then give the memory back.
 
         Memory comes in the order it is needed, weights before KV cache, so that the trainer can still hold its own
-        weights during the sync.
+        weights during the sync. RuntimeError where the sync left a parameter unwritten.
         """
         self._wake("weights")
-        with self._weights.update() as weights:
-            sync(weights)
+        with self._weights.update():
+            sync(self._weights)
         self._wake("kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
@@ -119,25 +121,22 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, max_tokens: int, step: int
     ) -> list[Generation]:
-        """Draw `sampling.n` samples of each of this replica's `prompts`, all ranks of the replica alike.
+        """Draw `sampling.n` samples of each of this replica's `prompts`; all ranks of the replica must call it alike.
 
-        Returns them prompt by prompt, sample by sample. `step` goes into the seeds, beside the section's seed, the prompt's index
-        and the sample's number. ValueError for a prompt that leaves no room for `max_tokens`.
+        Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
+        prompt's index and the sample's number. ValueError for a prompt that leaves no room for `max_tokens`.
         """
         for prompt in prompts:
             if len(prompt.token_ids) + max_tokens > self._max_model_len:
                 raise ValueError(
                     f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have {max_tokens}, "
-                    f"but the engine was started for {self._max_model_len}; raise data.max_prompt_length"
+                    f"but the engine was started for {self._max_model_len} together; raise data.max_prompt_length"
                 )
         asked = [(position, sample) for position in range(len(prompts)) for sample in range(sampling.n)]
         params = [
             request_params(
-                prompts[position],
-                sample,
                 sampling,
-                seed=self._section.seed,
-                step=step,
+                seed=request_seed(self._section.seed, step=step, prompt_index=prompts[position].index, sample=sample),
                 max_tokens=max_tokens,
                 stop=() if self._section.ignore_eos else self._stop,
                 log_probs=self._section.calculate_log_probs,
@@ -145,7 +144,7 @@ class RolloutEngine:
             for position, sample in asked
         ]
         requests = [{"prompt_token_ids": list(prompts[position].token_ids)} for position, _ in asked]
-        with patches.random_state_kept(), patches.without_compilation(wanted=self._eager_cpu):
+        with patches.random_state_kept(), self._compilation():
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         if len(outputs) != len(asked):
             raise RuntimeError(f"The engine returned {len(outputs)} samples of {len(asked)}")
@@ -153,14 +152,6 @@ class RolloutEngine:
             read_output(output, position=position, prompt=prompts[position])
             for output, (position, _) in zip(outputs, asked, strict=True)
         ]
-
-    @property
-    def _on_cuda(self) -> bool:
-        return torch.cuda.is_available()
-
-    @property
-    def _eager_cpu(self) -> bool:
-        return self._section.enforce_eager and not self._on_cuda
 
     def _arguments(self, model_dir: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         from vllm import EngineArgs
@@ -188,16 +179,19 @@ class RolloutEngine:
         where = "actor_rollout_ref.rollout.engine_kwargs"
         if taken := sorted(ours.keys() & section.engine_kwargs.keys()):
             raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
-        known = {field.name for field in fields(EngineArgs)}
-        if unknown := sorted(section.engine_kwargs.keys() - known):
-            raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}")
+        if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
+            raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
         return ours | section.engine_kwargs
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
 
-        with patches.start_isolated(), patches.without_compilation(wanted=self._eager_cpu):
+        with patches.start_isolated(), self._compilation():
             return LLM(**arguments)
+
+    def _compilation(self) -> Any:
+        eager_on_cpu = self._section.enforce_eager and not self._on_cuda
+        return patches.without_compilation() if eager_on_cpu else nullcontext()
 
     def _wake(self, tag: str) -> None:
         if self._section.free_cache_engine:
@@ -205,4 +199,4 @@ class RolloutEngine:
 
     def _sleep(self) -> None:
         if self._section.free_cache_engine:
-            self._llm.sleep(level=2)  # level 1 would copy weights to the host that the next sync replaces anyway
+            self._llm.sleep(level=2)  # level 1 would keep weights on the host that the next sync replaces anyway

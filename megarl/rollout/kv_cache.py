@@ -27,7 +27,8 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
     if one + block > share:
         raise ValueError(
             f"The KV cache of one sequence of {max_model_len} tokens takes {one >> 20} MiB, but this rank may use "
-            f"{share >> 20} MiB; lower data.max_response_length or raise actor_rollout_ref.rollout.gpu_memory_utilization"
+            f"{share >> 20} MiB; lower data.max_response_length or raise "
+            "actor_rollout_ref.rollout.gpu_memory_utilization"
         )
     return min(one * num_sequences + block, share)  # vLLM keeps one block of its pool for itself
 
@@ -35,7 +36,7 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
 def cache_bytes_per_token(
     section: RolloutSection, shapes: Mapping[str, tuple[int, ...]], *, num_key_value_heads: int
 ) -> int:
-    """Keys and values of one token on one rank, over all layers; with more ranks than heads each rank holds one head."""
+    """Keys and values of one token on one rank, over all layers; a rank holds at least one head."""
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     heads_per_rank = -(-num_key_value_heads // section.tensor_model_parallel_size)
     return rows // num_key_value_heads * heads_per_rank * DTYPE_BYTES[section.dtype]

@@ -7,7 +7,7 @@ anything but copy a rectangle of the checkpoint's tensor is refused by name (fai
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Region:
     @classmethod
     def of(cls, view: Tensor) -> "Region":
         """The part of its storage that `view` shows."""
-        return cls(tuple(view.shape), tuple(view.stride()), view.storage_offset())
+        return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def view(self, tensor: Tensor) -> Tensor:
         """This part of `tensor`."""
@@ -88,7 +88,7 @@ def _owners(model: nn.Module) -> tuple[dict[str, nn.Module], frozenset[str]]:
 
 
 @contextmanager
-def _load_format(modules: Iterator[nn.Module]) -> Iterator[None]:
+def _load_format(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed = []
     try:
         for module in modules:
@@ -175,7 +175,7 @@ class _Recorder(TorchDispatchMode):
     def _box(self, param: str, value: Tensor) -> Box:
         """The box of the (contiguous) source that the view `value` shows."""
         steps = self._source.stride()
-        lo, rest = [], value.storage_offset()
+        lo, rest = [], int(value.storage_offset())
         for step in steps:
             index, rest = divmod(rest, step)
             lo.append(index)

