@@ -1,0 +1,20 @@
+"""The metric names that people look at first. Names follow the field's own; any other name is logged all the same."""
+
+from collections.abc import Mapping
+
+REWARD = "critic/score/mean"
+KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first that a run logs
+THROUGHPUT = "perf/throughput"  # tokens per second
+STEP_SECONDS = "timing_s/step"
+TIMING = "timing_s/"
+VALIDATION = ("val-core/", "val/test_score/")
+
+
+def validation_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The validation scores among `metrics`, by data source and whatever else their names say."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        for prefix in VALIDATION
+        if name.startswith(prefix)
+    }

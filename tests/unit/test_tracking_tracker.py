@@ -1,0 +1,163 @@
+"""Trackers: what the console prints, what the files hold, and that a resumed run continues its records."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console as RichConsole
+
+from megarl.tracking.console import Console
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.plot import plot_curves
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import NullTracker, Tracker, make_tracker
+
+STEP = {
+    "critic/score/mean": 0.25,
+    "actor/reward_kl_penalty": 0.00312,
+    "perf/throughput": 1234.4,
+    "timing_s/gen": 1.5,
+    "timing_s/update_actor": 0.4,
+    "timing_s/step": 2.0,
+}
+
+
+def jsonl(run_dir: Path, **options: Any) -> Tracker:
+    arguments: dict[str, Any] = {"project": "p", "experiment": "e", "params": {}, "total_steps": 9, "is_main": True}
+    return make_tracker(["jsonl"], run_dir=run_dir, **(arguments | options))
+
+
+def run_of_three_steps(terminal: bool) -> str:
+    out = io.StringIO()
+    console = RichConsole(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
+    tracker = Console(total_steps=3, console=console)
+    tracker.log({"val-core/countdown/reward/mean@1": 0.125}, step=0)
+    tracker.log(STEP, step=1)
+    tracker.log(STEP | {"critic/score/mean": 0.5, "timing_s/step": 4.0}, step=2)
+    tracker.log(STEP | {"val-core/countdown/reward/mean@1": 0.5}, step=3)
+    tracker.log_table("val/generations", [{"prompt": "3 5 = 8 :", "response": "[3]+5", "score": 1.0}], step=3)
+    tracker.close([{"exported": "runs/quickstart/hf"}])
+    return out.getvalue()
+
+
+SNAPSHOT = """\
+step 0/3  validation  countdown/reward/mean@1 0.125
+step 1/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:04
+step 2/3  reward 0.500  kl 0.0031  1,234 tokens/s  left 0:00:03
+step 3/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:00
+step 3/3  validation  countdown/reward/mean@1 0.5
+val/generations at step 3
+
+  prompt      response   score
+ ──────────────────────────────
+  3 5 = 8 :   [3]+5          1
+
+run finished
+
+  score                                first   last   best   change
+ ───────────────────────────────────────────────────────────────────
+  validation countdown/reward/mean@1   0.125    0.5    0.5    0.375
+  training reward                       0.25   0.25    0.5        0
+
+time
+
+  phase          seconds   share
+ ────────────────────────────────
+  step           8.0       100%
+  gen            4.5       56%
+  update_actor   1.2       15%
+
+summary
+
+  exported
+ ────────────────────
+  runs/quickstart/hf
+
+"""
+
+
+def test_console_without_a_terminal() -> None:
+    assert "\n".join(line.rstrip() for line in run_of_three_steps(terminal=False).splitlines()) + "\n" == SNAPSHOT
+
+
+def test_console_on_a_terminal_is_one_live_line_and_the_same_tables() -> None:
+    shown = run_of_three_steps(terminal=True)
+    assert "step 2/3 ━" in shown
+    assert "reward 0.500  kl 0.0031  1,234 tokens/s  left 0:00:03" in shown
+    assert "\x1b[?25h" in shown  # the cursor is given back
+    assert shown.rstrip().endswith("runs/quickstart/hf")
+
+
+def test_null_tracker_is_what_other_ranks_hold(tmp_path: Path) -> None:
+    tracker = jsonl(tmp_path / "run", is_main=False)
+    assert isinstance(tracker, NullTracker)
+    tracker.log(STEP, step=1)
+    tracker.log_table("t", [{"a": 1}], step=1)
+    tracker.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer.logger: 'papyrus' is none of console, jsonl, mlflow"):
+        make_tracker(["papyrus"], run_dir=tmp_path, project="p", experiment="e", params={}, total_steps=1, is_main=True)
+
+
+def test_metrics_and_tables_are_lines_at_once(tmp_path: Path) -> None:
+    tracker = jsonl(tmp_path)
+    tracker.log(STEP, step=1)
+    tracker.log_table("val/generations", [{"prompt": "é", "score": 1.0}, {"prompt": "b", "score": 0.0}], step=1)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before any close
+    assert {key: value for key, value in json.loads(line).items() if key != "time"} == {"step": 1, **STEP}
+    assert read_jsonl(tmp_path / "val_generations.jsonl")[0] == {"step": 1, "prompt": "é", "score": 1.0}
+
+
+def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
+    first = jsonl(tmp_path)
+    for step in range(1, 5):
+        first.log({"critic/score/mean": float(step)}, step=step)
+        first.log_table("samples", [{"text": str(step)}], step=step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "critic/sco')  # killed in the middle of a line
+
+    second = jsonl(tmp_path, resume_step=2)
+    second.log({"critic/score/mean": 30.0}, step=3)
+    second.log_table("samples", [{"text": "again"}], step=3)
+    assert [row["critic/score/mean"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 30.0]
+    assert [row["text"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["1", "2", "again"]
+
+    jsonl(tmp_path).log({"critic/score/mean": 0.0}, step=1)  # a new run in the same place
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_timers_add_up_a_phase_and_survive_its_failure() -> None:
+    timers = Timers()
+    with timers("gen"):
+        pass
+    first = timers.seconds()["timing_s/gen"]
+    with pytest.raises(RuntimeError), timers("gen"):
+        raise RuntimeError
+    with timers("step"), timers("adv"):
+        pass
+    seconds = timers.seconds()
+    assert set(seconds) == {"timing_s/gen", "timing_s/step", "timing_s/adv"}
+    assert seconds["timing_s/gen"] > first > 0
+    assert seconds["timing_s/step"] > seconds["timing_s/adv"]
+
+
+def test_plot_draws_both_curves(tmp_path: Path) -> None:
+    tracker = jsonl(tmp_path)
+    for step in range(20):
+        tracker.log({"critic/score/mean": step / 20}, step=step)
+        if step % 5 == 0:
+            tracker.log({"val-core/a/mean@1": step / 30, "val-core/b/mean@1": 0.1}, step=step)
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    left, right = (imread(tmp_path / "curves.png")[:, part] for part in (slice(0, 700), slice(800, 1500)))
+    for half in (left, right):
+        assert ((half[..., 2] - half[..., 0]) > 0.3).any()  # the blue of the first curve
+    tracker = jsonl(tmp_path)
+    tracker.log({"actor/lr": 1.0}, step=1)
+    with pytest.raises(ValueError, match="holds no critic/score/mean and no validation score"):
+        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
