@@ -103,10 +103,12 @@ def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from cut_faults(sizes, f"{POLICY}.path", f"{ROLLOUT}.tensor_model_parallel_size", engine)
 
 
-@rule("critic.model", *MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator")
+@rule(POLICY, "critic.model", *MESH, "algorithm.adv_estimator")
 def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
-    if _has_critic(config):
-        yield from partition_faults(config.critic.model, "critic.model", config.critic.megatron, "critic.megatron")
+    policy = config.actor_rollout_ref
+    if _has_critic(config) and read_sizes(config.critic.model) != read_sizes(policy.model):
+        # The mesh is the actor's (`_one_mesh`), so that is the place to correct.
+        yield from partition_faults(config.critic.model, "critic.model", policy.actor.megatron, f"{ACTOR}.megatron")
 
 
 @rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "algorithm.adv_estimator")

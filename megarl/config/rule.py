@@ -29,8 +29,9 @@ class Rule(Generic[C]):
     check: Callable[[C, Facts], Iterator[Fault]]
 
     def reads_any(self, paths: Set[str]) -> bool:
-        """Tell whether the rule depends on one of `paths`."""
-        return any(path == key or path.startswith(key + ".") for path in paths for key in self.reads)
+        """Tell whether one of `paths` is, holds or lies within a key that the rule reads."""
+        pairs = ((path + ".", key + ".") for path in paths for key in self.reads)
+        return any(path.startswith(key) or key.startswith(path) for path, key in pairs)
 
 
 def rule(*reads: str) -> Callable[[Callable[[C, Facts], Iterator[Fault]]], Rule[C]]:

@@ -1,0 +1,251 @@
+"""From files and arguments to a configuration: merging, links, types, and every fault at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config, load_sft_config, to_dict, to_yaml
+from megarl.config.root import Config
+
+MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
+
+
+def load(*argv: str) -> Config:
+    return load_config([*MINIMAL, *argv], world_size=None, check_paths=False)
+
+
+def faults(*argv: str) -> dict[str, str]:
+    """Return the message of every fault by its key."""
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def write(path: Path, tree: object) -> str:
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def test_arguments_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.yaml", {"data": {"seed": 10, "train_batch_size": 256, "val_batch_size": 7}})
+    second = write(tmp_path / "second.yml", {"data": {"seed": 20, "train_batch_size": 512}})
+    config = load("data.seed=30", first, second)
+    assert (config.data.seed, config.data.train_batch_size, config.data.val_batch_size) == (30, 512, 7)
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr", 1e-6),
+        ("actor_rollout_ref.actor.optim.lr=3", "actor_rollout_ref.actor.optim.lr", 3.0),
+        ("+trainer.save_freq=5", "trainer.save_freq", 5),
+        ("trainer.val_before_train=False", "trainer.val_before_train", False),
+        ("trainer.default_hdfs_dir=null", "trainer.default_hdfs_dir", None),
+        ("trainer.logger=['console','mlflow']", "trainer.logger", ["console", "mlflow"]),
+        ("trainer.logger=[console,tracking]", "trainer.logger", ["console", "mlflow"]),
+        ("trainer.logger=jsonl", "trainer.logger", ["jsonl"]),
+        ("trainer.experiment_name=2024", "trainer.experiment_name", "2024"),
+        ("data.train_files=[a.parquet,b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files=hdfs://host/a=b.parquet", "data.train_files", "hdfs://host/a=b.parquet"),
+        (
+            "actor_rollout_ref.model.override_config.num_hidden_layers=4",
+            "actor_rollout_ref.model.override_config",
+            {"num_hidden_layers": 4},
+        ),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps", None),
+    ],
+)
+def test_values_typed_in_a_shell_mean_what_they_say(argument: str, key: str, value: object) -> None:
+    found: object = load(argument)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_some_keys_follow_others_until_they_are_set() -> None:
+    config = load(
+        "data.max_prompt_length=100",
+        "data.max_response_length=50",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_epochs=3",
+        "actor_rollout_ref.actor.megatron.param_offload=true",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "critic.megatron.dtype=bfloat16",
+        "critic.ppo_epochs=1",
+        "trainer.project_name=countdown",
+    )
+    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    assert (rollout.prompt_length, rollout.response_length) == (100, 50)
+    assert (config.critic.ppo_mini_batch_size, config.critic.ppo_epochs) == (64, 1)
+    assert ref.megatron == config.actor_rollout_ref.actor.megatron
+    assert (config.critic.megatron.param_offload, config.critic.megatron.dtype) == (True, "bfloat16")
+    assert config.trainer.default_local_dir == "checkpoints/countdown/gsm8k"
+
+
+def test_interpolations_of_the_user_reach_defaults_too(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", {"data": {"val_batch_size": "${data.train_batch_size}"}})
+    whole_section = "actor_rollout_ref.ref.megatron=${critic.megatron}"
+    config = load(file, whole_section, "critic.megatron.seed=9")
+    assert config.data.val_batch_size == 1024
+    assert config.actor_rollout_ref.ref.megatron.seed == 9
+
+
+@pytest.mark.parametrize(("use_kl_loss", "in_reward"), [("true", False), ("false", True)])
+def test_kl_is_in_the_reward_unless_it_is_in_the_loss(use_kl_loss: str, in_reward: bool) -> None:
+    assert load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}").algorithm.use_kl_in_reward is in_reward
+    kept = load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}", "algorithm.use_kl_in_reward=true")
+    assert kept.algorithm.use_kl_in_reward is True
+
+
+def test_the_command_line_of_the_well_known_small_script_is_understood() -> None:
+    argv = """data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=256
+        data.val_batch_size=1312 data.max_prompt_length=256 data.max_response_length=1024
+        actor_rollout_ref.model.path=org/base actor_rollout_ref.actor.optim.lr=1e-6
+        actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=8
+        actor_rollout_ref.rollout.log_prob_micro_batch_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+        actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.ref.log_prob_micro_batch_size=4
+        critic.optim.lr=1e-5 critic.model.path=org/base critic.ppo_micro_batch_size=8
+        algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=['console','mlflow'] +trainer.val_before_train=False
+        trainer.default_hdfs_dir=null trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.save_freq=100
+        trainer.test_freq=100 trainer.project_name=TinyZero trainer.experiment_name=countdown trainer.total_epochs=15"""
+    config = load_config(argv.split(), world_size=2, check_paths=False)
+    assert config.actor_rollout_ref.rollout.response_length == 1024
+    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size == 4
+    assert config.critic.optim.lr == 1e-5
+    assert config.algorithm.use_kl_in_reward is True
+
+
+@settings(max_examples=25)
+@given(
+    lr=st.floats(min_value=1e-12, max_value=10.0),
+    name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#"), min_size=1),
+    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    layers=st.integers(1, 99),
+)
+def test_the_resolved_configuration_loads_as_itself(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, name: str, betas: tuple[float, float], layers: int
+) -> None:
+    tree = {
+        "trainer": {"project_name": name},
+        "actor_rollout_ref": {
+            "actor": {"optim": {"lr": lr, "betas": list(betas)}},
+            "model": {"override_config": {"num_hidden_layers": layers}},
+        },
+    }
+    config = load(write(tmp_path_factory.mktemp("config") / "in.yaml", tree))
+    assert config.actor_rollout_ref.actor.optim.lr == lr
+    assert config.trainer.project_name == name
+    resolved = tmp_path_factory.mktemp("config") / "resolved.yaml"
+    resolved.write_text(to_yaml(config))
+    again = load_config([str(resolved)], world_size=None, check_paths=False)
+    assert again == config
+    assert to_dict(again) == to_dict(config)
+
+
+def test_all_faults_come_at_once_with_their_place(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "bad.yaml",
+        {"data": {"train_bach_size": 8}, "actor_rollout_ref": {"rollout": {"temperature": "hot", "top_k": 0}}},
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(file, "trainer.nnodes=two", "actor_rollout_ref.actor.optim.betas=[0.9]", "algorithm.adv_estimator=grpo")
+    assert str(caught.value).splitlines() == [
+        "6 faults in the configuration:",
+        "  actor_rollout_ref.actor.optim.betas [command line]: item 1 is missing, not (0.9,)",
+        "  actor_rollout_ref.rollout.n: algorithm.adv_estimator=grpo compares the responses to one prompt: "
+        "write n=2 or more (5 is usual)",
+        f"  actor_rollout_ref.rollout.temperature [{file}]: should be a valid number, not 'hot'",
+        f"  actor_rollout_ref.rollout.top_k [{file}]: must be -1 (all tokens) or at least 1, not 0",
+        f"  data.train_bach_size [{file}]: unknown key: did you mean data.train_batch_size?",
+        "  trainer.nnodes [command line]: should be a valid integer, not 'two'",
+    ]
+
+
+def test_what_has_no_value_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([], world_size=None)
+    assert [fault.path for fault in caught.value.faults] == ["actor_rollout_ref.model.path", "data.train_files"]
+    assert "add data.train_files=..." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data.train_batch_size", "abc", "should be a valid integer, not 'abc'"),
+        ("data.train_batch_size", "0", "should be greater than 0, not 0"),
+        ("data.shuffle", "maybe", "should be a valid boolean, not 'maybe'"),
+        ("data.truncation", "up", "should be 'error', 'left', 'right' or 'middle', not 'up'"),
+        ("data.train_files", "[a,3]", "item 1 should be a valid string"),
+        ("trainer.save_freq", "2.5", "should be a valid integer, not 2.5"),
+        ("trainer.default_hdfs_dir", "hdfs://x", "must be null"),
+        ("actor_rollout_ref.rollout.top_p", "1.5", "should be less than or equal to 1, not 1.5"),
+        ("actor_rollout_ref.actor.clip_ratio", "-0.1", "should be greater than or equal to 0"),
+        ("actor_rollout_ref.actor.optim.lr", "nan", "should be greater than 0"),
+        ("actor_rollout_ref.model.override_config", "5", "should be a valid dictionary"),
+        ("critic", "5", "is a section with keys of its own"),
+        ("data.seed", "${nope}", "cannot be resolved"),
+        ("algorithm.adv_estimator", "rloo", "should be 'gae' or 'grpo', not 'rloo'"),
+    ],
+)
+def test_wrong_values_are_named_with_what_is_allowed(key: str, value: str, message: str) -> None:
+    found = faults(f"{key}={value}")
+    assert list(found) == [key]
+    assert message in found[key]
+
+
+def test_a_fault_of_a_key_is_not_repeated_for_those_that_follow_it() -> None:
+    assert list(faults("actor_rollout_ref.actor.megatron.dtype=fp8")) == ["actor_rollout_ref.actor.megatron.dtype"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("nothere.yaml", "no such file"),
+        ("--help", "neither a YAML file nor a.b.c=value"),
+        ("data.seed=[1,", "not valid YAML"),
+        ("~data.seed=1", "cannot be removed"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_faults(argument: str, message: str) -> None:
+    assert message in faults(argument)[argument]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "keys and values"), ("a: ${x", "not valid YAML")]
+)
+def test_files_that_cannot_be_read_are_faults(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    assert message in faults(str(file))[str(file)]
+
+
+def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("data:\ncritic: {}\n")
+    assert load(str(file)) == load()
+
+
+def test_supervised_runs_share_the_machinery(tmp_path: Path) -> None:
+    argv = ["data.train_files=a.parquet", "model.path=org/base"]
+    config = load_sft_config(
+        [*argv, "data.micro_batch_size_per_gpu=4", "trainer.experiment_name=warmup"], world_size=None, check_paths=False
+    )
+    assert config.data.micro_batch_size == 4
+    assert config.trainer.default_local_dir == "checkpoints/megarl_examples/warmup"
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(to_yaml(config))
+    assert load_sft_config([str(resolved)], world_size=None, check_paths=False) == config
+    with pytest.raises(ConfigError, match=r"data.max_lenth.*did you mean data.max_length\?"):
+        load_sft_config([*argv, "data.max_lenth=4"], world_size=None, check_paths=False)
+
+
+def test_a_configuration_is_checked_without_torch() -> None:
+    code = "import sys, megarl.config.load, megarl.config.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

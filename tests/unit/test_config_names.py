@@ -1,0 +1,148 @@
+"""Names: misspelt, misplaced, foreign, and those that other trainers use."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
+from megarl.config.root import LINKS, Config, SFTConfig
+from megarl.config.schema import Schema
+
+MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
+
+
+def message_of(argument: str) -> str:
+    """Return the only fault of `argument`, which must be about its key."""
+    with pytest.raises(ConfigError) as caught:
+        load_config([*MINIMAL, argument], world_size=None, check_paths=False)
+    (fault,) = caught.value.faults
+    assert fault.path == argument.partition("=")[0]
+    return fault.message
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("data.train_bach_size", "data.train_batch_size"),
+        ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.actr.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("critic.lr", "critic.optim.lr"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("data.n", "actor_rollout_ref.rollout.n"),
+        (
+            "actor_rollout_ref.actor.tensor_model_parallel_size",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+        ),
+        (
+            "actor_rollout_ref.rollout.tensor_parallel_size",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        ),
+        ("algorithm.kl_ctrl.coef", "algorithm.kl_ctrl.kl_coef"),
+        ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
+        ("critic.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+    ],
+)
+def test_a_key_nearly_right_is_answered_with_the_right_one(written: str, meant: str) -> None:
+    assert message_of(f"{written}=1") == f"unknown key: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in Schema.of(Config).leaves if len(leaf.rpartition(".")[2]) > 5])
+def test_one_letter_too_few_is_always_understood(leaf: str) -> None:
+    assert Schema.of(Config).nearest(leaf[:-1]) == leaf
+
+
+def test_features_that_are_not_there_are_unknown_keys() -> None:
+    assert message_of("reward_model.enable=False").startswith("unknown key")
+    assert message_of("actor_rollout_ref.rollout.sync.check_every=1").startswith("unknown key")
+
+
+@pytest.mark.parametrize(
+    ("argument", "equivalent"),
+    [
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+            "actor_rollout_ref.actor.megatron.param_offload",
+        ),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=True", "actor_rollout_ref.ref.megatron.param_offload"),
+        ("critic.model.fsdp_config.optimizer_offload=True", "critic.megatron.optimizer_offload"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", "megatron.tensor_model_parallel_size"),
+        ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0", "actor_rollout_ref.actor.megatron"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.megatron.sequence_"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "write megatron"),
+        ("critic.strategy=fsdp2", "critic.megatron.tensor_model_parallel_size"),
+        ("actor_rollout_ref.model.use_liger=True", "remove it"),
+        ("actor_rollout_ref.rollout.name=sglang", "write vllm"),
+        ("actor_rollout_ref.rollout.name=hf", "write vllm"),
+        ("actor_rollout_ref.rollout.load_format=dummy_dtensor", "write dummy_megatron"),
+        ("actor_rollout_ref.actor.optim.clip_grad=1.0", "write actor_rollout_ref.actor.grad_clip"),
+        ("actor_rollout_ref.model.use_remove_padding=False", "always packed"),
+        ("algorithm.kl_penalty=full", "low_var_kl"),
+        ("critic.ppo_max_token_len_per_gpu=4096", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("trainer.ray_wait_register_center_timeout=300", "torchrun, mpirun or srun"),
+        ("trainer.logger=[console,wandb]", "write mlflow"),
+    ],
+)
+def test_what_belongs_to_another_trainer_is_answered_with_our_equivalent(argument: str, equivalent: str) -> None:
+    assert equivalent in message_of(argument)
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size"),
+        (
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+        ),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.log_prob_micro_batch_size"),
+        ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size"),
+        ("critic.forward_micro_batch_size_per_gpu", "critic.forward_micro_batch_size"),
+    ],
+)
+def test_newer_names_of_the_same_keys_are_understood(written: str, ours: str) -> None:
+    by_alias = load_config([*MINIMAL, f"{written}=4"], world_size=None, check_paths=False)
+    assert by_alias == load_config([*MINIMAL, f"{ours}=4"], world_size=None, check_paths=False)
+    assert by_alias != load_config(MINIMAL, world_size=None, check_paths=False)
+
+
+def test_an_alias_must_not_contradict_the_name_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("critic: {ppo_micro_batch_size: 4, ppo_micro_batch_size_per_gpu: 8}\n")
+    with pytest.raises(ConfigError, match="given twice, as 4 and as 8"):
+        load_config([*MINIMAL, str(file)], world_size=None, check_paths=False)
+
+
+def sections(root: type) -> Iterator[type]:
+    yield root
+    for kind in get_type_hints(root).values():
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from sections(kind)
+
+
+@pytest.mark.parametrize("kind", sorted({*sections(Config), *sections(SFTConfig)}, key=str))
+def test_every_section_refuses_unknown_keys_and_every_key_is_explained(kind: type) -> None:
+    assert kind.__pydantic_config__["extra"] == "forbid"  # type: ignore[attr-defined]
+    (body,) = (
+        node.body
+        for node in ast.parse(inspect.getsource(importlib.import_module(kind.__module__))).body
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    own = [index for index, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
+    assert set(kind.__annotations__) <= {field.name for field in fields(kind)}
+    for index in own:
+        text = body[index + 1] if index + 1 < len(body) else None
+        assert isinstance(text, ast.Expr), f"line {body[index].lineno}: a key without a docstring"
+        assert isinstance(text.value, ast.Constant), f"line {body[index].lineno}: a key without a docstring"
+
+
+@pytest.mark.parametrize("root", [Config, SFTConfig])
+def test_links_join_keys_that_exist(root: type) -> None:
+    assert LINKS[root].keys() <= Schema.of(root).leaves.keys()

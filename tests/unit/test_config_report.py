@@ -1,0 +1,104 @@
+"""What rank 0 shows before training, and the configurations that come with the repository."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config, load_sft_config, to_yaml
+from megarl.config.report import batch_table, remarks
+from megarl.config.root import Config
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def load(*argv: str) -> Config:
+    return load_config([*MINIMAL, *argv], world_size=None, check_paths=False)
+
+
+def sizes(config: Config) -> dict[str, str]:
+    return {row.stage: row.size for row in batch_table(config)}
+
+
+def test_the_table_divides_a_batch_as_by_hand() -> None:
+    config = load(
+        "trainer.n_gpus_per_node=8",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.n=3",
+        "data.train_batch_size=64",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=4096",
+        "critic.ppo_micro_batch_size=3",
+        "critic.ppo_mini_batch_size=32",
+    )
+    # 8 ranks = tensor 2 x data 4. Actor: 16 x 3 = 48 samples, 12 a rank, 4096 // 1024 = 4 full ones at a time.
+    # Critic: 32 x 3 = 96 samples, 24 a rank, 3 at a time.
+    assert sizes(config) == {
+        "ranks": "8",
+        "engine replicas": "2",
+        "prompts": "64",
+        "samples": "192",
+        "actor mini-batches": "4",
+        "actor share of a rank": "12",
+        "actor micro-batches": "<= 3",
+        "critic mini-batches": "2",
+        "critic share of a rank": "24",
+        "critic micro-batches": "<= 8",
+    }
+    meanings = {row.stage: row.meaning for row in batch_table(config)}
+    assert meanings["actor mini-batches"] == "16 prompts = 48 samples; x 2 epochs = 8 optimizer steps"
+    assert meanings["critic mini-batches"] == "32 prompts = 96 samples; x 2 epochs = 4 optimizer steps"
+    assert meanings["engine replicas"] == "tensor 4; at most 32 prompts each"
+
+
+def test_the_table_has_no_critic_where_there_is_none() -> None:
+    config = load("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5")
+    assert not [stage for stage in sizes(config) if stage.startswith("critic")]
+
+
+def test_fixed_micro_batches_ignore_the_token_budget() -> None:
+    config = load(
+        "trainer.n_gpus_per_node=1",
+        f"{ACTOR}.use_dynamic_bsz=false",
+        f"{ACTOR}.ppo_micro_batch_size=32",
+        "critic.ppo_micro_batch_size=64",
+    )
+    assert sizes(config)["actor micro-batches"] == "<= 8"
+    assert sizes(config)["critic micro-batches"] == "<= 4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remark"),
+    [
+        ([f"{ROLLOUT}.dtype=float32"], "rollout.dtype=float32 differs"),
+        ([f"{ROLLOUT}.top_k=50"], "cut the distribution"),
+        ([f"{ROLLOUT}.top_p=0.9"], "cut the distribution"),
+        ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "penalised twice"),
+        ([f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2", "trainer.n_gpus_per_node=8"], "without work"),
+    ],
+)
+def test_doubtful_choices_are_remarked_on(arguments: list[str], remark: str) -> None:
+    (sentence,) = remarks(load(*arguments))
+    assert remark in sentence
+
+
+def test_there_is_nothing_to_remark_on_the_defaults() -> None:
+    assert list(remarks(load())) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_sound_short_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+    loader = load_sft_config if "sft" in path.stem else load_config
+    config = loader([str(path)], world_size=None, check_paths=False)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(to_yaml(config))
+    assert loader([str(resolved)], world_size=None, check_paths=False) == config
+
+
+def test_there_are_examples() -> None:
+    assert {"ppo_countdown", "grpo_gsm8k", "ppo_megatron_8gpu"} <= {path.stem for path in EXAMPLES}

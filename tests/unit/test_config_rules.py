@@ -1,0 +1,233 @@
+"""What must hold between sections: sizes that divide, files that are there, keys that belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config, load_sft_config
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+}
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+
+
+def make_model(directory: Path, **changes: Any) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**SIZES, **changes}))
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    """Arguments without a fault, with real files: a world of 8, one model as policy and as critic."""
+    make_model(tmp_path / "model")
+    (tmp_path / "train.parquet").touch()
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"critic.model.path={tmp_path}/model",
+        "trainer.n_gpus_per_node=8",
+    ]
+
+
+def faults(argv: list[str], *more: str, world_size: int | None = None, check_paths: bool = True) -> dict[str, str]:
+    """Return the message of every fault by its key; empty where there is none."""
+    try:
+        load_config([*argv, *more], world_size=world_size, check_paths=check_paths)
+    except ConfigError as error:
+        found: dict[str, str] = {}
+        for fault in error.faults:
+            found[fault.path] = "\n".join(filter(None, (found.get(fault.path), fault.message)))
+        return found
+    return {}
+
+
+def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
+    assert faults(argv) == {}
+    assert faults(argv, world_size=8) == {}
+    assert faults(argv, f"{ACTOR}.megatron.{TP}=4", f"{ACTOR}.megatron.{PP}=2", f"{ROLLOUT}.{TP}=2") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "message"),
+    [
+        ([f"{ACTOR}.megatron.{TP}=3"], f"{ACTOR}.megatron.{TP}", "3 does not divide the world of 8 ranks"),
+        ([f"{ACTOR}.megatron.{TP}=4", f"{ACTOR}.megatron.{PP}=3"], f"{ACTOR}.megatron.{TP}", "4 x pipeline 3 = 12"),
+        ([f"{ROLLOUT}.{TP}=3"], f"{ROLLOUT}.{TP}", "3 does not divide the world of 8 ranks"),
+        ([f"{ROLLOUT}.{TP}=8"], f"{ROLLOUT}.{TP}", "8 does not divide the 12 attention heads"),
+        ([f"{ACTOR}.megatron.{PP}=4"], f"{ACTOR}.megatron.{PP}", "4 does not divide the 6 layers"),
+        ([f"critic.megatron.{TP}=2"], f"critic.megatron.{TP}", "one mesh serves all models"),
+        ([f"actor_rollout_ref.ref.megatron.{PP}=2"], f"actor_rollout_ref.ref.megatron.{PP}", "follows the actor's"),
+        (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size", "more than data.train_batch_size=100"),
+        (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size", "train_batch_size=256 or 512"),
+        (["critic.ppo_mini_batch_size=96"], "critic.ppo_mini_batch_size", "96 does not divide"),
+        ([f"{ACTOR}.ppo_mini_batch_size=4"], f"{ACTOR}.ppo_mini_batch_size", "fewer sequences than the 8"),
+        (["data.max_response_length=1600"], "data.max_response_length", "2112 tokens, but"),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], f"{ACTOR}.ppo_max_token_len_per_gpu", "write at least 1024"),
+        (
+            ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=1000"],
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            "write at least 1024",
+        ),
+        ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length", "less than data.max_prompt_length=512"),
+        ([f"{ROLLOUT}.response_length=600"], f"{ROLLOUT}.response_length", "more than data.max_response_length=512"),
+        ([f"{ROLLOUT}.max_num_seqs=9000"], f"{ROLLOUT}.max_num_batched_tokens", "cannot serve"),
+        (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n", "write n=2 or more"),
+        (["critic.model.path="], "critic.model.path", "should be a valid string"),
+        (["critic.model.path=''"], "critic.model.path", "gae trains a critic"),
+        (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path", "the critic reads the actor's"),
+        (["trainer.test_freq=5"], "data.val_files", "trainer.test_freq=5 needs validation prompts"),
+        (["trainer.val_only=true"], "data.val_files", "trainer.val_only=true needs validation prompts"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path", "is None"),
+        (["trainer.resume_from_path=here"], "trainer.resume_from_path", "with trainer.resume_mode=auto"),
+        (["data.val_files=nothere.parquet"], "data.val_files", "no such file: nothere.parquet"),
+        (["data.train_files=[]"], "data.train_files", "is empty"),
+        (["data.tokenizer=./nothere"], "data.tokenizer", "no such file"),
+        (["custom_reward_function.path=nothere.py"], "custom_reward_function.path", "no such file"),
+        (["actor_rollout_ref.model.path=/no/where"], "actor_rollout_ref.model.path", "no directory /no/where"),
+        (
+            ["critic.optim.total_training_steps=5", "critic.optim.lr_warmup_steps=6"],
+            "critic.optim.lr_warmup_steps",
+            "6 steps of warm-up exceed",
+        ),
+    ],
+)
+def test_a_combination_that_cannot_run_is_named_with_its_remedy(
+    argv: list[str], arguments: list[str], key: str, message: str
+) -> None:
+    assert message in faults(argv, *arguments)[key]
+
+
+def test_tensor_parallelism_must_divide_the_heads_of_policy_and_critic(argv: list[str], tmp_path: Path) -> None:
+    critic = make_model(tmp_path / "critic", num_attention_heads=6, num_key_value_heads=3)
+    found = faults(argv, f"critic.model.path={critic}", f"{ACTOR}.megatron.{TP}=4")
+    assert list(found) == [f"{ACTOR}.megatron.{TP}"]
+    heads, key_value_heads = found[f"{ACTOR}.megatron.{TP}"].splitlines()
+    assert heads == "4 does not divide the 6 attention heads of critic.model.path: choose one of 1, 2, 3, 6"
+    assert key_value_heads.startswith("4 and the 3 key-value heads of critic.model.path do not divide one another")
+
+
+def test_key_value_heads_may_be_fewer_than_ranks(argv: list[str], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "wide", num_attention_heads=16, num_key_value_heads=2)
+    paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
+    assert faults(argv, *paths, f"{ACTOR}.megatron.{TP}=8", f"{ROLLOUT}.{TP}=8") == {}
+
+
+def test_override_config_counts(argv: list[str]) -> None:
+    layers = "actor_rollout_ref.model.override_config.num_hidden_layers=4"
+    assert faults(argv, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", layers, f"{ACTOR}.megatron.{PP}=4") == {}
+
+
+def test_the_launcher_must_agree(argv: list[str]) -> None:
+    assert "started 2 processes" in faults(argv, world_size=2)["trainer.n_gpus_per_node"]
+
+
+def test_a_group_keeps_a_small_mini_batch_busy(argv: list[str]) -> None:
+    assert faults(argv, f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2") == {}
+
+
+def test_fixed_micro_batches_need_a_size_for_each_model_that_learns(argv: list[str]) -> None:
+    fixed, grpo = f"{ACTOR}.use_dynamic_bsz=false", ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
+    assert faults(argv, fixed).keys() == {f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size"}
+    assert faults(argv, fixed, *grpo).keys() == {f"{ACTOR}.ppo_micro_batch_size"}
+    small_budget = f"{ACTOR}.ppo_max_token_len_per_gpu=10"
+    assert faults(argv, fixed, *grpo, f"{ACTOR}.ppo_micro_batch_size=1", small_budget) == {}
+
+
+def test_group_advantages_need_no_critic_but_different_responses(argv: list[str]) -> None:
+    grpo = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5", "critic.model.path=''"]
+    assert faults(argv, *grpo) == {}
+    found = faults(argv, *grpo, f"{ROLLOUT}.do_sample=false", "trainer.critic_warmup=3")
+    assert found.keys() == {f"{ROLLOUT}.do_sample", "trainer.critic_warmup"}
+
+
+def test_all_rules_speak_together_with_wrong_names_and_types(argv: list[str]) -> None:
+    found = faults(argv, "data.shufle=true", "trainer.save_freq=often", f"{ACTOR}.megatron.{TP}=3", "data.val_files=x")
+    assert found.keys() == {"data.shufle", "trainer.save_freq", f"{ACTOR}.megatron.{TP}", "data.val_files"}
+
+
+def test_a_rule_is_silent_about_keys_in_doubt(argv: list[str]) -> None:
+    misspelt = faults(argv, "data.train_batch_size=100", f"{ACTOR}.ppo_mini_bach_size=50")
+    assert misspelt.keys() == {f"{ACTOR}.ppo_mini_bach_size"}
+    assert faults(argv, f"{ACTOR}.megatron.{TP}=6", "trainer.n_gpus_per_node=six").keys() == {
+        "trainer.n_gpus_per_node",
+        f"{ACTOR}.megatron.{TP}",  # whatever the world, 6 and 4 key-value heads do not go together
+    }
+
+
+@pytest.mark.parametrize(
+    ("remove", "add", "message"),
+    [
+        ("model.safetensors", None, "has no weights (*.safetensors): add them"),
+        ("model.safetensors", "pytorch_model.bin", "convert them with transformers' save_pretrained"),
+        ("config.json", None, "has no config.json"),
+    ],
+)
+def test_a_model_directory_must_be_complete(
+    argv: list[str], tmp_path: Path, remove: str, add: str | None, message: str
+) -> None:
+    (tmp_path / "model" / remove).unlink()
+    if add:
+        (tmp_path / "model" / add).touch()
+    found = faults(argv)
+    assert found.keys() == {"actor_rollout_ref.model.path", "critic.model.path"}
+    assert message in found["critic.model.path"]
+    assert faults(argv, check_paths=False) == {}
+
+
+def test_a_model_config_must_have_sizes(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
+    assert "num_hidden_layers" in faults(argv)["actor_rollout_ref.model.path"]
+
+
+def test_uris_and_hub_ids_are_left_to_whoever_opens_them(argv: list[str]) -> None:
+    remote = ["data.train_files=hdfs://host/train.parquet", "actor_rollout_ref.model.path=org/name-1.5B"]
+    assert faults(argv, *remote, "data.tokenizer=org/name") == {}
+
+
+def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
+    (tmp_path / "pairs.parquet").touch()
+    sound = [
+        f"data.train_files={tmp_path}/pairs.parquet",
+        f"model.path={make_model(tmp_path / 'model')}",
+        "trainer.n_gpus_per_node=8",
+    ]
+    assert load_sft_config(sound, world_size=8).model.path == f"{tmp_path}/model"
+    with pytest.raises(ConfigError) as caught:
+        load_sft_config(
+            [
+                *sound,
+                f"megatron.{TP}=8",
+                "data.max_length=4096",
+                "max_token_len_per_gpu=4000",
+                "data.val_files=nothere",
+                "optim.total_training_steps=1",
+                "optim.lr_warmup_steps=2",
+                "trainer.resume_mode=resume_path",
+            ],
+            world_size=4,
+        )
+    assert [fault.path for fault in caught.value.faults] == [
+        "data.max_length",
+        "data.val_files",
+        "max_token_len_per_gpu",
+        f"megatron.{TP}",
+        "optim.lr_warmup_steps",
+        "trainer.n_gpus_per_node",
+        "trainer.resume_from_path",
+    ]
+    with pytest.raises(ConfigError, match="4 pairs are fewer than the 8 data-parallel ranks"):
+        load_sft_config([*sound, "data.train_batch_size=4"], world_size=None)
