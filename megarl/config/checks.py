@@ -104,13 +104,13 @@ def data_faults(data: DataSection | SFTDataSection) -> Iterator[Fault]:
             yield Fault(path="data.train_files", message="is empty: name at least one parquet file")
         for file in filter(None, files):
             yield from path_faults(file, f"data.{key}", "give parquet files that exist")
-    if data.tokenizer and data.tokenizer.startswith(("/", ".", "~")):
+    if data.tokenizer and data.tokenizer.startswith(("/", ".")):
         yield from path_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file or a HF id")
 
 
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """A local path must exist."""
-    if path and "://" not in path and not Path(path).expanduser().exists():
+    if path and "://" not in path and not Path(path).exists():
         yield Fault(path=key, message=f"no such file: {path}: {remedy}")
 
 

@@ -6,6 +6,7 @@ It starts no process, imports no torch, and reports everything that is wrong in 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -91,7 +92,9 @@ def _resolve(tree: Any, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
     for path, default in schema.leaves.items():
         try:
             value = OmegaConf.select(tree, path, throw_on_missing=True)
-            values[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            values[path] = _at_home(
+                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            )
         except MissingMandatoryValue:
             faults.append(Fault(path=path, message=f"has no value: add {path}=..."))
             values[path] = _stand_in(default)
@@ -115,6 +118,13 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
     ]
     sound = {path: _stand_in(schema.leaves[path]) if path in messages else value for path, value in values.items()}
     return adapter.validate_python(nest(sound)), faults
+
+
+def _at_home(value: Any) -> Any:
+    """Expand the `~` that no shell sees in a file or behind `key=`."""
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _stand_in(default: Any) -> Any:

@@ -26,7 +26,7 @@ class ModelSizes:
 def read_sizes(model: ModelSection) -> ModelSizes | None:
     """Return the sizes of a local model with `override_config` applied; None where they cannot be known yet."""
     try:
-        config = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+        config = json.loads((Path(model.path) / "config.json").read_text())
         config = {**config, **model.override_config}
         heads = int(config["num_attention_heads"])
         return ModelSizes(
@@ -42,7 +42,7 @@ def read_sizes(model: ModelSection) -> ModelSizes | None:
 
 def model_faults(model: ModelSection, key: str) -> Iterator[Fault]:
     """Yield what is missing of the model that `key` names; a HF id is left to the hub."""
-    directory = Path(model.path).expanduser()
+    directory = Path(model.path)
     if not model.path:
         return
     if not directory.exists():

@@ -69,6 +69,12 @@ def test_values_typed_in_a_shell_mean_what_they_say(argument: str, key: str, val
     assert type(found) is type(value)
 
 
+def test_a_tilde_is_the_home_directory() -> None:
+    config = load("data.train_files=~/train.parquet", "data.val_files=[~/val.parquet]")
+    assert config.data.train_files == str(Path.home() / "train.parquet")
+    assert config.data.val_files == [str(Path.home() / "val.parquet")]
+
+
 def test_some_keys_follow_others_until_they_are_set() -> None:
     config = load(
         "data.max_prompt_length=100",
