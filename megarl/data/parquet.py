@@ -1,8 +1,9 @@
 """Rows of parquet files, by position over all files, with errors that name the file and the row."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -62,3 +63,9 @@ def _read(file: str, columns: Sequence[str], optional: Sequence[str]) -> Any:
     if table.num_rows == 0:
         raise ValueError(f"{file} is empty: it has columns but not one row")
     return table
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows, all with the same keys, to a parquet file; its directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)

@@ -1,0 +1,150 @@
+"""Countdown problems that have a solution: reach a target with every given number once."""
+
+import argparse
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TRIES = 1000  # draws in a row that give nothing new before the space counts as exhausted
+
+_TASK = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+    "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
+    "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+)
+_BASE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
+    "User: {task}\nAssistant: Let me solve this step by step.\n<think>"
+)
+_SYSTEM = (
+    "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user "
+    "with the answer."
+)
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+_ATOM = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers, the target, and one way to reach it."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """What makes it another problem: neither the order of the numbers nor the way to the target does."""
+        return tuple(sorted(self.numbers)), self.target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    parser.add_argument("--train", type=int, default=2000, help="training problems")
+    parser.add_argument("--val", type=int, default=256, help="validation problems, none of which is in another split")
+    parser.add_argument("--sft", type=int, default=0, help="solved problems for supervised warm-up: sft.parquet")
+    parser.add_argument(
+        "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
+    )
+    parser.add_argument("--max-number", type=int, default=20, help="largest given number")
+    parser.add_argument("--max-target", type=int, default=100, help="largest target")
+    parser.add_argument("--operators", default="+-*/", help="operators that the solutions use")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--template",
+        choices=("plain", "base", "qwen-instruct"),
+        default="plain",
+        help="plain: '3 5 8 = 16 :', for tiny models; base: a text to be continued; qwen-instruct: chat messages",
+    )
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The rows of `train`, `val` and, where asked for, `sft`. Raises ValueError where there are too few problems."""
+    if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
+        raise ValueError(f"--operators {arguments.operators!r}: give one or more of + - * /")
+    total = arguments.train + arguments.val + arguments.sft
+    problems = list(_distinct(arguments, total))
+    if len(problems) < total:
+        raise ValueError(
+            f"only about {len(problems)} distinct problems exist under these options, {total} were asked for: "
+            "raise --max-number, --max-target or --num-numbers, or ask for fewer"
+        )
+    ends = (arguments.val, arguments.val + arguments.train)  # validation first: more training data does not change it
+    val, train, sft = problems[: ends[0]], problems[ends[0] : ends[1]], problems[ends[1] :]
+    splits = {
+        name: [_row(problem, arguments.template, name, index) for index, problem in enumerate(part)]
+        for name, part in (("train", train), ("val", val))
+    }
+    if sft:
+        splits["sft"] = [
+            {"prompt": prompt(problem, arguments.template), "response": response(problem, arguments.template)}
+            for problem in sft
+        ]
+    return splits
+
+
+def prompt(problem: Problem, template: str) -> str | list[dict[str, str]]:
+    """What the model is given: a text, or the messages of a chat."""
+    if template == "plain":
+        return f"{' '.join(map(str, problem.numbers))} = {problem.target} :"
+    task = _TASK.format(numbers=list(problem.numbers), target=problem.target)
+    if template == "base":
+        return _BASE.format(task=task)
+    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task}]
+
+
+def response(problem: Problem, template: str) -> str:
+    """What a model that knows the solution answers."""
+    if template == "plain":
+        return problem.solution
+    opening = "" if template == "base" else "<think>"
+    return f"{opening} {problem.solution} = {problem.target} </think>\n<answer> {problem.solution} </answer>"
+
+
+def draw(rng: random.Random, *, num_numbers: int, max_number: int, operators: str) -> Problem | None:
+    """Join random numbers by random operators until one value is left; None where that takes a fraction."""
+    numbers = [rng.randint(1, max_number) for _ in range(num_numbers)]
+    pool = [(number, str(number), _ATOM) for number in numbers]
+    while len(pool) > 1:
+        left, right = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
+        operator = rng.choice(operators)
+        if operator == "/" and (right[0] == 0 or left[0] % right[0] != 0):
+            return None
+        value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}[operator](
+            left[0], right[0]
+        )
+        rank = _PRECEDENCE[operator]
+        first = left[1] if left[2] >= rank else f"({left[1]})"
+        # a - (b + c) and a / (b * c) need their parentheses, a + (b + c) does not
+        bare = right[2] > rank or (right[2] == rank and operator in "+*")
+        pool.append((value, f"{first}{operator}{right[1] if bare else f'({right[1]})'}", rank))
+    return Problem(numbers=tuple(numbers), target=pool[0][0], solution=pool[0][1])
+
+
+def _distinct(arguments: argparse.Namespace, total: int) -> Iterator[Problem]:
+    rng = random.Random(arguments.seed)
+    seen: set[Any] = set()
+    tries = 0
+    while len(seen) < total and tries < MAX_TRIES:
+        tries += 1
+        num_numbers = rng.choice(arguments.num_numbers)
+        problem = draw(rng, num_numbers=num_numbers, max_number=arguments.max_number, operators=arguments.operators)
+        if problem is not None and 0 < problem.target <= arguments.max_target and problem.key not in seen:
+            seen.add(problem.key)
+            tries = 0
+            yield problem
+
+
+def _row(problem: Problem, template: str, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": "countdown",
+        "prompt": prompt(problem, template),
+        "ability": "math",
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": {"target": problem.target, "numbers": list(problem.numbers)},
+        },
+        "extra_info": {"split": split, "index": index},
+    }

@@ -1,0 +1,145 @@
+"""Task preparation: problems that are solvable, distinct and scored as solved, in files that the data set reads."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.config import DataSection
+from megarl.data.prepare import countdown
+from megarl.data.prepare.__main__ import main
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards import REWARDS
+from megarl.rewards.countdown import evaluate
+from tests.assets import asset
+from tests.sentencepieces import train_sentencepiece
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, task: str, *options: str) -> dict[str, list[dict[str, Any]]]:
+    monkeypatch.setattr(sys, "argv", ["prepare", task, "--out", str(out), *options])
+    main()
+    return {path.stem: pq.read_table(path).to_pylist() for path in out.glob("*.parquet")}
+
+
+@given(st.integers(), st.integers(2, 6), st.integers(1, 30), st.sampled_from(["+-*/", "+-", "*/"]))
+def test_every_solution_uses_every_number_and_reaches_the_target(
+    seed: int, num_numbers: int, max_number: int, operators: str
+) -> None:
+    problem = countdown.draw(random.Random(seed), num_numbers=num_numbers, max_number=max_number, operators=operators)
+    if problem is None:
+        return
+    value, numbers = evaluate(problem.solution)
+    assert value == problem.target
+    assert sorted(numbers) == sorted(problem.numbers)
+    assert set(problem.solution) <= set("0123456789()" + operators + "-")
+
+
+def test_countdown_splits_are_distinct_and_scored_as_solved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = prepare(monkeypatch, tmp_path / "out", "countdown", "--train", "200", "--val", "50", "--sft", "30")
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 200, "val": 50, "sft": 30}
+    assert "val.parquet: 50 rows" in capsys.readouterr().out
+
+    truths = [row["reward_model"]["ground_truth"] for name in ("train", "val") for row in splits[name]]
+    keys = {(tuple(sorted(truth["numbers"])), truth["target"]) for truth in truths}
+    solved = {row["prompt"] for row in splits["sft"]}
+    assert len(keys) == 250
+    assert not solved & {row["prompt"] for name in ("train", "val") for row in splits[name]}
+    for row in splits["sft"]:
+        numbers, target = row["prompt"].removesuffix(" :").split(" = ")
+        truth = {"target": int(target), "numbers": [int(number) for number in numbers.split()]}
+        assert REWARDS["countdown"]("countdown", row["response"], truth, {}) == 1.0
+
+    again = prepare(monkeypatch, tmp_path / "more", "countdown", "--train", "300", "--val", "50")
+    assert again["val"] == splits["val"]  # more training data leaves the validation as it is
+    other = prepare(monkeypatch, tmp_path / "other", "countdown", "--train", "200", "--val", "50", "--seed", "2")
+    assert other["val"] != splits["val"]
+
+
+@pytest.mark.parametrize("template", ["plain", "base", "qwen-instruct"])
+def test_countdown_templates_are_read_and_their_responses_solve(
+    template: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ("--train", "4", "--val", "2", "--sft", "2", "--num-numbers", "3", "4", "--template", template)
+    splits = prepare(monkeypatch, tmp_path / "out", "countdown", *options)
+    model = train_sentencepiece(tmp_path / "small.model", byte_fallback=True, vocab_size=550)
+    tokenizer = load_tokenizer(str(model), chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
+    file = str(tmp_path / "out" / "train.parquet")
+    prompts = PromptDataset(DataSection(train_files=file, max_prompt_length=2000), file, tokenizer)
+    for index in range(len(prompts)):
+        numbers = prompts[index].ground_truth["numbers"]
+        assert (" " if template == "plain" else ", ").join(map(str, numbers)) in prompts[index].text
+    assert prompts[0].data_source == "countdown"
+    problem = countdown.Problem(numbers=(3, 5, 8), target=16, solution="3+5+8")
+    truth = {"target": 16, "numbers": [3, 5, 8]}
+    assert REWARDS["countdown"]("countdown", countdown.response(problem, template), truth, {}) == 1.0
+    assert len(splits["sft"]) == 2
+
+
+def test_countdown_that_asks_for_too_much_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path, "countdown", "--max-number", "2", "--num-numbers", "2")
+    assert "2256 were asked for: raise --max-number" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path, "countdown", "--operators", "+^")
+    assert "--operators '+^': give one or more of + - * /" in capsys.readouterr().err
+
+
+PROBLEM = {"question": "How many?", "answer": "Count: <<1+1=2>>2\n#### 1,002"}
+
+
+def write_jsonl(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_gsm8k_from_the_real_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = str(asset("data/gsm8k"))
+    splits = prepare(monkeypatch, tmp_path, "gsm8k", "--from", source, "--val", "100", "--extraction", "flexible")
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 7473, "val": 100}
+    row = splits["train"][0]
+    assert row["data_source"] == "gsm8k/flexible"
+    assert row["prompt"][0]["content"].startswith("Natalia sold clips")
+    assert row["reward_model"]["ground_truth"] == "72"
+    for row in splits["val"]:
+        truth = row["reward_model"]["ground_truth"]
+        assert REWARDS[row["data_source"]](row["data_source"], row["extra_info"]["answer"], truth, {}) == 1.0
+
+
+def test_gsm8k_from_a_copy_of_the_hubs_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for config, question in (("main", "Main?"), ("socratic", "Socratic?")):
+        for split in ("train", "test"):
+            path = tmp_path / "repo" / config / f"{split}-00000-of-00001.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist([PROBLEM | {"question": question}]), path)
+    splits = prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", str(tmp_path / "repo"))
+    (row,) = splits["val"]
+    assert row["prompt"][0]["content"].startswith("Main? Let's think")
+    assert row["data_source"] == "openai/gsm8k"
+    assert row["reward_model"]["ground_truth"] == "1002"
+
+
+def test_gsm8k_sources_that_are_none_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_jsonl(tmp_path / "odd" / "train.jsonl", '{"question": "1+1?", "answer": "2"}\n')
+    write_jsonl(tmp_path / "half" / "train.jsonl", "")
+    for source, message in (
+        ("nobody/nothing", "where there is no network, download train.jsonl"),
+        (str(tmp_path / "odd"), "train.jsonl, row 0: a GSM8K problem has a question"),
+        (str(tmp_path / "half"), "has no file *test*.jsonl"),
+    ):
+        with pytest.raises(SystemExit):
+            prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", source)
+        assert message in capsys.readouterr().err
