@@ -7,10 +7,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from megarl.batch import Prompt, Prompts
 from megarl.data.config import DataSection
+from megarl.data.order import Order
 from megarl.data.parquet import Rows
 from megarl.data.tokenizer import Tokenizer
 
@@ -55,19 +54,10 @@ class PromptDataset:
         )
 
     def _encode(self, row: dict[str, Any], row_number: int) -> list[int]:
-        prompt = row[self._section.prompt_key]
         try:
-            if isinstance(prompt, str):
-                token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
-            elif isinstance(prompt, list) and prompt:
-                token_ids = self._tokenizer.chat(prompt)
-            else:
-                raise ValueError(f"{prompt!r} is neither a text nor a list of messages")
-            if not token_ids:
-                raise ValueError("the prompt has no token")
+            return encode_prompt(row[self._section.prompt_key], self._tokenizer)
         except ValueError as error:
             raise ValueError(f"{self._rows.place(row_number)}, column {self._section.prompt_key}: {error}") from error
-        return token_ids
 
     def _ground_truth(self, row: dict[str, Any], row_number: int) -> Any:
         reward_model = row["reward_model"]
@@ -106,43 +96,42 @@ def truncate(token_ids: list[int], limit: int, where: str) -> list[int]:
     return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
 
 
+def encode_prompt(prompt: object, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text, or of a list of messages `{role, content}` under the chat template.
+
+    Raises ValueError for anything else, and where nothing comes out.
+    """
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt, add_special_tokens=True)
+    elif isinstance(prompt, list) and prompt:
+        token_ids = tokenizer.chat(prompt)
+    else:
+        raise ValueError(f"{prompt!r} is neither a text nor a list of messages")
+    if not token_ids:
+        raise ValueError("the prompt has no token")
+    return token_ids
+
+
 class PromptStream:
     """A data set in batches: endless and shuffled by epoch for training, once through for validation."""
 
     def __init__(self, dataset: PromptDataset, *, batch_size: int | None, shuffle: bool, seed: int) -> None:
         self._dataset = dataset
-        self._batch_size = len(dataset) if batch_size is None else batch_size
-        self._shuffle = shuffle
-        self._seed = seed
+        num_rows = len(dataset)
+        self._order = Order(num_rows=num_rows, batch_size=batch_size or num_rows, shuffle=shuffle, seed=seed)
 
     @property
     def steps_per_epoch(self) -> int:
         """Full batches in one pass. Raises ValueError where there is not one."""
-        steps = len(self._dataset) // self._batch_size
-        if steps == 0:
-            raise ValueError(
-                f"data.train_batch_size is {self._batch_size}, and the training files hold {len(self._dataset)} "
-                "prompts: lower it or give more data"
-            )
-        return steps
+        return self._order.steps_per_epoch
 
     def take(self, step: int) -> Prompts:
         """The prompts of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        order = self._order(epoch)
-        start = position * self._batch_size
-        return self._prompts(order[start : start + self._batch_size])
+        return self._prompts(self._order.batch(step))
 
     def batches(self) -> Iterator[Prompts]:
         """Every prompt once, in file order; the last batch may be smaller."""
-        for start in range(0, len(self._dataset), self._batch_size):
-            yield self._prompts(range(start, min(start + self._batch_size, len(self._dataset))))
-
-    def _order(self, epoch: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._dataset))
-        order: list[int] = np.random.default_rng((self._seed % 2**32, epoch)).permutation(len(self._dataset)).tolist()
-        return order
+        return map(self._prompts, self._order.once_through())
 
     def _prompts(self, indices: Sequence[int]) -> Prompts:
         return Prompts(prompts=[self._dataset[index] for index in indices])

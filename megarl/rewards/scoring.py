@@ -55,7 +55,11 @@ def score_by_data_source(
 
 
 def score(
-    rollouts: Rollouts, texts: Sequence[str], reward: RewardFn, *, share: slice | Sequence[int] = slice(None)
+    rollouts: Rollouts,
+    texts: Sequence[str] | Mapping[int, str],
+    reward: RewardFn,
+    *,
+    share: slice | Sequence[int] = slice(None),
 ) -> list[float]:
     """The scores of the samples in `share`, in its order; `texts[i]` is the decoded response of sample `i`.
 

@@ -10,14 +10,14 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from megarl.tracking.names import KL, REWARD, STEP_SECONDS, THROUGHPUT, TIMING, validation_of
+from megarl.tracking.names import KL, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
 
 RECENT_STEPS = 10  # the pace behind the time left
 MAX_CELL = 160  # characters of a sample shown
 
 
 class Console:
-    """Shows the step, reward, KL to the reference, tokens per second and the time left."""
+    """Shows the step, reward, KL to the reference, tokens per second over all ranks and the time left."""
 
     def __init__(self, *, total_steps: int, console: RichConsole | None = None) -> None:
         self._console = console or RichConsole()
@@ -96,8 +96,8 @@ class Console:
             shown.append(f"reward {metrics[REWARD]:.3f}")
         if kl := [metrics[name] for name in KL if name in metrics]:
             shown.append(f"kl {kl[0]:.4f}")
-        if THROUGHPUT in metrics:
-            shown.append(f"{metrics[THROUGHPUT]:,.0f} tokens/s")
+        if TOKENS in metrics and STEP_SECONDS in metrics:
+            shown.append(f"{metrics[TOKENS] / metrics[STEP_SECONDS]:,.0f} tokens/s")
         if self._recent and STEP_SECONDS in metrics:
             left = (self._total_steps - step) * sum(self._recent) / len(self._recent)
             shown.append(f"left {timedelta(seconds=round(left))}")

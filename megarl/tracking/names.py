@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 REWARD = "critic/score/mean"
 KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first that a run logs
-THROUGHPUT = "perf/throughput"  # tokens per second
+TOKENS = "perf/total_num_tokens"  # prompts and responses of a step, over all ranks
 STEP_SECONDS = "timing_s/step"
 TIMING = "timing_s/"
 VALIDATION = ("val-core/", "val/test_score/")

@@ -165,5 +165,5 @@ def test_validation_goes_once_through_everything(ten: PromptDataset) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused(ten: PromptDataset) -> None:
-    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 prompts"):
+    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 rows"):
         PromptStream(ten, batch_size=11, shuffle=True, seed=1).take(0)

@@ -18,7 +18,7 @@ from megarl.tracking.tracker import NullTracker, Tracker, make_tracker
 STEP = {
     "critic/score/mean": 0.25,
     "actor/reward_kl_penalty": 0.00312,
-    "perf/throughput": 1234.4,
+    "perf/total_num_tokens": 2468.8,
     "timing_s/gen": 1.5,
     "timing_s/update_actor": 0.4,
     "timing_s/step": 2.0,
@@ -46,7 +46,7 @@ def run_of_three_steps(terminal: bool) -> str:
 SNAPSHOT = """\
 step 0/3  validation  countdown/reward/mean@1 0.125
 step 1/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:04
-step 2/3  reward 0.500  kl 0.0031  1,234 tokens/s  left 0:00:03
+step 2/3  reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03
 step 3/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:00
 step 3/3  validation  countdown/reward/mean@1 0.5
 val/generations at step 3
@@ -86,7 +86,7 @@ def test_console_without_a_terminal() -> None:
 def test_console_on_a_terminal_is_one_live_line_and_the_same_tables() -> None:
     shown = run_of_three_steps(terminal=True)
     assert "step 2/3 ━" in shown
-    assert "reward 0.500  kl 0.0031  1,234 tokens/s  left 0:00:03" in shown
+    assert "reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03" in shown
     assert "\x1b[?25h" in shown  # the cursor is given back
     assert shown.rstrip().endswith("runs/quickstart/hf")
 
