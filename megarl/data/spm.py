@@ -1,9 +1,9 @@
 """A SentencePiece `.model` as a fast tokenizer that gives the same ids.
 
 Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact but
-for two quirks of `tokenizers`: between segmentations of equal score a unigram model may choose the other one ("b bb" for
-"bb b"); and under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it looks at whole graphemes, so that
-a combining mark behind a character that the table rewrites may be dropped.
+for two quirks of `tokenizers`: between segmentations of equal score a unigram model may choose the other one ("b bb"
+for "bb b"); and under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it looks at whole graphemes, so
+that a combining mark behind a character that the table rewrites may be dropped.
 """
 
 import re
