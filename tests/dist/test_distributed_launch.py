@@ -3,6 +3,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,35 +13,66 @@ MODULE = ["-m", "tests.dist.launched"]
 PLAIN = [sys.executable, *MODULE]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *MODULE]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MODULE]
+NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 EVERY_LAUNCHER = pytest.mark.parametrize(
     "command",
     [
         pytest.param(PLAIN, id="plain"),
         pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(
-            MPIRUN,
-            id="mpirun",
-            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)"),
-        ),
+        pytest.param(MPIRUN, id="mpirun", marks=NEEDS_MPIRUN),
     ],
 )
+MEETING = ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
 pytestmark = pytest.mark.dist
 
 
-def start(command: list[str], *arguments: str) -> subprocess.Popen[str]:
+def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=clean, text=True, **pipes)
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, env={**clean, **(environ or {})}, text=True, **pipes)
+
+
+def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:
+    """What the ranks printed, once all `processes` have succeeded."""
+    lines = []
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        lines += [line for line in stdout.splitlines() if line.startswith("rank")]
+    return sorted(lines)
 
 
 @EVERY_LAUNCHER
 def test_two_ranks_meet(command: list[str]) -> None:
-    process = start(command)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    lines = sorted(line for line in stdout.splitlines() if line.startswith("rank"))
-    assert lines == ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
+    assert lines_of_ranks(start(command)) == MEETING
+
+
+def test_two_tasks_of_a_slurm_step_meet() -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [start(PLAIN, environ={**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in ("0", "1")]
+    assert lines_of_ranks(*tasks) == MEETING
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("launch_torchrun.sh", {"GPUS_PER_NODE": "2"}),
+        pytest.param(
+            "launch_mpirun.sh", {"HOSTS": "localhost:2", "MPIRUN_ARGS": "--oversubscribe"}, marks=NEEDS_MPIRUN
+        ),
+    ],
+)
+def test_launch_scripts(script: str, ranks: dict[str, str]) -> None:
+    environ = {"PYTHON": sys.executable, "MODULE": "tests.dist.launched", **ranks}
+    assert lines_of_ranks(start([f"scripts/{script}"], environ=environ)) == MEETING
 
 
 @EVERY_LAUNCHER
