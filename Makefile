@@ -1,8 +1,5 @@
 # `make quickstart` shows megarl at work, `make test` runs everything CI runs; both make .venv first.
 
-export HF_HUB_OFFLINE ?= 1
-export OMP_NUM_THREADS ?= 1
-
 BIN := .venv/bin
 
 .PHONY: help setup quickstart test test-unit test-newest check clean

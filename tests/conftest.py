@@ -1,0 +1,16 @@
+"""What every test runs under: no model hub, one thread a process (the ranks are the parallelism), GPU tests on a GPU."""
+
+import os
+from importlib import import_module
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not import_module("torch").cuda.is_available():
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
