@@ -24,7 +24,7 @@ TIMEOUT_S = 300
 def _serve(rank: int, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    while (order := connection.recv()) is not None:
+    while (order := _next_order(connection)) is not None:
         world_size, store, function, args = order
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         try:
@@ -43,6 +43,23 @@ def _serve(rank: int, connection: Any) -> None:
         connection.send(answer)
 
 
+def fresh_mesh(section: Any) -> Any:
+    """Megatron's mesh over the world of this run; that of an earlier one is forgotten."""
+    from megatron.core import parallel_state
+
+    from megarl.learner.parallel import build_mesh
+
+    parallel_state.destroy_model_parallel()
+    return build_mesh(section)
+
+
+def _next_order(connection: Any) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:  # the test process is gone
+        return None
+
+
 class RankPool:
     """Processes that wait for functions to run as the ranks of a world."""
 
@@ -51,7 +68,7 @@ class RankPool:
         self._connections, self._processes = [], []
         for rank in range(num_processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs))
             process.start()
             self._connections.append(ours)
             self._processes.append(process)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megarl.learner.config import MegatronSection
+from megarl.learner.optimizer import torch_optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +83,12 @@ class Offload:
             (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
 
     def _move_optimizer(self, device: str) -> None:
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if optimizer is None or optimizer.optimizer is None:
-                continue
-            for state in optimizer.optimizer.state.values():
+        for optimizer in torch_optimizers(self.optimizer) if self.optimizer else ():
+            for state in optimizer.state.values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.dim():
                         state[name] = value.to(device, non_blocking=device == "cuda")
             if self.section.dtype != "float32":  # in float32 the optimizer works on the parameters themselves
-                for group in optimizer.optimizer.param_groups:
+                for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.data = parameter.data.to(device, non_blocking=device == "cuda")

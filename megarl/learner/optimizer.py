@@ -1,5 +1,6 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,27 @@ def make_trainable(
             [wrapped],
             use_gloo_process_groups=False,
         )
+    for inner in torch_optimizers(optimizer):
+        _allocate_state(inner)
     return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps))
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that Megatron's wraps: one per kind of parameter."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            yield part.optimizer
+
+
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state of step 0, which it would make in its first step: Megatron cannot save or load without."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

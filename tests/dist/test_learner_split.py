@@ -18,7 +18,7 @@ from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
 from megarl.learner.config import ActorSection, CriticSection, MegatronSection, OptimSection
 from megarl.objectives import ActorObjective, CriticObjective
-from tests.ranks import RankPool
+from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import write_checkpoint
 
 SPLITS = {  # (TP, PP, DP): world size
@@ -87,15 +87,12 @@ def experience() -> Experience:
 
 def megatron_answers(checkpoint: Path, role: str, tp: int, pp: int, max_tokens: int) -> dict[str, Any]:
     """On one rank: infer, update, and infer again."""
-    from megatron.core import parallel_state
-
     from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.learner.parallel import build_mesh
     from megarl.models.architecture import read_architecture
 
     section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    mesh = build_mesh(section)
+    mesh = fresh_mesh(section)
     learner = make_learner(
         checkpoint,
         read_architecture(json.loads((checkpoint / "config.json").read_text())),
@@ -114,7 +111,6 @@ def megatron_answers(checkpoint: Path, role: str, tp: int, pp: int, max_tokens: 
     before = learner.infer(batch, budget)
     metrics = learner.update([batch], ACTOR if role == "policy" else CRITIC, budget)
     after = learner.infer(batch, budget)
-    parallel_state.destroy_model_parallel()
     return {"before": before, "metrics": metrics, "after": after}
 
 

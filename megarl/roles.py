@@ -1,0 +1,156 @@
+"""The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples, who scores."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.data.minibatches import minibatches
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import together
+from megarl.learner.learner import Budget, Learner, Objective
+from megarl.reshard.executor import Reshard
+from megarl.rewards.scoring import RewardFn, score
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.sampling import Generation, Sampling
+from megarl.tracking.timers import Timers
+
+
+Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """How a model learns from the experience of one iteration."""
+
+    objective: Objective
+    budget: Budget
+    num_prompts: int  # per mini-batch
+    num_epochs: int
+    shuffle: bool
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Generic[Outputs]):
+    """Actor, reference or critic: a learner with the budgets and the objective of its role."""
+
+    name: str
+    learner: Learner
+    budget: Budget
+    updates: Updates | None = None  # None: it never learns
+
+    def infer(self, batch: Rollouts) -> Outputs:
+        """What the model says about the response tokens, [B, T] float32."""
+        outputs: Outputs = self.learner.infer(batch, self.budget)
+        return outputs
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ..."""
+        assert self.updates is not None, f"the {self.name} does not learn"
+        batches = minibatches(
+            experience,
+            num_prompts=self.updates.num_prompts,
+            num_epochs=self.updates.num_epochs,
+            shuffle=self.updates.shuffle,
+            seed=self.updates.seed + step,
+        )
+        metrics = self.learner.update(batches, self.updates.objective, self.updates.budget)
+        return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The engine replicas together: each answers a share of the prompts, and every rank learns all answers."""
+
+    engine: RolloutEngine
+    actor: Learner
+    reshard: Reshard
+    section: RolloutSection
+
+    @contextmanager
+    def awake(self, timers: Timers) -> Iterator[None]:
+        """Bring the actor's weights into the engine, and its memory back afterwards."""
+
+        def sync(destination: object) -> None:
+            with timers("sync"), self.actor.weights() as tensors:
+                self.reshard.run(tensors, destination)
+
+        with self.engine.awake(sync):
+            yield
+
+    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """Draw the training samples of a step."""
+        return self._rollouts(prompts, self.section, step=step)
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """Draw samples as `val_kwargs` say."""
+        return self._rollouts(prompts, self.section.val_kwargs, step=step)
+
+    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
+        num_replicas = self.engine.num_replicas
+        shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
+        mine = [prompts.prompts[place] for place in shares[self.engine.replica]]
+
+        def generate() -> list[Generation]:
+            generations = self.engine.generate(mine, sampling, max_tokens=self.section.response_length, step=step)
+            return generations if self.engine.tp_rank == 0 else []
+
+        answers = together(generate)[:: self.engine.tp_size]
+        placed = [
+            (share[generation.prompt], generation)
+            for share, generations in zip(shares, answers, strict=True)
+            for generation in generations
+        ]
+        placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
+        return as_rollouts(prompts, [place for place, _ in placed], [generation for _, generation in placed])
+
+
+def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation]) -> Rollouts:
+    """The record of generated samples; `groups[i]` is the prompt that sample `i` answers."""
+    responses = [torch.tensor(generation.token_ids) for generation in generations]
+    log_probs = [torch.tensor(generation.log_probs or [0.0] * len(generation.token_ids)) for generation in generations]
+    lengths = torch.tensor([len(response) for response in responses])
+    padded = pad_sequence(responses, batch_first=True)
+    return prompts.extend(
+        Rollouts,
+        groups=torch.tensor(groups),
+        responses=padded,
+        mask=torch.arange(padded.shape[1]) < lengths[:, None],
+        rollout_log_probs=pad_sequence(log_probs, batch_first=True),
+        truncated=torch.tensor([generation.truncated for generation in generations]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """The reward, spread over all ranks."""
+
+    reward: RewardFn
+    tokenizer: Tokenizer
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        """Decode and score every sample.
+
+        Raises:
+            RewardError: on every rank alike, naming the sample whose reward failed.
+        """
+        share = range(dist.get_rank(), len(rollouts), dist.get_world_size())
+
+        def judge() -> list[tuple[str, float]]:
+            texts = {sample: self.tokenizer.decode(rollouts.response_ids(sample)) for sample in share}
+            return list(zip(texts.values(), score(rollouts, texts, self.reward, share=share), strict=True))
+
+        judged: list[tuple[str, float]] = [("", 0.0)] * len(rollouts)
+        for rank, part in enumerate(together(judge)):
+            judged[rank :: dist.get_world_size()] = part
+        texts, scores = zip(*judged, strict=True)
+        return rollouts.extend(Scored, texts=texts, scores=torch.tensor(scores))

@@ -1,0 +1,80 @@
+"""A learner that is saved and loaded goes on as the one that was not, also under another split."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.learner.config import MegatronSection, OptimSection
+from tests.dist.test_learner_split import ACTOR, CRITIC, experience
+from tests.ranks import RankPool, fresh_mesh
+from tests.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def learn(source: Path, role: str, tp: int, pp: int, save: Path | None, load: Path | None, optimizer: bool) -> Any:
+    """Two updates with a save between them, or the second one after a load; returns what the model then says."""
+    from megarl.learner.checkpoint import load_learner, save_learner
+    from megarl.learner.factory import make_learner
+    from megarl.learner.learner import Budget
+    from megarl.models.architecture import read_architecture
+
+    section = MegatronSection(
+        dtype="float32",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        use_distributed_optimizer=optimizer,
+    )
+    learner = make_learner(
+        source,
+        read_architecture(json.loads((source / "config.json").read_text())),
+        section,
+        fresh_mesh(section),
+        role=role,  # type: ignore[arg-type]
+        device=torch.device("cpu"),
+        training=(OptimSection(lr=1e-3, lr_warmup_steps=4), 1.0, 10),
+    )
+    batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
+    objective = ACTOR if role == "policy" else CRITIC
+    if load:
+        load_learner(learner, load)
+    else:
+        learner.update([batch], objective, budget)
+    if save:
+        save_learner(learner, save)
+    metrics = learner.update([batch], objective, budget)
+    outputs = learner.infer(batch, budget)
+    return metrics, outputs if role == "value" else outputs.log_probs
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_continues_exactly(pool: RankPool, tmp_path: Path, role: str, distributed_optimizer: bool) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen2")
+    for tp, pp in [(1, 1), (2, 1), (1, 2)]:
+        saved = tmp_path / f"tp{tp}pp{pp}"
+        saved.mkdir()
+        expected = pool.run(2, learn, source, role, tp, pp, saved, None, distributed_optimizer)
+        resumed = pool.run(2, learn, source, role, tp, pp, None, saved, distributed_optimizer)
+        for (metrics, outputs), (metrics_again, outputs_again) in zip(expected, resumed, strict=True):
+            assert metrics == metrics_again
+            assert torch.equal(outputs, outputs_again)
+
+
+def test_another_split(pool: RankPool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "qwen2")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    expected = pool.run(2, learn, source, "policy", 2, 1, saved, None, True)[0]
+    for tp, pp in [(1, 1), (1, 2)]:
+        metrics, outputs = pool.run(2, learn, source, "policy", tp, pp, None, saved, True)[0]
+        assert metrics == pytest.approx(expected[0], rel=1e-5)
+        torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
