@@ -80,9 +80,7 @@ def name_shared_memory(prefix: str) -> None:
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    original = _CPUSHMDistributed.make_group_name
-
-    def make_group_name(communicator: object) -> str:
-        return f"{prefix}-{original(communicator).lstrip('/-')}"
+    def make_group_name(communicator: Any) -> str:
+        return f"{prefix}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

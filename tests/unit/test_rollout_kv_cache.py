@@ -1,0 +1,45 @@
+"""The CPU engine's cache is as large as one generation can use, counted by hand."""
+
+import pytest
+
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
+
+# Two layers, 4 key/value heads of 32.
+SHAPES = {
+    f"model.layers.{layer}.self_attn.{name}_proj.weight": (rows, 256)
+    for layer in range(2)
+    for name, rows in (("q", 256), ("k", 128), ("v", 128), ("o", 256))
+}
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "expected"),
+    [
+        (1, "float32", 2 * 2 * 4 * 32 * 4),  # layers, K and V, heads, head size, bytes
+        (2, "float32", 2 * 2 * 2 * 32 * 4),
+        (2, "bfloat16", 2 * 2 * 2 * 32 * 2),
+        (8, "float32", 2 * 2 * 1 * 32 * 4),  # a head is on two ranks
+    ],
+)
+def test_bytes_of_a_token(tp_size: int, dtype: str, expected: int) -> None:
+    section = RolloutSection(tensor_model_parallel_size=tp_size, dtype=dtype)
+    assert cache_bytes_per_token(section, SHAPES, num_key_value_heads=4) == expected
+
+
+def test_a_cache_holds_whole_blocks_of_every_sequence_and_one_more() -> None:
+    blocks = 3 * 2 + 1  # 130 tokens are two blocks of 128
+    assert cpu_cache_bytes(RolloutSection(), 100, num_sequences=3, max_model_len=130) == blocks * 128 * 100
+
+
+def test_a_cache_stays_within_its_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = cpu_cache_bytes(RolloutSection(), 1 << 20, num_sequences=1 << 20, max_model_len=128)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = cpu_cache_bytes(RolloutSection(), 1 << 20, num_sequences=1 << 20, max_model_len=128)
+    assert shared == pytest.approx(alone / 4, rel=0.2)
+
+
+def test_a_sequence_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one sequence of 1000000 tokens.*gpu_memory_utilization"):
+        cpu_cache_bytes(RolloutSection(), 1 << 20, num_sequences=1, max_model_len=1_000_000)
