@@ -61,7 +61,11 @@ def trainer_shapes(model: Architecture, *, tp: int, pp: int, stage: int) -> dict
             "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size // tp, hidden),
             "mlp.linear_fc2.weight": (hidden, model.ffn_hidden_size // tp),
         }
-        shapes |= {f"decoder.layers.{number}.{name}": shape for name, shape in layer.items()}
+        absent = () if model.qkv_bias else ("linear_qkv.bias",)
+        absent += () if model.qk_norm else ("q_layernorm.weight", "k_layernorm.weight")
+        shapes |= {
+            f"decoder.layers.{number}.{name}": shape for name, shape in layer.items() if not name.endswith(absent)
+        }
     if stage == pp - 1:
         shapes["decoder.final_layernorm.weight"] = (hidden,)
         if pp > 1 or not model.tied_embeddings:

@@ -12,6 +12,7 @@ from tests.layouts import architecture, blank, engine_layouts, filled, index_val
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.dist
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

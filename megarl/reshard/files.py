@@ -1,0 +1,258 @@
+"""Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes like any rank.
+
+Reading takes only a rank's own slices from the files. Writing is a plan whose destination is files: the boxes travel to
+the ranks that write them, and no rank holds more than the full parameters that one bucket touches. A checkpoint is
+complete when it has its `config.json`: writing removes an older one first and adds the new one last.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from megarl.reshard.executor import Reshard, SyncReport
+from megarl.reshard.layout import Layout, Piece, row_major, whole
+from megarl.reshard.planner import make_plan
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CheckpointFiles:
+    """The weights in a directory, `model.safetensors` or the shards that `model.safetensors.index.json` lists.
+
+    Raises:
+        ValueError: the directory has no such weights.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        if (single := directory / SINGLE).is_file():
+            with safe_open(single, framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), single)
+        elif (index := directory / INDEX).is_file():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            self._file_of = {name: directory / file for name, file in weight_map.items()}
+        else:
+            raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+    def layout(self) -> Layout:
+        """One piece per stored tensor, as it is stored; `param` is the tensor's name."""
+        return [
+            _whole_piece(name, tuple(stored.get_shape()), _dtype(stored, name))
+            for _, name, stored in self._stored({name: [name] for name in self._file_of})
+        ]
+
+    @torch.no_grad()
+    def load(self, layout: Layout, tensors: Mapping[str, Tensor], *, shapes: Shapes | None = None) -> None:
+        """Read the boxes of a layout into its local tensors, cast to their types; padding is left as it is.
+
+        Args:
+            layout: what this rank needs.
+            tensors: its local tensors by `Piece.param`, on any device.
+            shapes: what the full parameters must look like; without it a file may hold larger ones.
+
+        Raises:
+            ValueError: a tensor is not there or has another shape, named with its file.
+        """
+        pieces_of: dict[str, list[Piece]] = defaultdict(list)
+        for piece in layout:
+            pieces_of[piece.name].append(piece)
+        for file, name, stored in self._stored(pieces_of):
+            shape = tuple(stored.get_shape())
+            expected = shapes[name] if shapes else None
+            _dtype(stored, name)
+            for piece in pieces_of[name]:
+                fits = len(shape) == len(piece.box.lo) and whole(shape).contains(piece.box)
+                if not fits or shape != (expected or shape):
+                    needed = expected or f"at least {piece.box}"
+                    raise ValueError(f"{name} in {file} has shape {shape}; the model needs {needed}")
+                box = tuple(slice(low, high) for low, high in zip(piece.box.lo, piece.box.hi, strict=True))
+                piece.view(tensors[piece.param]).copy_(stored[box])
+
+    def _stored(self, names: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any]]:
+        """File, name and lazy slice of each named tensor, file by file."""
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name in names:
+            if name not in self._file_of:
+                hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
+                raise ValueError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
+            by_file[self._file_of[name]].append(name)
+        for file, inside in by_file.items():
+            if not file.is_file():
+                raise ValueError(f"{self._directory / INDEX} lists {file.name}, which is not there")
+            with safe_open(file, framework="pt") as opened:
+                for name in inside:
+                    yield file, name, opened.get_slice(name)
+
+
+def export(
+    directory: Path,
+    shapes: Shapes,
+    sources: Sequence[Layout],
+    tensors: Mapping[str, Tensor],
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    ranks_per_node: int,
+    device: torch.device,
+    bucket_bytes: int = 1 << 28,
+    max_shard_bytes: int = 5 * 10**9,
+    group: dist.ProcessGroup | None = None,
+) -> SyncReport:
+    """Write a Hugging Face checkpoint from what the ranks of `group` hold. All of them must call this.
+
+    The files are spread over the ranks, so all must see the same `directory`. Weights that were there are replaced.
+
+    Args:
+        directory: made where it is missing.
+        shapes: the full parameters to write, in the order of the files.
+        sources: what each rank holds.
+        tensors: this rank's local tensors by `Piece.param`.
+        config: what `config.json` says; its dtype becomes `dtype`.
+        dtype: of the written tensors.
+        ranks_per_node: as for the planner.
+        device: where the buckets live, see `Reshard`.
+        bucket_bytes: the most that travels from or to a rank at once.
+        max_shard_bytes: of a file, unless one tensor is larger.
+        group: by default the world.
+
+    Raises:
+        ValueError: some parameter is held by nobody.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    files = _split(shapes, dtype, max_shard_bytes)
+    writer_of = {file: number * world_size // len(files) for number, file in enumerate(files)}
+    destinations = [
+        [_whole_piece(name, shapes[name], dtype) for file in files if writer_of[file] == writer for name in files[file]]
+        for writer in range(world_size)
+    ]
+    plan = make_plan(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
+    directory.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        (directory / CONFIG).unlink(missing_ok=True)
+    dist.barrier(group)
+    with ExitStack() as stack:
+        writer = ShardWriter()
+        for file in files:
+            if writer_of[file] == rank:
+                pieces = [piece for piece in destinations[rank] if piece.name in files[file]]
+                writer.add(stack.enter_context(replacing(directory / file)), pieces)
+        report = Reshard(plan, group=group, device=device).run(tensors, writer)
+    dist.barrier(group)
+    if rank == 0:
+        _remove_others(directory, files)
+        if len(files) > 1:
+            num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+            weight_map = {name: file for file, names in files.items() for name in names}
+            _write_json(directory / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+        config = {key: value for key, value in config.items() if key != "dtype"}  # the newer name of torch_dtype
+        _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    dist.barrier(group)
+    return report
+
+
+class ShardWriter:
+    """Safetensors files as a `Destination`: a parameter is in memory from its first box to its last."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[Piece, BinaryIO, int]] = {}
+        self._opened: dict[str, Tensor] = {}
+
+    def add(self, file: BinaryIO, pieces: Sequence[Piece]) -> None:
+        """Give the parameters (whole ones) their places in an empty file, and write its header."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = list(accumulate(piece.box.numel * piece.dtype.itemsize for piece in pieces))
+        for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
+            header[piece.name] = {
+                "dtype": DTYPE_NAMES[piece.dtype],
+                "shape": piece.box.shape,
+                "data_offsets": (begin, end),
+            }
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)  # readers map the data that follows, so it has to begin aligned
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for piece, begin in zip(pieces, [0, *ends], strict=False):
+            self._places[piece.name] = piece, file, file.tell() + begin
+
+    def layout(self) -> Layout:
+        """Every parameter of every file."""
+        return [piece for piece, _, _ in self._places.values()]
+
+    def open(self, param: str) -> Tensor:
+        """A new tensor for the parameter."""
+        piece, _, _ = self._places[param]
+        self._opened[param] = torch.empty(piece.box.shape, dtype=piece.dtype)
+        return self._opened[param]
+
+    def close(self, param: str) -> None:
+        """Write it to its place and forget it."""
+        _, file, offset = self._places[param]
+        file.seek(offset)
+        file.write(self._opened.pop(param).view(-1).view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that becomes `path` when it is complete and on the disk, and never if writing fails."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=2).encode())
+
+
+def _remove_others(directory: Path, files: Container[str]) -> None:
+    """Remove the weights of an earlier export, which a reader could take for these."""
+    for path in [*directory.glob("model*.safetensors"), directory / INDEX]:
+        if path.name not in files:
+            path.unlink(missing_ok=True)
+
+
+def _split(shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
+    """File names and the parameters in each: as many as fit, in order."""
+    shards: list[list[str]] = []
+    used = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        used += size
+        if not shards or used > max_shard_bytes:
+            shards.append([])
+            used = size
+        shards[-1].append(name)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
+
+
+def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
+    return Piece(name, whole(shape), name, 0, row_major(shape), dtype)
+
+
+def _dtype(stored: Any, name: str) -> torch.dtype:
+    if (kind := stored.get_dtype()) not in DTYPES:
+        raise ValueError(f"{name} is stored as {kind}; weights must be plain floats ({', '.join(DTYPES)})")
+    return DTYPES[kind]
