@@ -18,7 +18,7 @@ from megarl.batch import Experience, Prompts, Rollouts, Scored
 from megarl.estimate import Metrics, estimate, mismatch_metrics
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
-from megarl.validation import Validation, summarize
+from megarl.validation import summarize
 
 
 class PromptSource(Protocol):

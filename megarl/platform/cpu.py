@@ -15,7 +15,18 @@ from unittest.mock import patch
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like", "empty_strided")
+FACTORIES = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "empty_strided",
+)
 
 
 def megatron_platform() -> AbstractContextManager[None]:

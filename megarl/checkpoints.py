@@ -1,0 +1,132 @@
+"""A run's checkpoints on disk: whole or not at all, the latest by name, the oldest removed.
+
+    RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
+                          /rng/rank_0.pt     generator states of each rank
+                          /huggingface/      config and tokenizer, for export
+                          /state.json        step and KL coefficient; the prompts follow from the step
+    RUN_DIR/latest_checkpointed_iteration.txt
+
+A checkpoint is written under another name and renamed when every rank has finished, so a crash leaves the one before.
+All ranks see the same RUN_DIR.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.exchange import together
+from megarl.learner.checkpoint import load_learner, save_learner
+from megarl.learner.learner import Learner
+
+LATEST = "latest_checkpointed_iteration.txt"
+PREFIX = "global_step_"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run knows beside its models."""
+
+    step: int = 0  # finished steps
+    kl_coef: float | None = None  # None: as configured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    directory: Path
+    learners: Mapping[str, Learner]
+    keep: int | None  # None: all
+    write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
+
+    def save(self, *, step: int, kl_coef: float) -> None:
+        """Write the checkpoint of `step` finished steps. Collective."""
+        final = self.directory / f"{PREFIX}{step}"
+        part = self.directory / f".{final.name}.part"
+        main = dist.get_rank() == 0
+        together(lambda: _make_empty(part, list(self.learners)) if main else None)
+        for name, learner in self.learners.items():
+            save_learner(learner, part / name)
+        together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
+        together(lambda: self._finish(part, final, State(step, kl_coef)) if main else None)
+
+    def load(self, checkpoint: Path) -> State:
+        """Bring the learners and generators to the state of `checkpoint`. Collective."""
+        for name, learner in self.learners.items():
+            load_learner(learner, checkpoint / name)
+        rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
+        if rng.exists():
+            _set_random_states(torch.load(rng, weights_only=True))
+        return read_state(checkpoint)
+
+    def _finish(self, part: Path, final: Path, state: State) -> None:
+        self.write_huggingface(part / "huggingface")
+        _write(part / "state.json", json.dumps(asdict(state)))
+        if final.exists():  # a run that was sent back before this step
+            shutil.rmtree(final)
+        part.rename(final)
+        _write(self.directory / LATEST, str(state.step))
+        steps = sorted(saved_steps(self.directory))
+        for step in steps[: -self.keep] if self.keep else []:
+            if step != state.step:
+                shutil.rmtree(self.directory / f"{PREFIX}{step}")
+
+
+def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | None:
+    """The checkpoint to continue from, None to start afresh.
+
+    Raises:
+        ValueError: `mode` is resume_path and there is none at `path`.
+    """
+    if mode == "resume_path":
+        checkpoint = Path(str(path))
+        if not (checkpoint / "state.json").is_file():
+            raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
+        return checkpoint
+    latest = directory / LATEST
+    if mode == "disable" or not latest.is_file():
+        return None
+    return directory / f"{PREFIX}{latest.read_text().strip()}"
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of which `directory` has a checkpoint."""
+    return [int(path.name.removeprefix(PREFIX)) for path in directory.glob(f"{PREFIX}*")]
+
+
+def read_state(checkpoint: Path) -> State:
+    """What a checkpoint knows beside its models."""
+    return State(**json.loads((checkpoint / "state.json").read_text()))
+
+
+def _make_empty(part: Path, names: list[str]) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    for name in (*names, "rng", "huggingface"):
+        (part / name).mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def _set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

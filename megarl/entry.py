@@ -1,0 +1,55 @@
+"""What every entry point does first and last: read the configuration, become a rank, and leave with a clear message."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megarl.config.faults import ConfigError
+from megarl.config.root import Config, SFTConfig
+from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
+from megarl.platform.device import device_type
+
+C = TypeVar("C", Config, SFTConfig)
+PROCESS_GROUP_TIMEOUT_S = 1800.0
+
+
+def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable[[C, Launch], None]) -> None:
+    """Run `body(config, launch)` on every rank of the job that `argv` describes.
+
+    A fault in the configuration ends the program with code 2 before any process group exists, any other error that a
+    user can mend (ValueError) with code 1; both as a message, not as a traceback.
+    """
+    _quieten()
+    rank = os.environ.get("RANK", "0")
+    try:
+        place = detect(os.environ)
+        rank = str(place.rank) if place else rank
+        config = load(argv, world_size=place.world_size if place else None)
+        launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
+        init_process_groups(launch, device_type(config.trainer.device), PROCESS_GROUP_TIMEOUT_S)
+    except ConfigError as error:
+        if rank == "0":
+            print(error, file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        sys.exit(f"megarl: rank {rank}: {error}")
+    try:
+        body(config, launch)
+    except ValueError as error:
+        logging.getLogger(__name__).debug("the error's origin", exc_info=True)
+        sys.exit(f"megarl: rank {rank}: {error}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _quieten() -> None:
+    """Megatron and vLLM announce at import what they lack; `megarl.doctor` says it where it is asked for."""
+    warnings.filterwarnings("ignore", module=r"(megatron|vllm|torch)\b")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
