@@ -176,7 +176,7 @@ class Reshard:
 
     def _compare_plans(self) -> None:
         """Over all ranks, what is sent to each rank less what it expects must cancel, in content and order."""
-        balance = torch.zeros(self._plan.world_size, dtype=torch.int64)
+        balance = [0] * self._plan.world_size
         for number in range(len(self._plan.waves)):
             for sign, side in ((1, self._sends), (-1, self._receives)):
                 position: Counter[int] = Counter()
@@ -185,10 +185,10 @@ class Reshard:
                     position[transfer.peer] += 1
                     parcel = (number, position[transfer.peer], pair, transfer.piece.name, transfer.dtype)
                     balance[pair[1]] += sign * zlib.crc32(f"{parcel} {transfer.piece.box}".encode())
-        balance = balance.to(self._device)
+        total = torch.tensor(balance, dtype=torch.int64, device=self._device)
         # The first collective of a group has to be one of all its ranks before some of them may talk in pairs.
-        dist.all_reduce(balance, group=self._group)
-        if wrong := balance.nonzero().flatten().tolist():
+        dist.all_reduce(total, group=self._group)
+        if wrong := total.nonzero().flatten().tolist():
             raise RuntimeError(f"what is sent to ranks {wrong} is not what they expect: the ranks have different plans")
 
 
