@@ -1,30 +1,24 @@
 """The composition root: the one file that knows all concrete classes, and puts a run together from its configuration."""
 
-import importlib
-import json
 import math
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.checkpoints import Checkpoints, State, find_checkpoint, read_state
+from megarl.checkpoints import Checkpoints, State, find_checkpoint
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.root import Config
 from megarl.data.prompts import PromptDataset, PromptStream
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
-from megarl.learner.config import ActorSection, ModelSection
+from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner
 from megarl.learner.parallel import Mesh, build_mesh
-from megarl.loop import Job, Schedule
-from megarl.models.architecture import Architecture, hf_shapes, read_architecture
-from megarl.models.hub import local_directory, read_config
+from megarl.loop import KL, Job, Schedule
+from megarl.models.architecture import hf_shapes
 from megarl.objectives import ActorObjective, CriticObjective
 from megarl.platform.device import device_type, local_device
 from megarl.reshard.executor import Reshard
@@ -33,59 +27,54 @@ from megarl.rewards.scoring import load_reward
 from megarl.roles import Model, Sampler, Scorer, Updates
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import stop_token_ids
-from megarl.tracking.tracker import make_tracker
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A Hugging Face checkpoint to start from."""
-
-    directory: Path
-    hf_config: dict[str, Any]  # overrides applied
-    architecture: Architecture
+from megarl.source import Source
+from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A job, and where it stands."""
+    """A job, where it stands, and what it holds on to."""
 
     job: Job
-    kl: FixedKL | AdaptiveKL
-    run_dir: Path
+    kl: KL
+    engine: RolloutEngine
 
 
 def build_run(config: Config, launch: Launch) -> Run:
     """Everything of a training run, in the state of the checkpoint it continues from."""
-    policy, trainer, algorithm = config.actor_rollout_ref, config.trainer, config.algorithm
+    trainer, policy = config.trainer, config.actor_rollout_ref
     run_dir = Path(trainer.default_local_dir)
-    source = read_source(policy.model)
-    tokenizer = policy_tokenizer(config, source)
-    prompts, val_prompts = _prompts(config, tokenizer)
+    source = Source.read(policy.model)
+    tokenizer = _tokenizer(config, source)
+    prompts = _prompts(config, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
 
     engine = _engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
-    actor, reference, critic = _models(config, source, mesh, last_step=last_step)
+    actor = _actor(config, source, mesh, last_step=last_step)
+    critic = _critic(config, mesh, last_step=last_step)
     checkpoints = Checkpoints(
         directory=run_dir,
         learners={model.name: model.learner for model in (actor, critic) if model},
         keep=trainer.max_ckpt_to_keep,
-        write_huggingface=lambda directory: write_huggingface(directory, source, tokenizer),
+        write_huggingface=lambda directory: source.write_companions(
+            directory, tokenizer, dtype=policy.actor.megatron.dtype
+        ),
     )
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
-    if launch.rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(config))
+    tracker = _tracker(config, launch, run_dir, last_step=last_step, resume_step=state.step if resumed else None)
+    sampler = _sampler(config, engine, actor.learner, launch)
+    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
     job = Job(
         prompts=prompts,
-        val_prompts=val_prompts,
-        sampler=_sampler(config, engine, actor.learner, launch),
-        scorer=Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer),
+        sampler=sampler,
+        scorer=scorer,
         actor=actor,
-        reference=reference,
+        reference=_reference(config, source, mesh),
         critic=critic,
-        algorithm=algorithm,
+        algorithm=config.algorithm,
         schedule=Schedule(
             first_step=state.step,
             last_step=last_step,
@@ -94,76 +83,90 @@ def build_run(config: Config, launch: Launch) -> Run:
             validate_first=trainer.val_before_train and not resumed,
             critic_warmup=trainer.critic_warmup if critic else 0,
         ),
-        tracker=make_tracker(
-            trainer.logger,
-            run_dir=run_dir,
-            project=trainer.project_name,
-            experiment=trainer.experiment_name,
-            params=to_dict(config),
-            total_steps=last_step,
-            is_main=launch.rank == 0,
-            mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-            resume_step=state.step if resumed else None,
-        ),
+        validation=_validation(config, tokenizer, sampler, scorer, tracker),
         checkpoints=checkpoints,
+        tracker=tracker,
         num_ranks=launch.world_size,
-        log_val_generations=trainer.log_val_generations,
     )
-    return Run(job=job, kl=_kl_controller(config, state), run_dir=run_dir)
+    if launch.rank == 0:
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+    return Run(job=job, kl=_kl_controller(config, state), engine=engine)
 
 
-def read_source(section: ModelSection) -> Source:
-    """Find a checkpoint and read what it describes; imports `external_lib` first, which may register its classes."""
-    libraries = section.external_lib or []
-    for library in [libraries] if isinstance(libraries, str) else libraries:
-        importlib.import_module(library)
-    directory = local_directory(section.path)
-    hf_config = read_config(directory, section.override_config)
-    return Source(directory=directory, hf_config=hf_config, architecture=read_architecture(hf_config))
-
-
-def policy_tokenizer(config: Config, source: Source) -> Tokenizer:
-    """The tokenizer of actor, engine and reference.
+def build_validation(config: Config, launch: Launch) -> tuple[Validation, RolloutEngine, int]:
+    """The validation of the checkpoint that the configuration would continue from, and its step.
 
     Raises:
-        ValueError: it knows tokens that the model does not.
+        ValueError: there are no validation files.
     """
-    tokenizer = load_tokenizer(
-        config.data.tokenizer or str(source.directory),
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    run_dir = Path(trainer.default_local_dir)
+    source = Source.read(policy.model)
+    tokenizer = _tokenizer(config, source)
+    engine = _engine(config, source, tokenizer)
+    actor = make_learner(
+        source.directory,
+        source.architecture,
+        policy.actor.megatron,
+        build_mesh(policy.actor.megatron),
+        role="policy",
+        device=_device(config),
+    )
+    step = 0
+    if checkpoint := find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path):
+        load_learner(actor, checkpoint / "actor")
+        step = State.read(checkpoint).step
+    validation = _validation(
+        config,
+        tokenizer,
+        _sampler(config, engine, actor, launch),
+        Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer),
+        make_tracker(["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0),
+    )
+    if validation is None:
+        raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
+    return validation, engine, step
+
+
+def _device(config: Config) -> Any:
+    return local_device(device_type(config.trainer.device))
+
+
+def _tokenizer(config: Config, source: Source) -> Tokenizer:
+    return source.tokenizer(
+        config.data.tokenizer,
         chat_template=config.data.chat_template,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
     )
-    if tokenizer.vocab_size > source.architecture.vocab_size:
-        raise ValueError(
-            f"data.tokenizer has {tokenizer.vocab_size} tokens, the model in {source.directory} only "
-            f"{source.architecture.vocab_size}: give the tokenizer that the model was trained with"
-        )
-    return tokenizer
 
 
-def write_huggingface(directory: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write what a checkpoint needs beside its weights: config, generation config and tokenizer."""
-    (directory / "config.json").write_text(json.dumps(source.hf_config, indent=2))
-    if (generation := source.directory / "generation_config.json").exists():
-        shutil.copy(generation, directory)
-    tokenizer.save(directory)
-
-
-def _prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptStream, PromptStream | None]:
+def _prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
     data = config.data
-    train = PromptDataset(data, data.train_files, tokenizer)
-    val = PromptDataset(data, data.val_files, tokenizer) if data.val_files else None
-    return (
-        PromptStream(train, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed),
-        PromptStream(val, batch_size=data.val_batch_size, shuffle=False, seed=data.seed) if val else None,
+    dataset = PromptDataset(data, data.train_files, tokenizer)
+    return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def _validation(
+    config: Config, tokenizer: Tokenizer, sampler: Sampler, scorer: Scorer, tracker: Tracker
+) -> Validation | None:
+    data = config.data
+    if data.val_files is None:
+        return None
+    dataset = PromptDataset(data, data.val_files, tokenizer)
+    return Validation(
+        prompts=PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed),
+        sampler=sampler,
+        scorer=scorer,
+        tracker=tracker,
+        num_shown=config.trainer.log_val_generations,
     )
 
 
 def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     overrides = {"hf_overrides": policy.model.override_config} if policy.model.override_config else {}
-    num_replicas = torch.distributed.get_world_size() // rollout.tensor_model_parallel_size
-    train_samples = math.ceil(config.data.train_batch_size / num_replicas) * rollout.n
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
     return RolloutEngine(
         replace(rollout, engine_kwargs=rollout.engine_kwargs | overrides),
         model_dir=source.directory,
@@ -171,7 +174,7 @@ def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngi
         num_key_value_heads=source.architecture.num_key_value_heads,
         stop_token_ids=stop_token_ids(source.directory, tokenizer.eos_token_id),
         max_model_len=rollout.prompt_length + rollout.response_length,
-        max_sequences=train_samples,
+        max_sequences=prompts_per_replica * rollout.n,
         trust_remote_code=policy.model.trust_remote_code,
     )
 
@@ -188,88 +191,116 @@ def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Laun
     return Sampler(engine=engine, actor=actor, reshard=Reshard(plan, device=actor.device), section=rollout)
 
 
-def _models(
-    config: Config, source: Source, mesh: Mesh, *, last_step: int
-) -> tuple[Model[Any], Model[Any] | None, Model[Any] | None]:
-    """Actor, reference (where the KL is asked for) and critic (where the advantages need one)."""
-    policy, algorithm = config.actor_rollout_ref, config.algorithm
-    actor, critic, data = policy.actor, config.critic, config.data
-    device = local_device(device_type(config.trainer.device))
-    common: dict[str, Any] = {"device": device, "balance": config.trainer.balance_batch}
-    longest = policy.rollout.prompt_length + policy.rollout.response_length
-
-    def budget(max_sequences: int | None, max_tokens: int | None = None) -> Budget:
-        if not actor.use_dynamic_bsz and max_sequences:
-            return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
-        return Budget(max_tokens=max_tokens or actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
-
-    acting = Model[Any](
+def _actor(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Model[Any]:
+    policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        actor.megatron,
+        mesh,
+        role="policy",
+        device=_device(config),
+        temperature=policy.rollout.temperature,
+        recompute=policy.model.enable_gradient_checkpointing,
+        balance=config.trainer.balance_batch,
+        training=(actor.optim, actor.grad_clip, last_step),
+    )
+    return Model(
         name="actor",
-        learner=make_learner(
-            source.directory,
-            source.architecture,
-            actor.megatron,
-            mesh,
-            role="policy",
-            temperature=policy.rollout.temperature,
-            recompute=policy.model.enable_gradient_checkpointing,
-            training=(actor.optim, actor.grad_clip, last_step),
-            **common,
-        ),
-        budget=budget(policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
+        learner=learner,
+        budget=_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=Updates(
-            objective=ActorObjective(actor, horizon=data.max_response_length),
-            budget=budget(actor.ppo_micro_batch_size),
+            objective=ActorObjective(actor, horizon=config.data.max_response_length),
+            budget=_budget(config, actor.ppo_micro_batch_size),
             num_prompts=actor.ppo_mini_batch_size,
             num_epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
-            seed=data.seed,
+            seed=config.data.seed,
         ),
     )
-    reference = None
-    if actor.use_kl_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0):
-        reference = Model[Any](
-            name="reference",
-            learner=make_learner(
-                source.directory,
-                source.architecture,
-                policy.ref.megatron,
-                mesh,
-                role="policy",
-                temperature=policy.rollout.temperature,
-                **common,
-            ),
-            budget=budget(policy.ref.log_prob_micro_batch_size, policy.ref.log_prob_max_token_len_per_gpu),
-        )
-    if algorithm.adv_estimator != "gae":
-        return acting, reference, None
-    value_source = read_source(critic.model)
-    valuing = Model[Any](
+
+
+def _reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
+    """The frozen policy, where something asks for the KL to it."""
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    if not policy.actor.use_kl_loss and not (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0):
+        return None
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        policy.ref.megatron,
+        mesh,
+        role="policy",
+        device=_device(config),
+        temperature=policy.rollout.temperature,
+        balance=config.trainer.balance_batch,
+    )
+    ref = policy.ref
+    max_tokens = ref.log_prob_max_token_len_per_gpu
+    return Model(
+        name="reference",
+        learner=learner,
+        budget=_budget(config, ref.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size, max_tokens),
+    )
+
+
+def _critic(config: Config, mesh: Mesh, *, last_step: int) -> Model[Any] | None:
+    """The value model, where the advantages need one."""
+    critic = config.critic
+    if config.algorithm.adv_estimator != "gae":
+        return None
+    source = Source.read(critic.model)
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        critic.megatron,
+        mesh,
+        role="value",
+        device=_device(config),
+        recompute=critic.model.enable_gradient_checkpointing,
+        balance=config.trainer.balance_batch,
+        training=(critic.optim, critic.grad_clip, last_step),
+    )
+    return Model(
         name="critic",
-        learner=make_learner(
-            value_source.directory,
-            value_source.architecture,
-            critic.megatron,
-            mesh,
-            role="value",
-            recompute=critic.model.enable_gradient_checkpointing,
-            training=(critic.optim, critic.grad_clip, last_step),
-            **common,
-        ),
-        budget=budget(critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
+        learner=learner,
+        budget=_budget(config, critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
         updates=Updates(
-            objective=CriticObjective(critic, horizon=data.max_response_length),
-            budget=budget(critic.ppo_micro_batch_size),
+            objective=CriticObjective(critic, horizon=config.data.max_response_length),
+            budget=_budget(config, critic.ppo_micro_batch_size),
             num_prompts=critic.ppo_mini_batch_size,
             num_epochs=critic.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=data.seed,
+            shuffle=config.actor_rollout_ref.actor.shuffle,
+            seed=config.data.seed,
         ),
     )
-    return acting, reference, valuing
 
 
-def _kl_controller(config: Config, state: State) -> FixedKL | AdaptiveKL:
+def _budget(config: Config, max_sequences: int | None, max_tokens: int | None = None) -> Budget:
+    """What one forward pass takes: tokens, or without dynamic batches exactly so many sequences of any length."""
+    policy = config.actor_rollout_ref
+    if policy.actor.use_dynamic_bsz or max_sequences is None:
+        return Budget(max_tokens=max_tokens or policy.actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
+
+
+def _tracker(config: Config, launch: Launch, run_dir: Path, *, last_step: int, resume_step: int | None) -> Tracker:
+    trainer = config.trainer
+    return make_tracker(
+        trainer.logger,
+        run_dir=run_dir,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        params=to_dict(config),
+        total_steps=last_step,
+        is_main=launch.rank == 0,
+        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+        resume_step=resume_step,
+    )
+
+
+def _kl_controller(config: Config, state: State) -> KL:
     control = config.algorithm.kl_ctrl
     coef = control.kl_coef if state.kl_coef is None else state.kl_coef
     if control.type == "fixed":

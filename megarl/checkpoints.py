@@ -35,6 +35,11 @@ class State:
     step: int = 0  # finished steps
     kl_coef: float | None = None  # None: as configured
 
+    @classmethod
+    def read(cls, checkpoint: Path) -> "State":
+        """The state that a checkpoint was saved in."""
+        return cls(**json.loads((checkpoint / "state.json").read_text()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
@@ -63,7 +68,7 @@ class Checkpoints:
         rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
         if rng.exists():
             _set_random_states(torch.load(rng, weights_only=True))
-        return read_state(checkpoint)
+        return State.read(checkpoint)
 
     def _finish(self, part: Path, final: Path, state: State) -> None:
         self.write_huggingface(part / "huggingface")
@@ -98,11 +103,6 @@ def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | N
 def saved_steps(directory: Path) -> list[int]:
     """The steps of which `directory` has a checkpoint."""
     return [int(path.name.removeprefix(PREFIX)) for path in directory.glob(f"{PREFIX}*")]
-
-
-def read_state(checkpoint: Path) -> State:
-    """What a checkpoint knows beside its models."""
-    return State(**json.loads((checkpoint / "state.json").read_text()))
 
 
 def _make_empty(part: Path, names: list[str]) -> None:

@@ -5,16 +5,23 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 from megarl.config.faults import ConfigError
-from megarl.config.root import Config, SFTConfig
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
 from megarl.platform.device import device_type
+from megarl.tracking.config import TrainerSection
 
-C = TypeVar("C", Config, SFTConfig)
+class Configuration(Protocol):
+    """What an entry point is told; its trainer section says how many ranks there are, and on what device."""
+
+    @property
+    def trainer(self) -> TrainerSection: ...
+
+
+C = TypeVar("C", bound=Configuration)
 PROCESS_GROUP_TIMEOUT_S = 1800.0
 
 
@@ -43,8 +50,9 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     except ValueError as error:
         logging.getLogger(__name__).debug("the error's origin", exc_info=True)
         sys.exit(f"megarl: rank {rank}: {error}")
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # an engine that was closed has ended it
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _quieten() -> None:

@@ -25,13 +25,14 @@ def train(config: Config, launch: Launch) -> None:
 
     if launch.rank == 0:
         show_plan(config)
-    build = build_run(config, launch)
+    built = build_run(config, launch)
     failed = True
     try:
-        loop(build.job, build.kl)
+        loop(built.job, built.kl)
         failed = False
     finally:
-        build.job.tracker.close(failed=failed)
+        built.job.tracker.close(failed=failed)
+    built.engine.close()
 
 
 def show_plan(config: Config) -> None:

@@ -1,22 +1,35 @@
 """What a validation says: mean scores per data source, and some answers for people to read."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import Scored
+from megarl.interfaces import PromptSource, Sampler, Scorer
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import Tracker
 
-Row = Mapping[str, Any]
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Prompts that the actor is judged by."""
 
-def summarize(parts: Sequence[Scored], *, num_shown: int) -> tuple[dict[str, float], list[Row]]:
-    """Mean score of each data source as `val/test_score/SOURCE`, and the first `num_shown` samples as table rows."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    rows: list[Row] = []
-    for part in parts:
-        for sample, (text, score) in enumerate(zip(part.texts, part.scores.tolist(), strict=True)):
-            prompt = part.prompt_of(sample)
-            scores[prompt.data_source].append(score)
-            if len(rows) < num_shown:
-                rows.append({"prompt": prompt.text, "response": text, "score": score})
-    return {f"val/test_score/{source}": sum(found) / len(found) for source, found in scores.items()}, rows
+    prompts: PromptSource
+    sampler: Sampler
+    scorer: Scorer
+    tracker: Tracker
+    num_shown: int  # answers logged each time
+
+    def run(self, *, step: int) -> dict[str, float]:
+        """Mean score of each data source as `val/test_score/SOURCE`; logs the scores and the first answers."""
+        scores: dict[str, list[float]] = defaultdict(list)
+        rows: list[Mapping[str, Any]] = []
+        with self.sampler.awake(Timers()):
+            for prompts in self.prompts.batches():
+                scored = self.scorer.score(self.sampler.validate(prompts, step=step))
+                for sample, (text, score) in enumerate(zip(scored.texts, scored.scores.tolist(), strict=True)):
+                    prompt = scored.prompt_of(sample)
+                    scores[prompt.data_source].append(score)
+                    rows.append({"prompt": prompt.text, "response": text, "score": score})
+        self.tracker.log_table("val/generations", rows[: self.num_shown], step=step)
+        return {f"val/test_score/{source}": sum(found) / len(found) for source, found in scores.items()}

@@ -12,12 +12,12 @@ from megarl.learner.model import Role, build_model
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, hf_shapes
 from megarl.reshard.files import CheckpointFiles
 
 
 def make_learner(
-    checkpoint: Path,
+    checkpoint: Path | None,
     architecture: Architecture,
     section: MegatronSection,
     mesh: Mesh,
@@ -32,7 +32,7 @@ def make_learner(
     """Build this rank's part of a model and read its weights, each rank only its own slices.
 
     Args:
-        checkpoint: Hugging Face directory with safetensors.
+        checkpoint: Hugging Face directory with safetensors; None leaves every weight zero, to be loaded later.
         architecture: what its config.json describes, overrides applied.
         section: how the model is cut and kept.
         mesh: this rank's place.
@@ -44,8 +44,9 @@ def make_learner(
         training: optimizer section, gradient clip and number of schedule steps; None for a model that only answers.
     """
     module: Any = build_model(architecture, section, mesh, role=role, recompute=recompute)
-    layout = source_layout(module, architecture, mesh, has_value_head=role == "value")
-    CheckpointFiles(checkpoint).load(layout, weights(module))
+    if checkpoint:
+        layout = source_layout(module, architecture, mesh, has_value_head=role == "value")
+        CheckpointFiles(checkpoint).load(layout, weights(module), shapes=hf_shapes(architecture))
     model: Any = module
     optimizer: Optimizer | None = None
     if training:

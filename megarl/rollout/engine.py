@@ -6,7 +6,7 @@ Invariant: no token is generated from weights or cached keys of an earlier sync.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,16 @@ class RolloutEngine:
 
         reload.check_version()
         self._section, self._stop, self._max_model_len = section, list(stop_token_ids), max_model_len
-        self._on_cuda: bool = current_platform.is_cuda()
-        arguments = self._arguments(model_dir, trust_remote_code=trust_remote_code)
-        if not self._on_cuda:
+        on_cpu: bool = current_platform.is_cpu()
+        self._may_compile = not (on_cpu and section.enforce_eager)
+        arguments = llm_arguments(
+            section,
+            model_dir=model_dir,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+            on_cpu=on_cpu,
+        )
+        if on_cpu:
             patches.name_shared_memory(segments.claim())
             arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(
                 section,
@@ -153,35 +160,12 @@ class RolloutEngine:
             for output, (position, _) in zip(outputs, asked, strict=True)
         ]
 
-    def _arguments(self, model_dir: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-        from vllm import EngineArgs
+    def close(self) -> None:
+        """Shut the engine down, while the process groups it uses still exist."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
 
-        section = self._section
-        ours: dict[str, Any] = {
-            "model": str(model_dir),
-            "trust_remote_code": trust_remote_code,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # our stop tokens and sampling, none of the checkpoint's
-            "load_format": "auto" if section.load_format == "auto" else "dummy",
-            "dtype": section.dtype,
-            "seed": section.seed,
-            "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": self.tp_size,
-            "max_model_len": self._max_model_len,
-            "max_num_seqs": section.max_num_seqs,
-            "max_num_batched_tokens": section.max_num_batched_tokens,
-            "gpu_memory_utilization": section.gpu_memory_utilization,
-            "enforce_eager": section.enforce_eager,
-            "enable_prefix_caching": section.enable_prefix_caching,
-            "enable_sleep_mode": section.free_cache_engine and self._on_cuda,
-            "logprobs_mode": "processed_logprobs",
-        }
-        where = "actor_rollout_ref.rollout.engine_kwargs"
-        if taken := sorted(ours.keys() & section.engine_kwargs.keys()):
-            raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
-        if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
-            raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
-        return ours | section.engine_kwargs
+        self._llm.llm_engine.engine_core.shutdown()
+        destroy_model_parallel()
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
@@ -189,9 +173,8 @@ class RolloutEngine:
         with patches.start_isolated(), self._compilation():
             return LLM(**arguments)
 
-    def _compilation(self) -> Any:
-        eager_on_cpu = self._section.enforce_eager and not self._on_cuda
-        return patches.without_compilation() if eager_on_cpu else nullcontext()
+    def _compilation(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._may_compile else patches.without_compilation()
 
     def _wake(self, tag: str) -> None:
         if self._section.free_cache_engine:
@@ -200,3 +183,36 @@ class RolloutEngine:
     def _sleep(self) -> None:
         if self._section.free_cache_engine:
             self._llm.sleep(level=2)  # level 1 would keep weights on the host that the next sync replaces anyway
+
+
+def llm_arguments(
+    section: RolloutSection, *, model_dir: Path, max_model_len: int, trust_remote_code: bool, on_cpu: bool
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`; ValueError for `engine_kwargs` that contradict them or that vLLM does not know."""
+    from vllm import EngineArgs
+
+    ours: dict[str, Any] = {
+        "model": str(model_dir),
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # our stop tokens and sampling, none of the checkpoint's
+        "load_format": "auto" if section.load_format == "auto" else "dummy",
+        "dtype": section.dtype,
+        "seed": section.seed,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": section.tensor_model_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": section.max_num_seqs,
+        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "enforce_eager": section.enforce_eager,
+        "enable_prefix_caching": section.enable_prefix_caching,
+        "enable_sleep_mode": section.free_cache_engine and not on_cpu,
+        "logprobs_mode": "processed_logprobs",
+    }
+    where = "actor_rollout_ref.rollout.engine_kwargs"
+    if taken := sorted(ours.keys() & section.engine_kwargs.keys()):
+        raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
+    if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
+        raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
+    return ours | section.engine_kwargs

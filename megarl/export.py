@@ -1,0 +1,105 @@
+"""A checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
+
+CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest. `transformers` and vLLM load what is written. Under
+torchrun, mpirun or srun the model is cut over all ranks, for one that does not fit into a single process.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.distributed.launch import Launch
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+if TYPE_CHECKING:
+    from megarl.data.tokenizer import Tokenizer
+    from megarl.learner.learner import Learner
+    from megarl.source import Source
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to export, and where to."""
+
+    checkpoint: Path
+    out: Path
+    world_size: int
+    trainer: TrainerSection = TrainerSection(n_gpus_per_node=1)
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Write the actor of a checkpoint."""
+    run("megarl.export", argv, read_arguments, write)
+
+
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Parse the command line.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    from megarl.checkpoints import find_checkpoint
+
+    parser = argparse.ArgumentParser(prog="python -m megarl.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
+    parser.add_argument("out", type=Path, help="directory to write")
+    arguments = parser.parse_args(argv)
+    checkpoint = find_checkpoint(arguments.checkpoint, mode="auto", path=None) or arguments.checkpoint
+    if not (checkpoint / "huggingface" / "config.json").is_file():
+        raise ValueError(f"{arguments.checkpoint} is no checkpoint: it has no huggingface/config.json")
+    return Arguments(checkpoint, arguments.out, world_size or 1)
+
+
+def write(arguments: Arguments, launch: Launch) -> None:
+    """Load the actor on all ranks and write it."""
+    from megarl.learner.checkpoint import load_learner
+    from megarl.learner.config import MegatronSection, ModelSection
+    from megarl.learner.factory import make_learner
+    from megarl.learner.parallel import build_mesh
+    from megarl.platform.device import device_type, local_device
+    from megarl.source import Source
+
+    source = Source.read(ModelSection(path=str(arguments.checkpoint / "huggingface")))
+    section = MegatronSection(
+        tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
+    )
+    learner = make_learner(
+        None,
+        source.architecture,
+        section,
+        build_mesh(section),
+        role="policy",
+        device=local_device(device_type(arguments.trainer.device)),
+    )
+    load_learner(learner, arguments.checkpoint / "actor")
+    export_policy(learner, source, source.tokenizer(), arguments.out, launch)
+
+
+def export_policy(learner: "Learner", source: "Source", tokenizer: "Tokenizer", out: Path, launch: Launch) -> None:
+    """Write a policy with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`."""
+    from megarl.distributed.exchange import together
+    from megarl.models.architecture import hf_shapes
+    from megarl.reshard.files import export
+
+    dtype = learner.module.config.params_dtype
+    if launch.rank == 0:
+        source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
+    with learner.weights() as tensors:
+        export(
+            out,
+            hf_shapes(learner.architecture),
+            together(learner.layout),
+            tensors,
+            config=source.hf_config,
+            dtype=dtype,
+            ranks_per_node=launch.local_world_size,
+            device=learner.device,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The loop's nouns: what sampling, scoring, learning and saving look like to the algorithm."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.tracking.timers import Timers
+
+
+class PromptSource(Protocol):
+    """Prompts as a pure function of the step."""
+
+    def take(self, step: int) -> Prompts:
+        """The prompts of one iteration, counted from 0."""
+
+    def batches(self) -> Iterator[Prompts]:
+        """Every prompt once, for validation."""
+
+
+class Sampler(Protocol):
+    """The rollout engine, with the actor's weights."""
+
+    def awake(self, timers: Timers) -> AbstractContextManager[None]:
+        """Bring the actor's weights into the engine; within the block it generates."""
+
+    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """Samples to learn from."""
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """Samples to judge the actor by."""
+
+
+class Scorer(Protocol):
+    """The reward."""
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        """Score every sample."""
+
+
+class Policy(Protocol):
+    """A model of the next token: the actor, or the reference, which is never updated."""
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        """Log-probabilities and entropies of the response tokens."""
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        """Learn from one iteration; returns metrics."""
+
+
+class Critic(Protocol):
+    """A model of the return."""
+
+    def infer(self, batch: Rollouts) -> Tensor:
+        """[B, T] float32 values of the states before each response token."""
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        """Learn from one iteration; returns metrics."""
+
+
+class Checkpoints(Protocol):
+    """What outlives the process."""
+
+    def save(self, *, step: int, kl_coef: float) -> None:
+        """Save the state after `step` finished steps."""
