@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 OLDEST, NEWEST = (0, 26), (0, 32)
+Layer = Any  # an nn.Module with methods of vLLM's own
 
 
 def check_version() -> None:
@@ -55,7 +56,7 @@ def to_kernel_format(module: nn.Module) -> None:
     info.reset()
 
 
-def process(module: nn.Module) -> None:
+def process(module: Layer) -> None:
     """Turn the filled load-format tensors into kernel tensors (pack, quantise) inside the storage of the old ones."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
         del module._already_called_process_weights_after_loading
@@ -68,18 +69,16 @@ def process(module: nn.Module) -> None:
     info.reset()
 
 
-def repack(module: nn.Module) -> None:
+def repack(module: Layer) -> None:
     """Derive again what the module's method keeps beside its parameters (on CPU the packed weight)."""
-    method: Any = module.quant_method
-    method.process_weights_after_loading(module)
+    module.quant_method.process_weights_after_loading(module)
 
 
 def finish_attention(model: nn.Module, dtype: torch.dtype) -> None:
     """Derive the attention layers' own tensors, which vLLM does after all other layers."""
-    for module in model.modules():
-        if isinstance(module, Attention | MLAAttention):
-            attention: Any = module
-            attention.process_weights_after_loading(dtype)
+    layers: list[Layer] = [module for module in model.modules() if isinstance(module, Attention | MLAAttention)]
+    for layer in layers:
+        layer.process_weights_after_loading(dtype)
 
 
 def has_quant_method(module: nn.Module) -> bool:
@@ -89,7 +88,7 @@ def has_quant_method(module: nn.Module) -> bool:
 
 def is_written_in_place(module: nn.Module, device: torch.device) -> bool:
     """Whether load and kernel format are one tensor: no method, or a plain one on CUDA, where it has nothing to do."""
-    plain: tuple[Any, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return not has_quant_method(module) or (device.type == "cuda" and type(module.quant_method) in plain)
 
 

@@ -1,13 +1,11 @@
 """The engine says what `transformers` says on the same weights, after every sync, however it is cut.
 
-Weights are written straight from full Hugging Face tensors, sliced by the engine's own layout, so a wrong layout, a stale
-packed weight and a stale cached key each show as wrong log-probabilities.
+Weights are written straight from full Hugging Face tensors, sliced by the engine's own layout, so a wrong layout, a
+stale packed weight and a stale cached key each show as wrong log-probabilities.
 """
 
 import os
 import random
-import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Prompt
-from megarl.rollout.config import RolloutSection, SamplingSection
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import Generation
+from tests.engines import PROMPTS, Sync, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
 from tests.ranks import RankPool
-from tests.tiny import SIZES, VARIANTS, write_checkpoint
+from tests.tiny import VARIANTS
 
 pytestmark = pytest.mark.dist
 
@@ -32,13 +27,7 @@ SAMPLED = SamplingSection(n=2, do_sample=True, temperature=0.7)
 GREEDY = SamplingSection()
 RESPONSE = 12
 Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
-# 130 shared tokens fill one block of the prefix cache, so a key that outlives a sync would be read.
-PROMPTS = [
-    Prompt(index=10 * number, token_ids=tokens, text="", data_source="", ground_truth=None, extra_info={})
-    for number, tokens in enumerate(
-        [[5, 9, 3], [7] * 40 + [8], [*range(3, 133), 40], [*range(3, 133), 41, 42], [11, 12], [13, 14, 15, 16]]
-    )
-]
+Checkpoints = Callable[[str], list[Path]]
 
 
 @pytest.fixture(scope="module")
@@ -48,63 +37,9 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """Two checkpoints with different weights and a directory with nothing but their config, for a variant."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("checkpoints")
-
-    def written(variant: str) -> list[Path]:
-        first, second, bare = (root / f"{variant}-{name}" for name in ("first", "second", "bare"))
-        if not bare.exists():
-            write_checkpoint(first, variant, seed=1)
-            write_checkpoint(second, variant, seed=2)
-            bare.mkdir()
-            shutil.copy(first / "config.json", bare)
-        return [first, second, bare]
-
-    return written
-
-
-def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
-    return load_file(checkpoint / "model.safetensors")
-
-
-def writer(tensors: dict[str, Tensor]) -> Callable[[Any], None]:
-    """A sync that copies from full tensors what the engine's layout asks for."""
-
-    def sync(weights: Any) -> None:
-        pieces = defaultdict(list)
-        for piece in weights.layout():
-            pieces[piece.param].append(piece)
-        for param, parts in pieces.items():
-            target = weights.open(param)
-            target.fill_(float("nan"))  # whatever is not written must show
-            for part in parts:
-                box = tuple(slice(low, high) for low, high in zip(part.box.lo, part.box.hi, strict=True))
-                part.view(target).copy_(tensors[part.name][box])
-            weights.close(param)
-
-    return sync
-
-
-def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settings: Any) -> RolloutEngine:
-    section = RolloutSection(dtype="float32", tensor_model_parallel_size=tp_size, max_num_seqs=16, **settings)
-    return RolloutEngine(
-        section,
-        model_dir=model_dir,
-        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        num_key_value_heads=SIZES["num_key_value_heads"],
-        stop_token_ids=[],
-        max_model_len=160,
-    )
-
-
-def tear_down(engine: RolloutEngine) -> None:
-    """Let the next engine start in this process."""
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-    engine._llm.llm_engine.engine_core.shutdown()
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    return lambda variant: write_two_checkpoints(root, variant)
 
 
 def answers_after_each_sync(paths: list[Path], tp_size: int) -> list[dict[Asked, Generation]]:
@@ -126,18 +61,11 @@ def answers_after_each_sync(paths: list[Path], tp_size: int) -> list[dict[Asked,
     return answers
 
 
-def log_probs(model: Any, prompt: Prompt, response: list[int], temperature: float) -> Tensor:
-    """[len(response)]: log-probability of each response token by `transformers`."""
-    tokens = torch.tensor([[*prompt.token_ids, *response]])
-    with torch.no_grad():
-        logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "tp_size"), [*((variant, 2) for variant in VARIANTS), ("llama", 1), ("qwen2", 1), ("qwen3-tied", 1)]
+)
 def test_engine_follows_two_different_syncs(
-    pool: RankPool, checkpoints: Callable[[str], list[Path]], variant: str, tp_size: int
+    pool: RankPool, checkpoints: Checkpoints, variant: str, tp_size: int
 ) -> None:
     paths = checkpoints(variant)
     ranks = pool.run(2, answers_after_each_sync, paths, tp_size)
@@ -157,9 +85,7 @@ def test_engine_follows_two_different_syncs(
                 assert generation.token_ids == greedy[0, tokens.shape[1] :].tolist()
 
 
-def test_samples_do_not_depend_on_the_number_of_replicas(
-    pool: RankPool, checkpoints: Callable[[str], list[Path]]
-) -> None:
+def test_samples_do_not_depend_on_the_number_of_replicas(pool: RankPool, checkpoints: Checkpoints) -> None:
     paths = checkpoints("llama")
     [alone] = pool.run(1, answers_after_each_sync, paths, 1)
     for one, first, second in zip(alone, *pool.run(2, answers_after_each_sync, paths, 1), strict=True):
@@ -182,28 +108,29 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
         engine._stop = [free[0].token_ids[5]]
         seen["free"], seen["stopped"] = free[0], engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)[0]
-        seen["top_k"] = engine.generate(PROMPTS[:1], SamplingSection(do_sample=True, temperature=1.0, top_k=1), max_tokens=3, step=0)
+        one_token = SamplingSection(do_sample=True, temperature=1.0, top_k=1)
+        seen["top_k"] = engine.generate(PROMPTS[:1], one_token, max_tokens=3, step=0)
         seen["nothing"] = engine.generate([], SAMPLED, max_tokens=RESPONSE, step=0)
         with pytest.raises(ValueError, match=r"Prompt 20 has 131 tokens.*data\.max_prompt_length"):
             engine.generate(PROMPTS[2:3], GREEDY, max_tokens=60, step=0)
     after = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
     seen["random_kept"] = torch.equal(before[0], after[0]) and before[1:] == after[1:]
     seen["environment"] = os.environ["LOCAL_WORLD_SIZE"]
-    seen["segments"] = sorted(file.name for file in Path("/dev/shm").glob("*cpushm*"))
+    seen["segments"] = sorted(file.name for file in Path("/dev/shm").glob("*tp:0*"))
 
-    partial = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
+    partial = {name for name in tensors if "layers.1.mlp" not in name}
     with pytest.raises(RuntimeError, match=r"unwritten.*layers\.1\.mlp"), engine.awake(only(partial)):
         pass
     tear_down(engine)
     return seen
 
 
-def only(tensors: dict[str, Tensor]) -> Callable[[Any], None]:
-    """A sync that leaves out the parameters which need more than `tensors`."""
+def only(names: set[str]) -> Sync:
+    """A sync that leaves out the parameters which need more than the checkpoint's `names`."""
 
     def sync(weights: Any) -> None:
         params = {piece.param for piece in weights.layout()}
-        for param in params - {piece.param for piece in weights.layout() if piece.name not in tensors}:
+        for param in params - {piece.param for piece in weights.layout() if piece.name not in names}:
             weights.open(param).zero_()
             weights.close(param)
 
@@ -211,7 +138,7 @@ def only(tensors: dict[str, Tensor]) -> Callable[[Any], None]:
 
 
 def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
-    pool: RankPool, checkpoints: Callable[[str], list[Path]]
+    pool: RankPool, checkpoints: Checkpoints
 ) -> None:
     for seen in pool.run(2, behaviour, checkpoints("llama")):
         free, stopped = seen["free"], seen["stopped"]
@@ -226,6 +153,7 @@ def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
         assert seen["nothing"] == []
         assert seen["random_kept"]
         assert seen["environment"] == "7"
+        assert seen["segments"]
         assert all(name.startswith("megarl-") for name in seen["segments"])
 
 
@@ -240,5 +168,5 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
 
 
-def test_engine_refuses_what_does_not_fit(pool: RankPool, checkpoints: Callable[[str], list[Path]]) -> None:
+def test_engine_refuses_what_does_not_fit(pool: RankPool, checkpoints: Checkpoints) -> None:
     pool.run(2, refusals, checkpoints("llama"))

@@ -1,0 +1,88 @@
+"""The layout is what vLLM's loaders do, and a loader that does more than copy is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megarl.reshard.layout import Box, Piece
+from megarl.rollout import patches
+
+patches.prepare_environment()
+
+from megarl.rollout.layout import trace  # noqa: E402 (imports vLLM, which reads its environment then)
+
+Loader = Callable[[Tensor, Tensor], Any]
+
+
+class Model(nn.Module):
+    """One 4 x 3 parameter and the loader under test, in a model as vLLM keeps it once it is loaded."""
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.weight = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        self.loader = loader
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            self.loader(self.layer.weight.data, tensor)
+
+
+def traced(loader: Loader, shape: tuple[int, ...] = (8, 3)) -> Any:
+    return trace(Model(loader), {"w": shape}, torch.device("cpu"))
+
+
+def test_rows_and_padding_are_recorded_and_nothing_is_written() -> None:
+    model = Model(lambda param, full: (param[:3].copy_(full[5:8]), param[3:].fill_(0)))
+    layout = trace(model, {"w": (8, 3)}, torch.device("cpu"))
+    assert layout.pieces == [Piece("w", Box((5, 0), (8, 3)), "layer.weight", 0, (3, 1), torch.float32)]
+    [padding] = layout.padding["layer.weight"]
+    assert (padding.offset, padding.shape) == (9, (1, 3))
+    assert layout.params == {"layer": ["layer.weight"]}
+    assert layout.in_place == {"layer"}
+    assert torch.equal(model.layer.weight, torch.ones(4, 3))
+
+
+def test_a_column_shard_is_a_box_on_the_second_axis() -> None:
+    [piece] = traced(lambda param, full: param.copy_(full.narrow(1, 6, 3)), (4, 12)).pieces
+    assert piece.box == Box((0, 6), (4, 9))
+
+
+def test_a_fused_half_keeps_its_place() -> None:
+    def load(param: Tensor, full: Tensor) -> None:
+        param.narrow(0, 2, 2).copy_(full[:2])
+        param.narrow(0, 0, 2).copy_(full[4:6])
+
+    assert [(piece.box.lo, piece.offset) for piece in traced(load).pieces] == [((0, 0), 6), ((4, 0), 0)]
+
+
+@pytest.mark.parametrize(
+    ("loader", "shape", "message"),
+    [
+        (lambda param, full: param.copy_(full * 2), (4, 3), "computes what it writes"),
+        (lambda param, full: param.copy_(full.t()), (3, 4), "permutes what it writes"),
+        (lambda param, full: param.copy_(full[::2]), (8, 3), "permutes what it writes"),
+        (lambda param, full: param.copy_(full.reshape(4, 3)), (12,), "reshapes what it writes"),
+        (lambda param, full: param.copy_(full), (1, 3), "reshapes what it writes"),
+        (lambda param, full: param.add_(full), (4, 3), r"calls aten\.add_"),
+        (lambda param, full: param.fill_(1.0), (4, 3), r"calls aten\.fill_"),
+        (
+            lambda param, full: param[:3].copy_(full[:3]),
+            (4, 3),
+            r"layer\.weight \(4, 3\): 3 elements are never written",
+        ),
+        (lambda param, full: (param.copy_(full), param[0].fill_(0)), (4, 3), "0 elements are never written, 3 more"),
+        (lambda param, full: torch.empty(4, 3, device="meta").copy_(full), (4, 3), "a tensor that is no parameter"),
+    ],
+)
+def test_anything_but_a_plain_copy_is_refused(loader: Loader, shape: tuple[int, ...], message: str) -> None:
+    model = Model(loader)
+    with pytest.raises(RuntimeError, match=message):
+        trace(model, {"w": shape}, torch.device("cpu"))
+    assert torch.equal(model.layer.weight, torch.ones(4, 3))  # the engine is as it was

@@ -1,0 +1,63 @@
+"""On a GPU: memory comes and goes with sleep, and captured graphs read the weights of the last sync."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.rollout.config import SamplingSection
+from megarl.rollout.sampling import Generation
+from tests.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.gpu
+
+SAMPLED = SamplingSection(n=2, do_sample=True, temperature=1.0)
+TOLERANCE = 0.1  # bfloat16 against float32; the two checkpoints differ by more than one nat
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(1) as pool:
+        yield pool
+
+
+def answers(paths: list[Path], enforce_eager: bool) -> tuple[list[list[Generation]], list[int]]:
+    """What the engine answers after each of four syncs (A, B, A, B), and the bytes in use asleep and awake."""
+    first, second, bare = paths
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": enforce_eager}
+    engine = start(bare, tensors_of(first), tp_size=1, **settings)
+    used, generations = [], []
+    for checkpoint in (first, second, first, second):
+        used.append(bytes_in_use())
+        with engine.awake(writer(tensors_of(checkpoint))):
+            used.append(bytes_in_use())
+            generations.append(engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0))
+    tear_down(engine)
+    return generations, used
+
+
+def bytes_in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])
+def test_every_sync_reaches_the_kernels_and_sleep_gives_memory_back(
+    pool: RankPool, tmp_path: Path, variant: str, enforce_eager: bool
+) -> None:
+    paths = write_two_checkpoints(tmp_path, variant)
+    [(rounds, used)] = pool.run(1, answers, paths, enforce_eager)
+    assert rounds[0] == rounds[2]
+    assert rounds[1] == rounds[3]
+    for checkpoint, generations in zip(paths[:2], rounds, strict=False):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        for generation in generations:
+            expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=TOLERANCE)
+    asleep, awake = used[0::2], used[1::2]
+    cache = 0.1 * torch.cuda.get_device_properties(0).total_memory  # of the 0.2 that it may use
+    assert min(awake) - max(asleep) > cache
