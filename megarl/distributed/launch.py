@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -94,12 +94,12 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int) -> L
     return launch
 
 
-def init_process_groups(launch: Launch, device_type: Literal["cpu", "cuda"], timeout_s: float) -> None:
+def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
     """Create torch's default process group; on CUDA it carries host tensors too (gloo).
 
     Args:
         launch: what `join_or_launch` returned.
-        device_type: the kind of device this job trains on.
+        device_type: `cpu` or `cuda`, what this job trains on.
         timeout_s: seconds after which a collective that a rank does not join is an error.
 
     Raises:
