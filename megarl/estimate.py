@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import gae, grpo, token_rewards, whiten
-from megarl.algorithms.config import AlgorithmSection, KLControlSection
-from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.masked import masked_moments
 from megarl.batch import Experience, Scored
 
@@ -64,20 +63,10 @@ def estimate(
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
-        metrics |= {"actor/reward_kl_penalty": mean_kl(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
+        # The mean over samples of their mean per token: what the KL controller is told.
+        mean_kl = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        metrics |= {"actor/reward_kl_penalty": float(mean_kl), "actor/reward_kl_penalty_coeff": kl_coef}
     return experience, metrics
-
-
-def kl_controller(section: KLControlSection) -> FixedKL | AdaptiveKL:
-    """The controller of the KL coefficient that the configuration asks for, at its start."""
-    if section.type == "fixed":
-        return FixedKL(section.kl_coef)
-    return AdaptiveKL(section.kl_coef, target=section.target_kl, horizon=section.horizon)
-
-
-def mean_kl(kl: Tensor, mask: Tensor) -> float:
-    """Mean over samples of their mean divergence per token, from `[B, T]`: what the KL controllers are told."""
-    return float((kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean())
 
 
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:

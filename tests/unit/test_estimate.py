@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import grpo
-from megarl.algorithms.config import AlgorithmSection, KLControlSection
-from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.algorithms.config import AlgorithmSection
 from megarl.batch import Prompt, Scored
-from megarl.estimate import estimate, kl_controller, mismatch_metrics
+from megarl.estimate import estimate, mismatch_metrics
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, False]])
 OLD = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])
@@ -90,12 +89,6 @@ def test_grpo_takes_the_divergence_from_the_reward_where_asked() -> None:
     torch.testing.assert_close(
         experience.advantages, grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, normalize_by_std=True)
     )
-
-
-def test_the_controller_is_the_one_asked_for() -> None:
-    assert kl_controller(KLControlSection(kl_coef=0.3)) == FixedKL(0.3)
-    section = KLControlSection(type="adaptive", kl_coef=0.3, target_kl=0.2, horizon=50)
-    assert kl_controller(section) == AdaptiveKL(0.3, target=0.2, horizon=50)
 
 
 def test_mismatch_compares_probabilities_of_real_tokens() -> None:
