@@ -1,0 +1,219 @@
+"""The loop itself, among interfaces that write down how they are called."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.loop import Job, Schedule, train
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import NullTracker
+from megarl.validation import Validation
+from tests.records import answer, prompts
+
+LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
+
+
+class Diary:
+    """What was called, in order, and what was logged and saved at which step."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logged: dict[int, Mapping[str, float]] = {}
+        self.saved: dict[int, float] = {}
+
+    def steps_of(self, call: str) -> list[int]:
+        return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
+
+
+class World:
+    """Prompts, engine and reward: two prompts, two answers to each, the score of a sample is its number."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def take(self, step: int) -> Prompts:
+        self.diary.calls.append(f"take {step}")
+        return prompts([4, 6])
+
+    def batches(self) -> Iterator[Prompts]:
+        yield prompts([4, 6])
+
+    @contextmanager
+    def awake(self, timers: Timers) -> Iterator[None]:
+        self.diary.calls.append("wake")
+        yield
+        self.diary.calls.append("sleep")
+
+    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"generate {step}")
+        return answer(prompts, LENGTHS)
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"validate {step}")
+        return answer(prompts, LENGTHS)
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        self.diary.calls.append("score")
+        return rollouts.extend(Scored, texts=[""] * len(rollouts), scores=torch.arange(4.0))
+
+
+class Learner:
+    """A model that only says what it was asked, and that it says `says` of every token."""
+
+    def __init__(self, diary: Diary, name: str, says: float) -> None:
+        self.diary, self.name, self.says = diary, name, says
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        self.diary.calls.append(f"{self.name}.update {step}")
+        return {f"{self.name}/lr": 0.5}
+
+
+class Policy(Learner):
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        self.diary.calls.append(f"{self.name}.infer")
+        return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask)
+
+
+class Critic(Learner):
+    def infer(self, batch: Rollouts) -> Tensor:
+        self.diary.calls.append(f"{self.name}.infer")
+        return self.says * batch.mask
+
+
+class Records(NullTracker):
+    """Tracker and checkpoints."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        assert step not in self.diary.logged, "a step is logged once"
+        self.diary.logged[step] = metrics
+
+    def save(self, *, step: int, kl_coef: float) -> None:
+        self.diary.calls.append(f"save {step}")
+        self.diary.saved[step] = kl_coef
+
+
+def run(kl: FixedKL | AdaptiveKL | None = None, **changes: Any) -> Diary:
+    """Train PPO for three steps, or as `changes` of the schedule and the job say."""
+    diary = Diary()
+    world, records = World(diary), Records(diary)
+    schedule = {
+        "first_step": 0,
+        "last_step": 3,
+        "test_freq": -1,
+        "save_freq": -1,
+        "validate_first": False,
+        "critic_warmup": 0,
+    }
+    job = {
+        "prompts": world,
+        "sampler": world,
+        "scorer": world,
+        "actor": Policy(diary, "actor", says=-1.0),
+        "reference": Policy(diary, "reference", says=-1.25),
+        "critic": Critic(diary, "critic", says=0.5),
+        "algorithm": AlgorithmSection(use_kl_in_reward=True),
+        "schedule": Schedule(**schedule | {key: value for key, value in changes.items() if key in schedule}),
+        "validation": Validation(prompts=world, sampler=world, scorer=world, tracker=records, num_shown=2),
+        "checkpoints": records,
+        "tracker": records,
+        "num_ranks": 4,
+    }
+    train(Job(**job | {key: value for key, value in changes.items() if key in job}), kl or FixedKL(0.1))
+    return diary
+
+
+def test_an_iteration_of_ppo_in_order() -> None:
+    diary = run(last_step=1)
+    assert diary.calls == [
+        *("take 0", "wake", "generate 0", "sleep", "score"),
+        *("actor.infer", "reference.infer", "critic.infer"),
+        *("critic.update 0", "actor.update 0"),
+    ]
+    metrics = diary.logged[1]
+    assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)
+    assert metrics["perf/throughput"] == pytest.approx(28 / metrics["timing_s/step"] / 4)
+    assert metrics["actor/entropy"] == 2.0
+    assert metrics["critic/score/mean"] == 1.5
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    assert metrics["training/rollout_probs_diff_max"] == 0.0
+    assert metrics["actor/lr"] == metrics["critic/lr"] == 0.5
+    phases = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step")
+    assert {f"timing_s/{phase}" for phase in phases} <= metrics.keys()
+
+
+def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
+    diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="grpo"))
+    assert diary.calls == [
+        "take 0",
+        "wake",
+        "generate 0",
+        "sleep",
+        "score",
+        "actor.infer",
+        "actor.update 0",
+    ]
+    assert "actor/reward_kl_penalty" not in diary.logged[1]
+
+
+def test_only_the_critic_learns_during_its_warm_up() -> None:
+    diary = run(critic_warmup=2)
+    assert diary.steps_of("critic.update") == [0, 1, 2]
+    assert diary.steps_of("actor.update") == [2]
+    assert "actor/lr" not in diary.logged[2]
+    assert "actor/entropy" in diary.logged[2]
+
+
+@pytest.mark.parametrize(
+    ("test_freq", "save_freq", "validate_first", "tested", "saved"),
+    [
+        (2, 3, True, [0, 2, 4, 5], [3, 5]),  # and always at the end
+        (2, 3, False, [2, 4, 5], [3, 5]),
+        (5, 1, False, [5], [1, 2, 3, 4, 5]),
+        (-1, 0, False, [], []),
+    ],
+)
+def test_frequencies_count_finished_steps(
+    test_freq: int, save_freq: int, validate_first: bool, tested: list[int], saved: list[int]
+) -> None:
+    diary = run(last_step=5, test_freq=test_freq, save_freq=save_freq, validate_first=validate_first)
+    assert diary.steps_of("validate") == tested
+    assert diary.steps_of("save") == list(diary.saved) == saved
+    assert list(diary.logged) == ([0] if validate_first else []) + [1, 2, 3, 4, 5]
+    assert [step for step, metrics in diary.logged.items() if "val/test_score/countdown" in metrics] == tested
+
+
+def test_a_resumed_run_goes_on_where_it_stopped() -> None:
+    diary = run(first_step=2, last_step=4, save_freq=2, critic_warmup=3)
+    assert diary.steps_of("take") == diary.steps_of("generate") == [2, 3]
+    assert diary.steps_of("actor.update") == [3]
+    assert list(diary.logged) == [3, 4]
+    assert list(diary.saved) == [4]
+
+
+def test_nothing_runs_after_the_last_step() -> None:
+    assert run(first_step=3, save_freq=1, test_freq=1).calls == []
+
+
+def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
+    # The divergence is 0.25 a token, more than twice the target: each step's 4 samples of 10 raise it by 0.2 * 4 / 10.
+    diary = run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), save_freq=1)
+    used = [diary.logged[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2, 3)]
+    assert used == pytest.approx([0.1, 0.1 * 1.08, 0.1 * 1.08**2])
+    assert list(diary.saved.values()) == pytest.approx([0.1 * 1.08, 0.1 * 1.08**2, 0.1 * 1.08**3])
+
+
+def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
+    diary = run(algorithm=AlgorithmSection(use_kl_in_reward=False), save_freq=1)
+    assert diary.logged[1]["critic/rewards/mean"] == diary.logged[1]["critic/score/mean"]
+    assert "actor/reward_kl_penalty" not in diary.logged[1]
