@@ -25,7 +25,7 @@ def prompts(lengths: Sequence[int]) -> Prompts:
 
 
 def answer(asked: Prompts, lengths: Sequence[int]) -> Rollouts:
-    """Equally many responses to each prompt, of the given lengths; the tokens of sample `i` count up from `10 * (i + 1)`."""
+    """Equally many responses to each prompt, of the given lengths; those of sample `i` count up from `10 * (i + 1)`."""
     per_prompt = len(lengths) // len(asked.prompts)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     tokens = 10 * (torch.arange(len(lengths))[:, None] + 1) + torch.arange(max(lengths))
