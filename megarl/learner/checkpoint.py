@@ -1,6 +1,8 @@
 """A learner's state on disk, by Megatron's distributed checkpointing: every rank writes and reads only its own shards.
 
-The format does not know the split it was written with: a checkpoint may be read back under any other.
+The format does not know the split it was written with: a checkpoint may be read back under any other. What the
+configuration says of the optimizer is not part of a checkpoint either, so a run may go on with another learning rate or
+for more steps.
 """
 
 from pathlib import Path
@@ -11,9 +13,10 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megarl.learner.learner import Learner
-from megarl.learner.optimizer import torch_optimizers
+from megarl.learner.optimizer import Optimizer, torch_optimizers
 from megarl.platform.cpu import megatron_platform
 
+CONFIGURED = ("max_lr", "min_lr", "betas")
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
 
 
@@ -30,10 +33,20 @@ def load_learner(learner: Learner, directory: Path) -> None:
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
         learner.module.load_state_dict(state["model"])
         if learner.optimizer:
-            learner.optimizer.megatron.load_state_dict(state["optimizer"])
-            for optimizer in torch_optimizers(learner.optimizer.megatron):
-                _separate_steps(optimizer)
-            learner.optimizer.schedule.load_state_dict(state["schedule"])
+            _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
+
+
+def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None:
+    """Take over the moments and the place in the schedule; rates and decay stay as configured."""
+    groups = optimizer.megatron.param_groups
+    configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
+    optimizer.megatron.load_state_dict(state)
+    for inner in torch_optimizers(optimizer.megatron):
+        _separate_steps(inner)
+    for group, values in zip(optimizer.megatron.param_groups, configured, strict=True):
+        group.update(values)
+    optimizer.schedule.num_steps = num_steps
+    optimizer.schedule.step(0)
 
 
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -51,5 +64,5 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
         state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        state["schedule"] = schedule.state_dict()
+        state["schedule"] = {"num_steps": schedule.num_steps}
     return state

@@ -48,15 +48,15 @@ class OptimSection:
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: Annotated[NonNegativeInt | None, BeforeValidator(_none_if_negative)] = None
-    """Optimizer steps of linear warm-up; null or -1 = lr_warmup_steps_ratio of all steps."""
+    """Iterations of linear warm-up; null or -1 = lr_warmup_steps_ratio of all iterations."""
     lr_warmup_steps_ratio: Fraction = 0.0
-    """Share of all optimizer steps spent in warm-up."""
+    """Share of all iterations spent in warm-up."""
     min_lr_ratio: Fraction | None = None
     """Last learning rate as a share of the peak, for cosine and linear; null = 0."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up: a constant rate, or a cosine or linear decay."""
     total_training_steps: int = -1
-    """Length of the schedule in optimizer steps; -1 = filled in from the data and the epochs."""
+    """Length of the schedule in iterations; -1 = filled in from the data and the epochs."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; norms and biases have none."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

@@ -106,7 +106,11 @@ def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> N
 
 
 def make_schedule(optimizer: Any, optim: OptimSection, num_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, or cosine or linear decay to `min_lr_ratio * lr` at the last step."""
+    """Linear warm-up, then constant, or cosine or linear decay to `min_lr_ratio * lr` at the last step.
+
+    `num_steps` is its length unless `optim` has one.
+    """
+    num_steps = optim.total_training_steps if optim.total_training_steps > 0 else num_steps
     warmup = optim.lr_warmup_steps
     if warmup is None:
         warmup = int(optim.lr_warmup_steps_ratio * num_steps)

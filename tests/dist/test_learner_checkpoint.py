@@ -13,6 +13,8 @@ from tests.dist.test_learner_split import ACTOR, CRITIC, experience
 from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import write_checkpoint
 
+OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
@@ -20,7 +22,16 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def learn(source: Path, role: str, tp: int, pp: int, save: Path | None, load: Path | None, optimizer: bool) -> Any:
+def learn(
+    source: Path,
+    role: str,
+    tp: int,
+    pp: int,
+    save: Path | None,
+    load: Path | None,
+    optimizer: bool,
+    optim: OptimSection = OPTIM,
+) -> Any:
     """Two updates with a save between them, or the second one after a load; returns what the model then says."""
     from megarl.learner.checkpoint import load_learner, save_learner
     from megarl.learner.factory import make_learner
@@ -40,7 +51,7 @@ def learn(source: Path, role: str, tp: int, pp: int, save: Path | None, load: Pa
         fresh_mesh(section),
         role=role,  # type: ignore[arg-type]
         device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3, lr_warmup_steps=4), 1.0, 10),
+        training=(optim, 1.0, 10),
     )
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
     objective = ACTOR if role == "policy" else CRITIC
@@ -78,3 +89,13 @@ def test_another_split(pool: RankPool, tmp_path: Path) -> None:
         metrics, outputs = pool.run(2, learn, source, "policy", tp, pp, None, saved, True)[0]
         assert metrics == pytest.approx(expected[0], rel=1e-5)
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(pool: RankPool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", "llama")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    pool.run(1, learn, source, "policy", 1, 1, saved, None, True)
+    now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
+    [(metrics, _)] = pool.run(1, learn, source, "policy", 1, 1, None, saved, True, now)
+    assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half
