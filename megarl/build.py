@@ -47,7 +47,8 @@ def build_run(config: Config, launch: Launch) -> Run:
     run_dir = Path(trainer.default_local_dir)
     source = Source.read(policy.model)
     tokenizer = _tokenizer(config, source)
-    prompts = _prompts(config, tokenizer)
+    prompts, val_prompts = _prompts(config, tokenizer), _val_prompts(config, tokenizer)
+    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
 
     engine = _engine(config, source, tokenizer)
@@ -66,7 +67,6 @@ def build_run(config: Config, launch: Launch) -> Run:
     state = checkpoints.load(resumed) if resumed else State()
     tracker = _tracker(config, launch, run_dir, last_step=last_step, resume_step=state.step if resumed else None)
     sampler = _sampler(config, engine, actor.learner, launch)
-    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
     job = Job(
         prompts=prompts,
         sampler=sampler,
@@ -77,13 +77,13 @@ def build_run(config: Config, launch: Launch) -> Run:
         algorithm=config.algorithm,
         schedule=Schedule(
             first_step=state.step,
-            last_step=last_step,
+            last_step=state.step if trainer.val_only else last_step,
             test_freq=trainer.test_freq,
             save_freq=trainer.save_freq,
-            validate_first=trainer.val_before_train and not resumed,
+            validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
             critic_warmup=trainer.critic_warmup if critic else 0,
         ),
-        validation=_validation(config, tokenizer, sampler, scorer, tracker),
+        validation=_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None,
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
@@ -103,6 +103,10 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     run_dir = Path(trainer.default_local_dir)
     source = Source.read(policy.model)
     tokenizer = _tokenizer(config, source)
+    prompts = _val_prompts(config, tokenizer)
+    if prompts is None:
+        raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
+    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
     engine = _engine(config, source, tokenizer)
     actor = make_learner(
         source.directory,
@@ -116,16 +120,11 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if checkpoint := find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path):
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
-    validation = _validation(
-        config,
-        tokenizer,
-        _sampler(config, engine, actor, launch),
-        Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer),
-        make_tracker(["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0),
+    tracker = make_tracker(
+        ["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0
     )
-    if validation is None:
-        raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
-    return validation, engine, step
+    sampler = _sampler(config, engine, actor, launch)
+    return _validation(config, prompts, sampler, scorer, tracker), engine, step
 
 
 def _device(config: Config) -> Any:
@@ -146,15 +145,19 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
     return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
-def _validation(
-    config: Config, tokenizer: Tokenizer, sampler: Sampler, scorer: Scorer, tracker: Tracker
-) -> Validation | None:
+def _val_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
     data = config.data
     if data.val_files is None:
         return None
     dataset = PromptDataset(data, data.val_files, tokenizer)
+    return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
+
+
+def _validation(
+    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Scorer, tracker: Tracker
+) -> Validation:
     return Validation(
-        prompts=PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed),
+        prompts=prompts,
         sampler=sampler,
         scorer=scorer,
         tracker=tracker,

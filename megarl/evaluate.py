@@ -25,6 +25,7 @@ def evaluate(config: Config, launch: Launch) -> None:
 
     validation, engine, step = build_validation(config, launch)
     scores = validation.run(step=step)
+    validation.tracker.close()
     engine.close()
     if launch.rank == 0:
         print(json.dumps({"step": step, **scores}))
