@@ -1,6 +1,8 @@
 """Ranks tell each other small host-side facts: what their engine generated, how they scored, what went wrong."""
 
+import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -9,26 +11,46 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-@cache
 def host_group() -> Any:
     """The group of all ranks for data in host memory: gloo, also where tensors travel by NCCL."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return dist.group.WORLD if dist.get_backend() == "gloo" else _gloo_group()
+
+
+@cache
+def _gloo_group() -> Any:
+    return dist.new_group(backend="gloo")
 
 
 def together(compute: Callable[[], T]) -> list[T]:
     """Call `compute` on every rank and return the answers of all ranks, in rank order, on each.
 
     Raises:
-        Exception: on every rank the error of the lowest rank that had one, so that no rank waits for a dead one.
+        Exception: on a rank that had an error, that one, and on all others that of the lowest rank which had one, so
+            that no rank waits for a dead one. One that cannot travel arrives as a RuntimeError with its words.
     """
+    failure: Exception | None = None
     try:
-        mine: T | Exception = compute()
+        mine: T | _Failure = compute()
     except Exception as error:
-        error.__traceback__ = None if dist.get_rank() else error.__traceback__
-        mine = error
+        failure, mine = error, _Failure(_portable(error))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, mine, group=host_group())
     for answer in answers:
-        if isinstance(answer, Exception):
-            raise mine if isinstance(mine, Exception) else answer
+        if isinstance(answer, _Failure):
+            raise failure or answer.error
     return answers
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank answers that has no answer."""
+
+    error: Exception
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever classes there are: some do not pickle, some do not come back
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
