@@ -42,6 +42,7 @@ class Mlflow:
         # read when mlflow is imported; its own number of retries would hold every step for minutes
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would tear our own apart
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
