@@ -73,10 +73,13 @@ class Checkpoints:
     def _finish(self, part: Path, final: Path, state: State) -> None:
         self.write_huggingface(part / "huggingface")
         _write(part / "state.json", json.dumps(asdict(state)))
+        old = self.directory / f".{final.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
         if final.exists():  # a run that was sent back before this step
-            shutil.rmtree(final)
+            final.rename(old)
         part.rename(final)
         _write(self.directory / LATEST, str(state.step))
+        shutil.rmtree(old, ignore_errors=True)
         steps = sorted(saved_steps(self.directory))
         for step in steps[: -self.keep] if self.keep else []:
             if step != state.step:
@@ -87,7 +90,7 @@ def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | N
     """The checkpoint to continue from, None to start afresh.
 
     Raises:
-        ValueError: `mode` is resume_path and there is none at `path`.
+        ValueError: there is none at the `path` of mode resume_path, or none of those that the directory had is left.
     """
     if mode == "resume_path":
         checkpoint = Path(str(path))
@@ -97,12 +100,19 @@ def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | N
     latest = directory / LATEST
     if mode == "disable" or not latest.is_file():
         return None
-    return directory / f"{PREFIX}{latest.read_text().strip()}"
+    last = int(latest.read_text())
+    if not (steps := [step for step in saved_steps(directory) if step <= last]):
+        raise ValueError(
+            f"{latest} says {last}, but there is no {PREFIX}{last} or earlier: bring it back, name another by "
+            "trainer.resume_mode=resume_path, or start afresh with trainer.resume_mode=disable"
+        )
+    return directory / f"{PREFIX}{max(steps)}"  # an earlier one where a crash came while the last was being replaced
 
 
 def saved_steps(directory: Path) -> list[int]:
     """The steps of which `directory` has a checkpoint."""
-    return [int(path.name.removeprefix(PREFIX)) for path in directory.glob(f"{PREFIX}*")]
+    names = [path.parent.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*/state.json")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _make_empty(part: Path, names: list[str]) -> None:

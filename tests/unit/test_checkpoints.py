@@ -1,0 +1,150 @@
+"""Checkpoints on disk: whole or not at all, whenever the process dies."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoints import LATEST, Checkpoints, State, find_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def checkpoints(directory: Path, *, keep: int | None = 2) -> Checkpoints:
+    """Of a run without models."""
+
+    def write_huggingface(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+    return Checkpoints(directory=directory, learners={}, keep=keep, write_huggingface=write_huggingface)
+
+
+def found(directory: Path) -> Path | None:
+    return find_checkpoint(directory, mode="auto", path=None)
+
+
+def steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path / "run")
+    torch.manual_seed(3)
+    run.save(step=4, kl_coef=0.25)
+    drawn = torch.rand(5)
+    checkpoint = found(tmp_path / "run")
+    assert checkpoint == tmp_path / "run" / "global_step_4"
+    assert (checkpoint / "huggingface" / "config.json").is_file()
+    assert run.load(checkpoint) == State(step=4, kl_coef=0.25)
+    assert torch.equal(torch.rand(5), drawn)  # the generator goes on where it was
+
+
+def test_the_oldest_go(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11):
+        checkpoints(tmp_path).save(step=step, kl_coef=0.0)
+    assert steps(tmp_path) == ["global_step_10", "global_step_11"]
+    checkpoints(tmp_path, keep=None).save(step=12, kl_coef=0.0)
+    assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
+
+
+@pytest.mark.parametrize("fault", ["write_huggingface", "rename", "fsync"])
+def test_a_crash_while_saving_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    run = checkpoints(tmp_path)
+    run.save(step=1, kl_coef=0.5)
+
+    def crash(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        if fault == "write_huggingface":
+            run = Checkpoints(directory=tmp_path, learners={}, keep=2, write_huggingface=crash)
+        elif fault == "rename":
+            patch.setattr(Path, "rename", crash)
+        else:
+            patch.setattr("os.fsync", crash)
+        run.save(step=2, kl_coef=0.6)
+    checkpoint = found(tmp_path)
+    assert checkpoint == tmp_path / "global_step_1"
+    assert checkpoints(tmp_path).load(checkpoint) == State(step=1, kl_coef=0.5)
+
+    checkpoints(tmp_path).save(step=2, kl_coef=0.7)  # what the crash left behind is in nobody's way
+    assert State.read(tmp_path / "global_step_2") == State(step=2, kl_coef=0.7)
+    assert steps(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("dies_before_rename", [1, 2])
+def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_before_rename: int
+) -> None:
+    for step in (1, 2):
+        checkpoints(tmp_path).save(step=step, kl_coef=0.5)
+    calls = 0
+    rename = Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == dies_before_rename:
+            raise OSError("killed")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(Path, "rename", crash)
+        checkpoints(tmp_path).save(step=2, kl_coef=0.9)  # sent back to step 1, the run comes by step 2 again
+    checkpoint = found(tmp_path)
+    assert checkpoint is not None
+    step = checkpoints(tmp_path).load(checkpoint).step
+    assert step == {1: 2, 2: 1}[dies_before_rename]
+    checkpoints(tmp_path).save(step=2, kl_coef=0.9)
+    assert State.read(tmp_path / "global_step_2").kl_coef == 0.9
+    assert steps(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+def write_checkpoint(directory: Path, step: int) -> Path:
+    checkpoint = directory / f"global_step_{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step))))
+    return checkpoint
+
+
+def test_resume_modes(tmp_path: Path) -> None:
+    assert found(tmp_path) is None
+    assert found(tmp_path / "nothere") is None
+    checkpoint = write_checkpoint(tmp_path, 3)
+    assert found(tmp_path) is None  # nothing says that it is complete
+    (tmp_path / LATEST).write_text("3\n")
+    assert found(tmp_path) == checkpoint
+    assert find_checkpoint(tmp_path, mode="disable", path=None) is None
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", 8)
+    assert find_checkpoint(tmp_path, mode="resume_path", path=str(elsewhere)) == elsewhere
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*elsewhere is no checkpoint"):
+        find_checkpoint(tmp_path, mode="resume_path", path=str(elsewhere.parent))
+
+
+def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
+    for step in (3, 12):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "global_step_copy").mkdir()
+    (tmp_path / LATEST).write_text("3")  # edited by a person who wants to go back
+    assert found(tmp_path) == tmp_path / "global_step_3"
+    checkpoints(tmp_path, keep=3).save(step=4, kl_coef=0.0)
+    assert found(tmp_path) == tmp_path / "global_step_4"
+
+
+def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
+    (tmp_path / LATEST).write_text("3")
+    with pytest.raises(ValueError, match="says 3, but there is no global_step_3 or earlier.*resume_mode=disable"):
+        found(tmp_path)
