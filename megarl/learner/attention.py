@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 
 
 class PackedAttention(torch.nn.Module):
@@ -44,10 +43,16 @@ class PackedAttention(torch.nn.Module):
 
 def _batched(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """One call for all sequences: behind the end of a shorter one stand zeros, which the causal mask hides from it."""
-    splits = lengths.tolist()
-    padded = (pad_sequence(tensor.split(splits), batch_first=True).transpose(1, 2) for tensor in (query, key, value))
-    out = scaled_dot_product_attention(*padded, is_causal=True, scale=scale).transpose(1, 2)
-    return out[torch.arange(out.shape[1], device=out.device) < lengths[:, None]]
+    num_sequences, longest = len(lengths), int(lengths.max())
+    inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    places = inside.flatten().nonzero()[:, 0]  # of the packed tokens in a [num_sequences, longest] grid
+
+    def pad(packed: Tensor) -> Tensor:
+        grid = packed.new_zeros(num_sequences * longest, *packed.shape[1:]).index_copy(0, places, packed)
+        return grid.view(num_sequences, longest, *packed.shape[1:]).transpose(1, 2)
+
+    out = scaled_dot_product_attention(pad(query), pad(key), pad(value), is_causal=True, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1)[places]
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
