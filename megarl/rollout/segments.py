@@ -19,17 +19,22 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megarl-"
 
 
-def claim(directory: Path = SHARED_MEMORY) -> str:
+def claim(directory: Path = SHARED_MEMORY) -> str | None:
     """Remove what dead jobs left in `directory` and return this job's own prefix, held until the process ends.
 
+    None where a host has more ranks than cores: ranks wait for shared memory by spinning, which then keeps the one they
+    wait for from running (measured: five times slower than messages; with a core each, up to twice as fast).
     Collective over the default process group.
     """
-    name = [PREFIX + uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(name, src=0)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    enough_cores = ranks_here <= len(os.sched_getaffinity(0))
+    prefix = [PREFIX + uuid.uuid4().hex[:12] if enough_cores else None]
+    dist.broadcast_object_list(prefix, src=0)
     sweep(directory)
-    lock = _hold(directory / f"{name[0]}.lock")
-    atexit.register(_release, directory / f"{name[0]}.lock", lock)
-    return name[0]
+    if prefix[0] is not None:
+        lock = directory / f"{prefix[0]}.lock"
+        atexit.register(_release, lock, _hold(lock))
+    return prefix[0]
 
 
 def sweep(directory: Path) -> list[str]:
