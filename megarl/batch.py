@@ -69,11 +69,14 @@ class Rollouts(Prompts):
 
     def select(self, samples: Tensor) -> Self:
         """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
-        return replace(self, **{name: tensor[samples] for name, tensor in self._tensors()})
+        return self._with({name: tensor[samples] for name, tensor in self._tensors()})
 
     def to(self, device: torch.device) -> Self:
         """The record with its tensors on `device`."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors()})
+        return self._with({name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def _with(self, tensors: dict[str, Any]) -> Self:
+        return replace(self, **tensors)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
@@ -88,6 +91,7 @@ class Scored(Rollouts):
     scores: Tensor  # [B] float32
 
     def select(self, samples: Tensor) -> Self:
+        """As for rollouts; the texts follow."""
         return replace(super().select(samples), texts=[self.texts[sample] for sample in samples.tolist()])
 
 

@@ -1,4 +1,4 @@
-"""The composition root: the one file that knows all concrete classes, and puts a run together from its configuration."""
+"""The composition root: the one file that knows all concrete classes and puts a run together as configured."""
 
 import math
 from dataclasses import dataclass, replace

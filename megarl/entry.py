@@ -14,11 +14,13 @@ from megarl.distributed.launch import Launch, detect, init_process_groups, join_
 from megarl.platform.device import device_type
 from megarl.tracking.config import TrainerSection
 
+
 class Configuration(Protocol):
     """What an entry point is told; its trainer section says how many ranks there are, and on what device."""
 
     @property
-    def trainer(self) -> TrainerSection: ...
+    def trainer(self) -> TrainerSection:
+        """The run as a whole."""
 
 
 C = TypeVar("C", bound=Configuration)

@@ -16,13 +16,12 @@ from megarl.data.minibatches import minibatches
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective
-from megarl.reshard.executor import Reshard
+from megarl.reshard.executor import Destination, Reshard
 from megarl.rewards.scoring import RewardFn, score
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Generation, Sampling
 from megarl.tracking.timers import Timers
-
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
 
@@ -80,7 +79,7 @@ class Sampler:
     def awake(self, timers: Timers) -> Iterator[None]:
         """Bring the actor's weights into the engine, and its memory back afterwards."""
 
-        def sync(destination: object) -> None:
+        def sync(destination: Destination) -> None:
             with timers("sync"), self.actor.weights() as tensors:
                 self.reshard.run(tensors, destination)
 

@@ -59,4 +59,5 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float
     from torch.nn.attention.varlen import varlen_attn  # only CUDA builds can run it
 
     bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
-    return varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0))
+    out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0))  # type: ignore[assignment]
+    return out

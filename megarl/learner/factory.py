@@ -51,9 +51,7 @@ def make_learner(
     optimizer: Optimizer | None = None
     if training:
         optim, grad_clip, num_steps = training
-        model, optimizer = make_trainable(
-            module, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps
-        )
+        model, optimizer = make_trainable(module, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps)
     offload = Offload(model=model, optimizer=optimizer and optimizer.megatron, section=section)
     offload.park()
     return Learner(

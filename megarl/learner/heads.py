@@ -16,7 +16,7 @@ NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Log-probability of given tokens and entropy of the whole distribution, `softmax(hidden @ weight.T / temperature)`.
+    """Log-probability of given tokens and entropy of the whole distribution `softmax(hidden @ weight.T / temperature)`.
 
     With logits z, p = softmax(z) and H = -sum p log p:  d log p_t / dz = onehot_t - p  and  dH/dz = -p (log p + H).
     """

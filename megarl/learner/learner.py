@@ -56,12 +56,12 @@ class Learner:
     device: torch.device
     balance: bool = True  # spread samples by length; otherwise only by number
 
-    def infer(self, batch: Rollouts, budget: Budget) -> PolicyOutputs | Tensor:
+    def infer(self, batch: Rollouts, budget: Budget) -> Any:
         """Log-probabilities and entropies, or values, of every response token.
 
         Returns:
-            `PolicyOutputs` of [B, T] float32 for a policy; [B, T] float32 values for a value model: the value at a token
-            is that of the state before it. Zero where `batch.mask` is False. In host memory, equal on all ranks.
+            `PolicyOutputs` of [B, T] float32 for a policy, [B, T] float32 values for a value model, where the value at
+            a token is that of the state before it. Zero where `batch.mask` is False; on the host, equal on all ranks.
         """
         self.module.eval()
         with torch.no_grad(), self.offload.parameters():

@@ -60,15 +60,16 @@ def build_model(
     return model
 
 
-class ValueHead(torch.nn.Linear):
+class ValueHead(torch.nn.Module):
     """One number per token, the same on every tensor-parallel rank; starts at zero, a value nobody has to unlearn."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-        if torch.cuda.is_available():
-            self.cuda()
+        super().__init__()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """As any output layer here."""
         return hand_through(hidden)
 
 

@@ -1,7 +1,7 @@
 """RMS normalisation that knows sequence parallelism, for machines without Transformer Engine.
 
-Megatron-Core's own fallback refuses sequence parallelism. What it takes is one mark: the gradient of a weight that every
-tensor-parallel rank applies to its own tokens must be summed over them, and Megatron sums those marked
+Megatron-Core's own fallback refuses sequence parallelism. What it takes is one mark: the gradient of a weight that
+every tensor-parallel rank applies to its own tokens must be summed over them, and Megatron sums those marked
 `sequence_parallel`.
 """
 
@@ -15,10 +15,12 @@ class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__(hidden_size, dtype=config.params_dtype)
+        self.epsilon = eps
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise [..., hidden_size]; the result has the type of `hidden`."""
         hidden32 = hidden.float()
-        scale = torch.rsqrt(hidden32.square().mean(-1, keepdim=True) + self.eps)
+        scale = torch.rsqrt(hidden32.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * (hidden32 * scale).to(hidden.dtype)

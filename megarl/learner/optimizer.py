@@ -30,6 +30,7 @@ class Optimizer:
         self.schedule.step(1)
 
     def zero_grad(self) -> None:
+        """Forget the gradients of the last step."""
         self.megatron.zero_grad()
 
     def step(self) -> float:

@@ -1,4 +1,4 @@
-"""The Megatron mesh of this process: who shares a layer (tensor), who follows (pipeline), who has other samples (data)."""
+"""The Megatron mesh: who shares a layer (tensor), who has the next ones (pipeline), who has other samples (data)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
+        """True where the hidden states come out."""
         return self.pp_rank == self.pp_size - 1
 
     @property

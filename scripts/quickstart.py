@@ -1,0 +1,137 @@
+"""From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
+
+    python scripts/quickstart.py [--seed 1] [--out runs/quickstart]
+
+Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+MAX_NUMBER, MAX_TARGET = 30, 60
+
+
+def main() -> None:
+    """Run all stages and write OUT/summary.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    arguments = parser.parse_args()
+    out, seed = arguments.out.resolve(), arguments.seed
+    out.mkdir(parents=True, exist_ok=True)
+    files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]
+
+    prepare_data(out / "data", seed)
+    make_model(out / "model", out / "data", seed)
+    start = time.perf_counter()
+    megarl(
+        "sft",
+        CONFIGS / "quickstart_sft.yaml",
+        f"data.train_files={out}/data/sft.parquet",
+        f"model.path={out}/model",
+        f"data.seed={seed}",
+        f"trainer.default_local_dir={out}/sft",
+    )
+    megarl(
+        "train",
+        CONFIGS / "quickstart_ppo.yaml",
+        *files,
+        f"actor_rollout_ref.model.path={out}/sft/huggingface",
+        f"critic.model.path={out}/sft/huggingface",
+        f"data.seed={seed}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        f"trainer.default_local_dir={out}/ppo",
+    )
+    seconds = time.perf_counter() - start
+    megarl("export", out / "ppo", out / "actor")
+    summarize(out, seconds)
+
+
+def prepare_data(directory: Path, seed: int) -> None:
+    """Countdown problems: training, validation, and solved ones for the warm-up."""
+    megarl(
+        "data.prepare",
+        "countdown",
+        *("--out", directory, "--seed", seed, "--train", 2560, "--val", 256, "--sft", 4096),
+        *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
+    )
+
+
+def make_model(directory: Path, data: Path, seed: int) -> None:
+    """A small random Llama and a SentencePiece tokenizer trained on the problems."""
+    import pyarrow.parquet as pq
+    import sentencepiece
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    pairs = pq.read_table(data / "sft.parquet").to_pylist()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(f"{pair['prompt']}{pair['response']}" for pair in pairs),
+        model_prefix=str(directory / "tokenizer"),
+        model_type="char",
+        vocab_size=64,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_piece_size(),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        bos_token_id=tokenizer.bos_id(),
+        eos_token_id=tokenizer.eos_id(),
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    print(f"a model of {model.num_parameters():,} parameters and a tokenizer of {config.vocab_size} tokens")
+
+
+def summarize(out: Path, seconds: float) -> None:
+    """Write summary.json and curves.png, and say where everything is."""
+    from megarl.tracking.jsonl import read_jsonl
+    from megarl.tracking.plot import plot_curves
+
+    rows = read_jsonl(out / "ppo" / "metrics.jsonl")
+    scores = [row["val/test_score/countdown"] for row in rows if "val/test_score/countdown" in row]
+    summary = {
+        "val_score_first": scores[0],
+        "val_score_last": scores[-1],
+        "steps": rows[-1]["step"],
+        "seconds": round(seconds, 1),
+        "rollout_probs_diff_max": max(row.get("training/rollout_probs_diff_max", 0.0) for row in rows),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_curves(out / "ppo" / "metrics.jsonl", out / "curves.png")
+    print(json.dumps(summary, indent=2))
+    print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
+    print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/ppo/mlflow.db")
+
+
+def megarl(module: str, *arguments: object) -> None:
+    """Run `python -m megarl.MODULE ARGUMENTS`; stop where it fails."""
+    command = [sys.executable, "-m", f"megarl.{module}", *map(str, arguments)]
+    print(f"\n$ python {shlex.join(command[1:])}", flush=True)
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        sys.exit(f"quickstart: megarl.{module} failed with code {code}; its messages are above")
+
+
+if __name__ == "__main__":
+    main()
