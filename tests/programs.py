@@ -1,4 +1,4 @@
-"""Programs run the way a user runs them: as processes, from the root of the checkout."""
+"""Programs run the way a user runs them: as processes, by default from the root of the checkout."""
 
 import os
 import signal
@@ -10,15 +10,14 @@ ROOT = Path(__file__).parents[1]
 SHOWN_CHARACTERS = 5000
 
 
-def run_python(*arguments: object, timeout_s: float) -> str:
-    """Run `python ARGUMENTS...`; returns what it printed, errors included.
+def run_program(*command: object, timeout_s: float, cwd: Path = ROOT) -> tuple[int, str]:
+    """Run a command; returns its exit code and what it printed, errors included.
 
-    Raises AssertionError with the end of that where the exit code is not 0. Whatever happens, none of the processes
-    that the program started outlives it.
+    Whatever happens, none of the processes that the program started outlives it.
     """
     process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
+        list(map(str, command)),
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -31,6 +30,19 @@ def run_python(*arguments: object, timeout_s: float) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    command = " ".join(map(str, arguments))
-    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output[-SHOWN_CHARACTERS:]}"
+    return process.returncode, output
+
+
+def succeed(*command: object, timeout_s: float, cwd: Path = ROOT) -> str:
+    """Run a command that must succeed, and return what it printed.
+
+    Raises AssertionError with the end of that where the exit code is not 0.
+    """
+    code, output = run_program(*command, timeout_s=timeout_s, cwd=cwd)
+    assert code == 0, f"{' '.join(map(str, command))} ended with {code}:\n{output[-SHOWN_CHARACTERS:]}"
     return output
+
+
+def run_python(*arguments: object, timeout_s: float) -> str:
+    """`succeed` with `python ARGUMENTS...`."""
+    return succeed(sys.executable, *arguments, timeout_s=timeout_s)

@@ -1,0 +1,8 @@
+import pytest
+
+from tests.workspace import Workspace, make_workspace
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))

@@ -1,0 +1,264 @@
+"""The main job from its command line: trained, stopped, resumed, exported and evaluated, under every launcher.
+
+Launches are what costs time here, so each serves several tests.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.mlflow import flatten, safe_name
+from tests.programs import succeed
+from tests.workspace import Workspace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable, "-m")
+LAUNCH_S = 300
+MAX_RESPONSE_LENGTH = 8
+
+
+def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """Two float32 ranks and a reward that random weights earn something of; how models are cut is left open."""
+    return [
+        f"data.train_files={workspace.train}",
+        f"data.val_files={workspace.val}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={MAX_RESPONSE_LENGTH}",
+        f"actor_rollout_ref.model.path={workspace.model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        f"custom_reward_function.path={workspace.reward}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=[jsonl,mlflow]",
+        f"trainer.default_local_dir={run_dir}",
+    ]
+
+
+def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """A pipeline of two stages beside an engine of tensor-parallel size 2, and every part of PPO that has a memory."""
+    return [
+        *train_arguments(workspace, run_dir),
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        f"critic.model.path={workspace.model}",
+        "critic.optim.lr=1e-3",
+        "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
+        "trainer.critic_warmup=1",
+        "trainer.save_freq=1",
+        "trainer.test_freq=3",
+    ]
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """What was logged at each step, but for what the clock says."""
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    assert len({line["step"] for line in lines}) == len(lines)
+    timed = ("time", "timing_s/", "perf/")
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(timed)} for line in lines}
+
+
+def mlflow_runs(run_dir: Path, project: str) -> tuple[MlflowClient, list[Any]]:
+    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(project)
+    return client, client.search_runs([experiment.experiment_id])
+
+
+@pytest.fixture(scope="module")
+def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The best-known small script, shrunk: its run directory, and what it printed."""
+    root = tmp_path_factory.mktemp("small")
+    output = succeed(
+        *(sys.executable, "-m", "megarl.train"),
+        f"data.train_files={workspace.train}",
+        f"data.val_files={workspace.val}",
+        "data.train_batch_size=24",
+        "data.val_batch_size=8",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={MAX_RESPONSE_LENGTH}",
+        f"actor_rollout_ref.model.path={workspace.model}",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+        "actor_rollout_ref.actor.ppo_micro_batch_size=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
+        "critic.optim.lr=1e-5",
+        f"critic.model.path={workspace.model}",
+        "critic.ppo_micro_batch_size=4",
+        "algorithm.kl_ctrl.kl_coef=0.001",
+        "trainer.logger=['console','mlflow']",
+        "trainer.val_before_train=False",
+        "trainer.default_hdfs_dir=null",
+        "trainer.n_gpus_per_node=2",
+        "trainer.nnodes=1",
+        "trainer.save_freq=2",
+        "trainer.test_freq=2",
+        "trainer.project_name=Small",
+        "trainer.experiment_name=countdown",
+        "trainer.total_epochs=1",
+        timeout_s=LAUNCH_S,
+        cwd=root,
+    )
+    return root / "checkpoints" / "Small" / "countdown", output
+
+
+def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]) -> None:
+    run_dir, output = small_run
+    assert "step 1/2  reward" in output
+    assert "step 2/2  validation  countdown" in output
+    assert "actor mini-batches" in output  # how a batch is divided
+    assert "Traceback" not in output
+
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+    checkpoint = run_dir / "global_step_2"
+    assert json.loads((checkpoint / "state.json").read_text()) == {"step": 2, "kl_coef": 0.001}
+    for part in ("actor/.metadata", "critic/.metadata", "rng/rank_0.pt", "rng/rank_1.pt"):
+        assert (checkpoint / part).is_file(), part
+    assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
+
+
+def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
+    run_dir, _ = small_run
+    client, [run] = mlflow_runs(run_dir, "Small")
+    assert (run.info.run_name, run.info.status) == ("countdown", "FINISHED")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert run.data.params == {safe_name(key): str(value) for key, value in flatten(config)}
+    assert run.data.params["actor_rollout_ref.rollout.response_length"] == str(MAX_RESPONSE_LENGTH)  # resolved
+    for name in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/entropy", "timing_s/gen"):
+        assert [metric.step for metric in client.get_metric_history(run.info.run_id, name)] == [1, 2], name
+    [score] = client.get_metric_history(run.info.run_id, "val/test_score/countdown")
+    assert score.step == 2
+    assert run.data.metrics["training/rollout_probs_diff_max"] < 0.05  # bfloat16
+    tables = [file.path for file in client.list_artifacts(run.info.run_id, "val")]
+    assert tables == ["val/generations.json"]
+
+
+@pytest.fixture(scope="module")
+def resumed_run(
+    workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """A run of two steps that died while it saved the second, and went on to the third; and its metrics before that."""
+    run_dir = tmp_path_factory.mktemp("ppo") / "run"
+    arguments = ppo_arguments(workspace, run_dir)
+    succeed(*TORCHRUN, "megarl.train", *arguments, "trainer.total_training_steps=2", timeout_s=LAUNCH_S)
+    before = metrics_of(run_dir)
+    (run_dir / "global_step_2").rename(run_dir / ".global_step_2.part")
+    shutil.rmtree(run_dir / ".global_step_2.part" / "critic")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
+    succeed(*PYTHON, "megarl.train", *arguments, "trainer.total_training_steps=3", timeout_s=LAUNCH_S)
+    return run_dir, before
+
+
+def test_ppo_over_a_pipeline(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
+    _, steps = resumed_run
+    assert list(steps) == [0, 1, 2]
+    assert "actor/lr" not in steps[1]  # only the critic learns
+    assert steps[2]["actor/lr"] == steps[1]["critic/lr"] == 1e-3
+    # without divergence the controller goes down by 0.2 * 8 samples / 100
+    assert [steps[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2)] == pytest.approx([0.1, 0.0984])
+    assert steps[2]["actor/pg_clipfrac"] > 0.0  # the second epoch is off-policy
+    assert max(steps[step]["training/rollout_probs_diff_max"] for step in (1, 2)) < 1e-5
+
+
+def test_a_run_that_died_goes_on_as_if_it_had_not(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
+    run_dir, before = resumed_run
+    after = metrics_of(run_dir)
+    assert list(after) == [0, 1, 2, 3]
+    validation = "val/test_score/countdown"
+    assert validation in after[3]
+    assert validation in before[2]  # then it was the last step
+    for step in (0, 1, 2):
+        expected = {name: value for name, value in before[step].items() if step == 0 or name != validation}
+        assert after[step] == expected, f"step {step}"
+    assert after[3]["actor/reward_kl_penalty"] != 0.0  # the actor of step 2 is not the one of step 0
+    assert after[3]["training/rollout_probs_diff_max"] < 1e-5
+    assert [path.name for path in sorted(run_dir.glob("global_step_*"))] == [f"global_step_{n}" for n in (1, 2, 3)]
+    assert not list(run_dir.glob(".global_step_*"))
+
+    client, [run] = mlflow_runs(run_dir, "megarl_examples")
+    assert run.info.status == "FINISHED"
+    assert {metric.step for metric in client.get_metric_history(run.info.run_id, "critic/vf_loss")} == {1, 2, 3}
+
+
+@pytest.fixture(scope="module")
+def exported(resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported")
+    succeed(*PYTHON, "megarl.export", resumed_run[0], out, timeout_s=LAUNCH_S)
+    return out
+
+
+def test_the_exported_actor_has_learnt_and_answers_as_the_engine_did(
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], exported: Path
+) -> None:
+    actor = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32).state_dict()
+    assert actor.state_dict().keys() == start.keys()
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in actor.state_dict().items())
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    rows = [row for row in read_jsonl(resumed_run[0] / "val_generations.jsonl") if row["step"] == 3]
+    prompts = pq.read_table(workspace.val)["prompt"].to_pylist()
+    assert len(rows) == len(prompts)
+    for row, prompt in zip(rows, prompts, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = actor.generate(
+            inputs["input_ids"], do_sample=False, max_new_tokens=MAX_RESPONSE_LENGTH, eos_token_id=2, pad_token_id=0
+        )
+        answer = output[0, inputs["input_ids"].shape[1] :]
+        assert row["response"] == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_evaluate_scores_the_checkpoint_under_another_split(
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]]
+) -> None:
+    run_dir, _ = resumed_run
+    output = succeed(
+        *(*PYTHON, "megarl.evaluate", *ppo_arguments(workspace, run_dir)),
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        timeout_s=LAUNCH_S,
+    )
+    [line] = [line for line in output.splitlines() if line.startswith("{")]
+    score = metrics_of(run_dir)[3]["val/test_score/countdown"]
+    assert json.loads(line) == {"step": 3, "val/test_score/countdown": pytest.approx(score)}
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
+def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Path) -> None:
+    succeed(
+        *(*MPIRUN, "megarl.train", *train_arguments(workspace, tmp_path)),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update a step: in the first there is no divergence yet
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=2",
+        timeout_s=LAUNCH_S,
+    )
+    first, second = metrics_of(tmp_path).values()
+    assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert second["actor/kl_loss"] > 1e-6
+    assert not {"critic/vf_loss", "actor/reward_kl_penalty"} & first.keys()
+    assert max(step["training/rollout_probs_diff_max"] for step in (first, second)) < 1e-5

@@ -1,0 +1,39 @@
+"""A whole small world for tests that run programs: Countdown problems, a SentencePiece tokenizer, a random Llama."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.programs import run_python
+from tests.sentencepieces import train_sentencepiece
+from tests.tiny import write_checkpoint
+
+NUM_TOKENS = 200  # of the tokenizer; the model has more, and not a multiple of 64
+DIGITS_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(character.isdigit() for character in solution_str) / 10
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Where its files are."""
+
+    model: Path  # Hugging Face directory, the tokenizer as `tokenizer.model` in it
+    train: Path  # 48 problems
+    val: Path  # 8 problems
+    reward: Path  # a reward function that random text earns something of
+
+
+def make_workspace(root: Path) -> Workspace:
+    """Make everything under `root`."""
+    data = root / "data"
+    run_python(
+        *("-m", "megarl.data.prepare", "countdown", "--out", data),
+        *("--template", "plain", "--train", 48, "--val", 8, "--max-number", 20),
+        timeout_s=120,
+    )
+    model = write_checkpoint(root / "model", "llama")
+    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS)
+    reward = root / "reward.py"
+    reward.write_text(DIGITS_REWARD)
+    return Workspace(model=model, train=data / "train.parquet", val=data / "val.parquet", reward=reward)
