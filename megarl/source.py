@@ -33,7 +33,11 @@ class Source:
             importlib.import_module(library)
         directory = local_directory(section.path)
         hf_config = read_config(directory, section.override_config)
-        return cls(directory=directory, hf_config=hf_config, architecture=read_architecture(hf_config))
+        try:
+            architecture = read_architecture(hf_config)
+        except ValueError as error:  # it begins with the name of the file
+            raise ValueError(f"{directory}/{error}") from error
+        return cls(directory=directory, hf_config=hf_config, architecture=architecture)
 
     def tokenizer(
         self, path: str | None = None, *, chat_template: str | None = None, trust_remote_code: bool = False

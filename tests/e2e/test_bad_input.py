@@ -1,0 +1,193 @@
+"""What a user gets wrong ends with a message that says what, where and how to mend it: no traceback, no rank waits."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch.distributed as dist
+
+from megarl.train import main
+from tests.programs import run_program
+from tests.workspace import Workspace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+TRAIN = (sys.executable, "-m", "megarl.train")
+CONFIGURATION_FAULT, USER_ERROR = 2, 1
+
+
+def arguments(workspace: Workspace, run_dir: Path, *more: str) -> list[str]:
+    """Sound arguments for two ranks, then `more`."""
+    return [
+        f"data.train_files={workspace.train}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={workspace.model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={run_dir}",
+        *more,
+    ]
+
+
+def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(workspace.model / "config.json", bare)
+    code, output = run_program(
+        *(*TRAIN, *arguments(workspace, tmp_path / "run")),
+        "actor_rollout_ref.actor.ppo_mini_batchsize=4",
+        "data.shuffle=sometimes",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        f"critic.model.path={bare}",
+        "algorithm.adv_estimator=gae",
+        timeout_s=120,
+    )
+    assert code == CONFIGURATION_FAULT, output
+    text = " ".join(output.split())  # lines are wrapped
+    for message in (
+        "actor_rollout_ref.actor.ppo_mini_batchsize",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",  # the nearest key
+        "data.shuffle",
+        "not 'sometimes'",
+        "3 does not divide the world of 2 ranks",
+        "3 does not divide the 4 attention heads",
+        "8 does not divide the world of 2 ranks",
+        f"{bare} has no weights (*.safetensors)",
+    ):
+        assert message in text, output
+    assert "Traceback" not in output
+    assert "rank" not in output.replace("ranks", "")
+    assert not (tmp_path / "run").exists()
+
+
+def without_a_column(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    table = pq.read_table(workspace.train).drop_columns(["reward_model"])
+    pq.write_table(table, path := directory / "short.parquet")
+    return f"data.train_files={path}", f"{path} has no column 'reward_model'; it has data_source, prompt, ability"
+
+
+def empty(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    pq.write_table(pq.read_table(workspace.train).slice(0, 0), path := directory / "empty.parquet")
+    return f"data.train_files={path}", f"{path} is empty"
+
+
+def no_parquet(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    path = directory / "prose.parquet"
+    path.write_text("Once upon a time")
+    return f"data.val_files={path}", f"{path} cannot be read as parquet"
+
+
+def too_long(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    rows = pq.read_table(workspace.train).slice(0, 8).to_pylist()
+    rows[5]["prompt"] = "1 + " * 80
+    pq.write_table(pa.Table.from_pylist(rows), path := directory / "long.parquet")
+    return f"data.train_files={path}", f"{path}, row 5: the prompt has "
+
+
+def too_few(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    pq.write_table(pq.read_table(workspace.train).slice(0, 5), path := directory / "few.parquet")
+    return f"data.train_files={path}", "data.train_batch_size is 8, and the training files hold 5 rows"
+
+
+def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    model = shutil.copytree(workspace.model, directory / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 150}))
+    return (
+        f"actor_rollout_ref.model.path={model}",
+        f"the tokenizer has 200 tokens, the model in {model} only 150: set data.tokenizer",
+    )
+
+
+def unknown_architecture(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    model = shutil.copytree(workspace.model, directory / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    return f"actor_rollout_ref.model.path={model}", f"{model}/config.json: model_type is mamba; known are llama"
+
+
+def reward_without_function(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    (path := directory / "mine.py").write_text("def score(): ...\n")
+    return f"custom_reward_function.path={path}", f"{path} has no function 'compute_score'; it has score"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without_a_column,
+        empty,
+        no_parquet,
+        too_long,
+        too_few,
+        small_vocabulary,
+        unknown_architecture,
+        reward_without_function,
+    ],
+)
+def test_bad_files_are_named_before_any_engine_starts(
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Workspace, Path], tuple[str, str]],
+) -> None:
+    """In this very process, as the only rank of a launcher's: starting one would take longer than finding the fault."""
+    argument, message = spoil(workspace, tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_PORT": free.getsockname()[1],
+        }
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        with pytest.raises(SystemExit) as ending:
+            main(arguments(workspace, tmp_path / "run", "trainer.n_gpus_per_node=1", argument))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert isinstance(ending.value.code, str), "a message, which makes the exit code 1"
+    assert ending.value.code.startswith("megarl: rank 0: ")
+    assert message in ending.value.code
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_raises_stops_every_rank_and_names_the_sample(workspace: Workspace, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['index'] == 3:\n"
+        "        raise KeyError('answer')\n"
+        "    return 0.0\n"
+    )
+    code, output = run_program(
+        *(*TRAIN, *arguments(workspace, tmp_path / "run", "trainer.total_epochs=1")),
+        "trainer.val_before_train=false",
+        "trainer.save_freq=1",
+        f"custom_reward_function.path={reward}",
+        timeout_s=300,
+    )
+    assert code == USER_ERROR, output
+    message = "the reward failed on sample {} (data source 'countdown', data row 3, response"
+    assert any(message.format(sample) in output for sample in range(16)), output
+    assert "KeyError: 'answer'" in output
+    assert "Traceback" not in output
+    for rank in (0, 1):
+        assert f"megarl: rank {rank}: the reward failed" in output
