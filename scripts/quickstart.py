@@ -1,6 +1,6 @@
 """From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
 
-    python scripts/quickstart.py [--seed 1] [--out runs/quickstart]
+    python scripts/quickstart.py [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N]
 
 Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 MAX_NUMBER, MAX_TARGET = 30, 60
+CARELESS = 0.6  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
 
 
 def main() -> None:
@@ -23,6 +24,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
+    parser.add_argument("--ppo-steps", type=int, help="shorten the training")
     arguments = parser.parse_args()
     out, seed = arguments.out.resolve(), arguments.seed
     out.mkdir(parents=True, exist_ok=True)
@@ -38,6 +41,7 @@ def main() -> None:
         f"model.path={out}/model",
         f"data.seed={seed}",
         f"trainer.default_local_dir={out}/sft",
+        *([f"trainer.total_training_steps={arguments.sft_steps}"] if arguments.sft_steps else []),
     )
     megarl(
         "train",
@@ -48,6 +52,7 @@ def main() -> None:
         f"data.seed={seed}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.default_local_dir={out}/ppo",
+        *([f"trainer.total_training_steps={arguments.ppo_steps}"] if arguments.ppo_steps else []),
     )
     seconds = time.perf_counter() - start
     megarl("export", out / "ppo", out / "actor")
@@ -59,7 +64,7 @@ def prepare_data(directory: Path, seed: int) -> None:
     megarl(
         "data.prepare",
         "countdown",
-        *("--out", directory, "--seed", seed, "--train", 2560, "--val", 256, "--sft", 4096),
+        *("--out", directory, "--seed", seed, "--train", 2560, "--val", 256, "--sft", 4096, "--careless", CARELESS),
         *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
     )
 

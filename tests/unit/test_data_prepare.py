@@ -1,5 +1,6 @@
 """Task preparation: problems that are solvable, distinct and scored as solved, in files that the data set reads."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_countdown_splits_are_distinct_and_scored_as_solved(
     assert again["val"] == splits["val"]  # more training data leaves the validation as it is
     other = prepare(monkeypatch, tmp_path / "other", "countdown", "--train", "200", "--val", "50", "--seed", "2")
     assert other["val"] != splits["val"]
+
+
+def test_careless_demonstrations_add_up_all_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ("--train", "4", "--val", "2", "--sft", "40", "--operators", "+-")
+    solved = prepare(monkeypatch, tmp_path / "solved", "countdown", *options)["sft"]
+    mixed = prepare(monkeypatch, tmp_path / "mixed", "countdown", *options, "--careless", "0.5")["sft"]
+    assert [row["prompt"] for row in mixed] == [row["prompt"] for row in solved]
+    assert mixed[20:] == solved[20:]
+    assert all(row["response"] == row["prompt"].split(" = ")[0].replace(" ", "+") for row in mixed[:20])
 
 
 @pytest.mark.parametrize("template", ["plain", "base", "qwen-instruct"])
@@ -127,6 +137,12 @@ def test_gsm8k_from_a_copy_of_the_hubs_repository(monkeypatch: pytest.MonkeyPatc
     assert row["prompt"][0]["content"].startswith("Main? Let's think")
     assert row["data_source"] == "openai/gsm8k"
     assert row["reward_model"]["ground_truth"] == "1002"
+
+
+def test_gsm8k_from_one_file_makes_training_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "problems.jsonl", json.dumps(PROBLEM) + "\n")
+    splits = prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", str(tmp_path / "problems.jsonl"))
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 1}
 
 
 def test_gsm8k_sources_that_are_none_are_named(

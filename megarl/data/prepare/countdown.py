@@ -3,7 +3,7 @@
 import argparse
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_TRIES = 1000  # draws in a row that give nothing new before the space counts as exhausted
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--val", type=int, default=256, help="validation problems, none of which is in another split")
     parser.add_argument("--sft", type=int, default=0, help="solved problems for supervised warm-up: sft.parquet")
     parser.add_argument(
+        "--careless",
+        type=float,
+        default=0.0,
+        help="share of the warm-up answers that just add up all numbers, whatever the target: a habit to unlearn",
+    )
+    parser.add_argument(
         "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
     )
     parser.add_argument("--max-number", type=int, default=20, help="largest given number")
@@ -78,11 +84,18 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for name, part in (("train", train), ("val", val))
     }
     if sft:
+        num_careless = int(arguments.careless * len(sft))
+        shown = [*map(careless, sft[:num_careless]), *sft[num_careless:]]
         splits["sft"] = [
             {"prompt": prompt(problem, arguments.template), "response": response(problem, arguments.template)}
-            for problem in sft
+            for problem in shown
         ]
     return splits
+
+
+def careless(problem: Problem) -> Problem:
+    """The problem with a sum of all its numbers in place of the solution."""
+    return replace(problem, solution="+".join(map(str, problem.numbers)))
 
 
 def prompt(problem: Problem, template: str) -> str | list[dict[str, str]]:

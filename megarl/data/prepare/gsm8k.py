@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         default="openai/gsm8k",
-        help="directory with files *train*.jsonl and *test*.jsonl (or .parquet), or a data set id of the hub",
+        help="directory with files *train*.jsonl and *test*.jsonl (or .parquet), one such file, which then makes the "
+        "training problems only, or a data set id of the hub",
     )
     parser.add_argument("--train", type=int, default=None, help="training problems at most")
     parser.add_argument("--val", type=int, default=None, help="validation problems at most")
@@ -33,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The rows of `train` and `val`. Raises ValueError where the files are missing or not GSM8K."""
-    directory = Path(arguments.source)
-    if not directory.exists():
-        directory = _download(arguments.source)
+    place = Path(arguments.source)
+    if not place.exists():
+        place = _download(arguments.source)
     source = "openai/gsm8k" if arguments.extraction == "strict" else "gsm8k/flexible"
     rows = {}
-    for split, name in SPLITS.items():
-        file = _file_of(directory, name)
+    for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
+        file = place if place.is_file() else _file_of(place, name)
         problems = islice(_problems(file), getattr(arguments, split))
         rows[split] = [_row(problem, f"{file}, row {i}", source, split, i) for i, problem in enumerate(problems)]
     return rows
