@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megarl.rollout.config import SamplingSection
@@ -180,6 +181,7 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"max_model_len": 1})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
+    dist.barrier()  # a rank that left now would cut off one that is still joining
 
 
 def test_engine_refuses_what_does_not_fit(pool: RankPool, checkpoints: Checkpoints) -> None:
