@@ -75,12 +75,13 @@ class RolloutEngine:
         )
         if on_cpu:
             patches.name_shared_memory(segments.claim())
-            arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(
+            cache_bytes = cpu_cache_bytes(
                 section,
                 cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads),
                 num_sequences=min(section.max_num_seqs, max_sequences or section.max_num_seqs),
                 max_model_len=max_model_len,
             )
+            arguments = {"kv_cache_memory_bytes": cache_bytes} | arguments
         self._llm = self._start(arguments)
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
