@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
 from megarl.config.load import to_dict, to_yaml
@@ -28,6 +29,7 @@ from megarl.roles import Model, Sampler, Scorer, Updates
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import stop_token_ids
 from megarl.source import Source
+from megarl.tracking.config import TrainerSection
 from megarl.tracking.tracker import Tracker, make_tracker
 from megarl.validation import Validation
 
@@ -75,14 +77,7 @@ def build_run(config: Config, launch: Launch) -> Run:
         reference=_reference(config, source, mesh),
         critic=critic,
         algorithm=config.algorithm,
-        schedule=Schedule(
-            first_step=state.step,
-            last_step=state.step if trainer.val_only else last_step,
-            test_freq=trainer.test_freq,
-            save_freq=trainer.save_freq,
-            validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
-            critic_warmup=trainer.critic_warmup if critic else 0,
-        ),
+        schedule=make_schedule(trainer, first_step=state.step, last_step=last_step, resumed=resumed is not None),
         validation=_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None,
         checkpoints=checkpoints,
         tracker=tracker,
@@ -90,7 +85,27 @@ def build_run(config: Config, launch: Launch) -> Run:
     )
     if launch.rank == 0:
         (run_dir / "config.yaml").write_text(to_yaml(config))
-    return Run(job=job, kl=_kl_controller(config, state), engine=engine)
+    return Run(job=job, kl=make_kl_controller(config.algorithm.kl_ctrl, state), engine=engine)
+
+
+def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
+    """When a run of the steps from `first_step` on validates, saves and ends."""
+    return Schedule(
+        first_step=first_step,
+        last_step=first_step if trainer.val_only else last_step,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
+        critic_warmup=trainer.critic_warmup,
+    )
+
+
+def make_kl_controller(section: KLControlSection, state: State) -> KL:
+    """The controller of the KL coefficient; an adaptive one goes on from the coefficient it had reached."""
+    if section.type == "fixed":
+        return FixedKL(section.kl_coef)
+    coef = section.kl_coef if state.kl_coef is None else state.kl_coef
+    return AdaptiveKL(coef, target=section.target_kl, horizon=section.horizon)
 
 
 def build_validation(config: Config, launch: Launch) -> tuple[Validation, RolloutEngine, int]:
@@ -301,11 +316,3 @@ def _tracker(config: Config, launch: Launch, run_dir: Path, *, last_step: int, r
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         resume_step=resume_step,
     )
-
-
-def _kl_controller(config: Config, state: State) -> KL:
-    control = config.algorithm.kl_ctrl
-    coef = control.kl_coef if state.kl_coef is None else state.kl_coef
-    if control.type == "fixed":
-        return FixedKL(coef)
-    return AdaptiveKL(coef, target=control.target_kl, horizon=control.horizon)
