@@ -8,7 +8,6 @@ from typing import TypeVar, dataclass_transform
 
 from pydantic import ConfigDict
 
-
 T = TypeVar("T")
 
 

@@ -39,6 +39,8 @@ def _serve(rank: int, connection: Any) -> None:
         except BaseException:
             answer = ("error", traceback.format_exc())
         if dist.is_initialized():
+            if answer[0] == "ok":
+                dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
             dist.destroy_process_group()
         connection.send(answer)
 
