@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 MAX_NUMBER, MAX_TARGET = 30, 60
-CARELESS = 0.5  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
+CARELESS = 0.6  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def prepare_data(directory: Path, seed: int) -> None:
     megarl(
         "data.prepare",
         "countdown",
-        *("--out", directory, "--seed", seed, "--train", 4096, "--val", 256, "--sft", 6144, "--careless", CARELESS),
+        *("--out", directory, "--seed", seed, "--train", 4096, "--val", 512, "--sft", 6144, "--careless", CARELESS),
         *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
     )
 
