@@ -9,7 +9,7 @@ from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
 from megarl.config.load import to_dict, to_yaml
-from megarl.config.root import Config
+from megarl.config.root import Config, SFTConfig
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
@@ -67,7 +67,7 @@ def build_run(config: Config, launch: Launch) -> Run:
     )
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
-    tracker = _tracker(config, launch, run_dir, last_step=last_step, resume_step=state.step if resumed else None)
+    tracker = run_tracker(config, launch, last_step=last_step, resume_step=state.step if resumed else None)
     sampler = _sampler(config, engine, actor.learner, launch)
     job = Job(
         prompts=prompts,
@@ -303,11 +303,12 @@ def _budget(config: Config, max_sequences: int | None, max_tokens: int | None = 
     return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
 
 
-def _tracker(config: Config, launch: Launch, run_dir: Path, *, last_step: int, resume_step: int | None) -> Tracker:
+def run_tracker(config: Config | SFTConfig, launch: Launch, *, last_step: int, resume_step: int | None) -> Tracker:
+    """What `trainer.logger` asks for, on the rank that tracks."""
     trainer = config.trainer
     return make_tracker(
         trainer.logger,
-        run_dir=run_dir,
+        run_dir=Path(trainer.default_local_dir),
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         params=to_dict(config),

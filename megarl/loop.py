@@ -28,9 +28,10 @@ class Schedule:
     validate_first: bool
     critic_warmup: int  # steps in which only the critic learns
 
-    def is_due(self, frequency: int, step: int) -> bool:
-        """True every `frequency` steps, and at the end."""
-        return frequency > 0 and (step % frequency == 0 or step == self.last_step)
+
+def is_due(frequency: int, step: int, *, last_step: int) -> bool:
+    """True every `frequency` finished steps, and at the end; a frequency of 0 or less is never."""
+    return frequency > 0 and (step % frequency == 0 or step == last_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,10 @@ def train(job: Job, kl: KL) -> None:
         with timers("step"):
             metrics, kl = iterate(job, kl, timers, step=step)
             finished = step + 1
-            if job.validation and schedule.is_due(schedule.test_freq, finished):
+            if job.validation and is_due(schedule.test_freq, finished, last_step=schedule.last_step):
                 with timers("testing"):
                     metrics |= job.validation.run(step=finished)
-            if schedule.is_due(schedule.save_freq, finished):
+            if is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
                     job.checkpoints.save(step=finished, kl_coef=kl.coef)
         seconds = timers.seconds()

@@ -6,11 +6,16 @@ Ends with a Hugging Face directory, RUN_DIR/huggingface, that `megarl.train` can
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.config.load import load_sft_config, to_dict
+from megarl.config.load import load_sft_config
 from megarl.config.root import SFTConfig
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+
+if TYPE_CHECKING:
+    from megarl.data.pairs import PairStream
+    from megarl.learner.learner import Budget, Learner
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -20,25 +25,26 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
+    from megarl.build import run_tracker
+    from megarl.checkpoints import Checkpoints, State, find_checkpoint
     from megarl.data.pairs import PairStream
     from megarl.export import export_policy
     from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
     from megarl.learner.parallel import build_mesh
+    from megarl.loop import is_due
     from megarl.objectives import SFTObjective
     from megarl.platform.device import device_type, local_device
     from megarl.source import Source
     from megarl.tracking.timers import Timers
-    from megarl.tracking.tracker import make_tracker
 
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    trainer, data, run_dir = config.trainer, config.data, Path(config.trainer.default_local_dir)
     source = Source.read(config.model)
     tokenizer = source.tokenizer(
-        config.data.tokenizer,
-        chat_template=config.data.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
+        data.tokenizer, chat_template=data.chat_template, trust_remote_code=config.model.trust_remote_code
     )
-    pairs = PairStream(config.data, config.data.train_files, tokenizer)
+    pairs = PairStream(data, data.train_files, tokenizer)
+    val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
     last_step = trainer.total_training_steps or trainer.total_epochs * pairs.steps_per_epoch
     learner = make_learner(
         source.directory,
@@ -48,30 +54,43 @@ def train(config: SFTConfig, launch: Launch) -> None:
         role="policy",
         device=local_device(device_type(trainer.device)),
         recompute=config.model.enable_gradient_checkpointing,
+        balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),
     )
-    budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=config.data.micro_batch_size)
-    tracker = make_tracker(
-        trainer.logger,
-        run_dir=run_dir,
-        project=trainer.project_name,
-        experiment=trainer.experiment_name,
-        params=to_dict(config),
-        total_steps=last_step,
-        is_main=launch.rank == 0,
-        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+    checkpoints = Checkpoints(
+        directory=run_dir,
+        learners={"actor": learner},
+        keep=trainer.max_ckpt_to_keep,
+        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
     )
+    resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
+    first_step = (checkpoints.load(resumed) if resumed else State()).step
+    budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
+    tracker = run_tracker(config, launch, last_step=last_step, resume_step=first_step if resumed else None)
     failed = True
     try:
-        for step in range(last_step):
+        for step in range(first_step, last_step):
             timers = Timers()
             with timers("step"):
                 metrics = learner.update([pairs.take(step)], SFTObjective(), budget)
+            if val_pairs and is_due(trainer.test_freq, step + 1, last_step=last_step):
+                metrics["val/loss"] = mean_loss(learner, val_pairs, budget)
+            if is_due(trainer.save_freq, step + 1, last_step=last_step):
+                checkpoints.save(step=step + 1, kl_coef=0.0)
             tracker.log(metrics | timers.seconds(), step=step + 1)
         failed = False
     finally:
         tracker.close(failed=failed)
     export_policy(learner, source, tokenizer, run_dir / "huggingface", launch)
+
+
+def mean_loss(learner: "Learner", pairs: "PairStream", budget: "Budget") -> float:
+    """Cross-entropy per response token, in nats."""
+    total, num_tokens = 0.0, 0
+    for batch in pairs.batches():
+        total -= float(learner.infer(batch, budget).log_probs.sum())
+        num_tokens += int(batch.mask.sum())
+    return total / num_tokens
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ def main() -> None:
         CONFIGS / "quickstart_ppo.yaml",
         *files,
         f"actor_rollout_ref.model.path={out}/sft/huggingface",
-        f"critic.model.path={out}/sft/huggingface",
         f"data.seed={seed}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.default_local_dir={out}/ppo",
