@@ -40,6 +40,8 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
     """Take over the moments and the place in the schedule; rates and decay stay as configured."""
     groups = optimizer.megatron.param_groups
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
+    for saved, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
+        saved.update(values)  # megatron-core 0.19 recognises a group by these, and ours may have changed since
     optimizer.megatron.load_state_dict(state)
     for inner in torch_optimizers(optimizer.megatron):
         _separate_steps(inner)

@@ -56,6 +56,7 @@ def cuda_calls_on_cpu() -> Iterator[None]:
             "manual_seed": lambda seed: torch.manual_seed(seed),
             "synchronize": lambda *args: None,
             "set_device": lambda device: None,
+            "current_stream": lambda *args: None,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         yield
