@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-MAX_NUMBER, MAX_TARGET = 30, 60
+MAX_NUMBER, MAX_TARGET = 24, 50
 CARELESS = 0.6  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
 
 
@@ -63,7 +63,7 @@ def prepare_data(directory: Path, seed: int) -> None:
     megarl(
         "data.prepare",
         "countdown",
-        *("--out", directory, "--seed", seed, "--train", 4096, "--val", 512, "--sft", 6144, "--careless", CARELESS),
+        *("--out", directory, "--seed", seed, "--train", 3072, "--val", 512, "--sft", 5120, "--careless", CARELESS),
         *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
     )
 

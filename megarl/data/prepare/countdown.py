@@ -4,6 +4,7 @@ import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 MAX_TRIES = 1000  # draws in a row that give nothing new before the space counts as exhausted
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--careless",
         type=float,
         default=0.0,
-        help="share of the warm-up answers that just add up all numbers, whatever the target: a habit to unlearn",
+        help="share, below 1, of further warm-up answers that just add up all numbers: a habit to unlearn",
     )
     parser.add_argument(
         "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
@@ -70,6 +71,8 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The rows of `train`, `val` and, where asked for, `sft`. Raises ValueError where there are too few problems."""
     if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
         raise ValueError(f"--operators {arguments.operators!r}: give one or more of + - * /")
+    if not 0.0 <= arguments.careless < 1.0:
+        raise ValueError(f"--careless {arguments.careless}: give a share from 0 to below 1")
     total = arguments.train + arguments.val + arguments.sft
     problems = list(_distinct(arguments, total))
     if len(problems) < total:
@@ -84,8 +87,8 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for name, part in (("train", train), ("val", val))
     }
     if sft:
-        num_careless = int(arguments.careless * len(sft))
-        shown = [*map(careless, sft[:num_careless]), *sft[num_careless:]]
+        num_careless = round(arguments.careless / (1.0 - arguments.careless) * len(sft))
+        shown = [*sft, *map(careless, islice(cycle(sft), num_careless))]
         splits["sft"] = [
             {"prompt": prompt(problem, arguments.template), "response": response(problem, arguments.template)}
             for problem in shown
