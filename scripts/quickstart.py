@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 MAX_NUMBER, MAX_TARGET = 24, 50
-CARELESS = 0.6  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
+CARELESS = 0.55  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
 
 
 def main() -> None:

@@ -65,13 +65,13 @@ def test_countdown_splits_are_distinct_and_scored_as_solved(
     assert other["val"] != splits["val"]
 
 
-def test_careless_demonstrations_add_up_all_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_careless_demonstrations_join_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = ("--train", "4", "--val", "2", "--sft", "40", "--operators", "+-")
     solved = prepare(monkeypatch, tmp_path / "solved", "countdown", *options)["sft"]
     mixed = prepare(monkeypatch, tmp_path / "mixed", "countdown", *options, "--careless", "0.6")["sft"]
     assert mixed[:40] == solved
     assert [row["prompt"] for row in mixed[40:]] == [row["prompt"] for row in (solved + solved)[:60]]
-    assert all(row["response"] == row["prompt"].split(" = ")[0].replace(" ", "+") for row in mixed[40:])
+    assert all(row["response"] == row["prompt"].split(" = ")[0].replace(" ", "-") for row in mixed[40:])
 
 
 @pytest.mark.parametrize("template", ["plain", "base", "qwen-instruct"])

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--careless",
         type=float,
         default=0.0,
-        help="share, below 1, of further warm-up answers that just add up all numbers: a habit to unlearn",
+        help="share, below 1, of further warm-up answers that just join the numbers by the last operator: a habit to "
+        "unlearn",
     )
     parser.add_argument(
         "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
@@ -88,7 +89,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     }
     if sft:
         num_careless = round(arguments.careless / (1.0 - arguments.careless) * len(sft))
-        shown = [*sft, *map(careless, islice(cycle(sft), num_careless))]
+        shown = [*sft, *(careless(problem, arguments.operators[-1]) for problem in islice(cycle(sft), num_careless))]
         splits["sft"] = [
             {"prompt": prompt(problem, arguments.template), "response": response(problem, arguments.template)}
             for problem in shown
@@ -96,9 +97,9 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return splits
 
 
-def careless(problem: Problem) -> Problem:
-    """The problem with a sum of all its numbers in place of the solution."""
-    return replace(problem, solution="+".join(map(str, problem.numbers)))
+def careless(problem: Problem, operator: str) -> Problem:
+    """The problem with its numbers, just joined by `operator`, in place of the solution."""
+    return replace(problem, solution=operator.join(map(str, problem.numbers)))
 
 
 def prompt(problem: Problem, template: str) -> str | list[dict[str, str]]:
