@@ -1,5 +1,6 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,12 @@ class Optimizer:
         Raises:
             FloatingPointError: the gradient is not finite; no weight was changed.
         """
-        changed, grad_norm, _ = self.megatron.step()
-        if not changed:
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: the update was refused")
-        return float(grad_norm)
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())  # over all ranks, so all of them see the same
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}: no weight was changed")
+        self.megatron.step()
+        return grad_norm
 
 
 def make_trainable(

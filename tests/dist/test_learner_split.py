@@ -163,3 +163,37 @@ def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
                 assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
                 assert not torch.equal(answer["after"], answer["before"])
                 torch.testing.assert_close(answer["after"], first["after"], rtol=1e-4, atol=1e-5)
+
+
+def refused_update(checkpoint: Path, tp: int) -> bool:
+    """On one rank: an update whose gradient is not a number; returns whether any weight changed."""
+    from megarl.learner.factory import make_learner
+    from megarl.learner.learner import Budget
+    from megarl.models.architecture import read_architecture
+
+    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp)
+    learner = make_learner(
+        checkpoint,
+        read_architecture(json.loads((checkpoint / "config.json").read_text())),
+        section,
+        fresh_mesh(section),
+        role="policy",
+        device=torch.device("cpu"),
+        training=(OptimSection(lr=1e-3), 1.0, 10),
+    )
+    with learner.weights() as weights:
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+        with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
+            learner.update([experience()], not_a_number, Budget(max_tokens=1000, max_sequences=None))
+        return any(not torch.equal(tensor, before[name]) for name, tensor in weights.items())
+
+
+def not_a_number(outputs: PolicyOutputs, micro: Experience, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    return outputs.log_probs.sum() * float("nan"), {}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_gradient_that_is_not_a_number_changes_no_weight(
+    pool: RankPool, checkpoints: dict[str, Path], tp: int
+) -> None:
+    assert pool.run(2, refused_update, checkpoints["llama"], tp) == [False, False]
