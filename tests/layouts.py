@@ -1,12 +1,14 @@
-"""Layouts of a dense model as a trainer and an engine hold it, index-valued tensors, and plain slicing."""
+"""Layouts of a model as a trainer and an engine hold it, index-valued tensors, and plain slicing."""
 
 import math
 
 import torch
 
 from megarl.models.architecture import Architecture, hf_shapes
-from megarl.models.weights import pieces
-from megarl.reshard.layout import Box, Layout, Piece, row_major
+from megarl.models.engine import engine_layout
+from megarl.models.grid import Grid
+from megarl.models.trainer import trainer_layout
+from megarl.reshard.layout import Box, Layout
 
 
 def architecture(**sizes) -> Architecture:
@@ -20,7 +22,7 @@ def architecture(**sizes) -> Architecture:
             "num_attention_heads": 8,
             "num_key_value_heads": 2,
             "head_dim": 4,
-            "vocab_size": 21,
+            "vocab_size": 121,
             "tied_embeddings": False,
             "qkv_bias": True,
             "qk_norm": True,
@@ -41,98 +43,35 @@ def index_valued(model: Architecture) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def trainer_shapes(model: Architecture, *, tp: int, pp: int, stage: int) -> dict[str, tuple[int, ...]]:
-    """Megatron's local parameters of one pipeline stage, by name with the global layer number."""
-    hidden, head = model.hidden_size, model.head_dim
-    fused = (model.num_attention_heads + 2 * model.num_key_value_heads) * head // tp
-    vocabulary = (-(-model.vocab_size // tp) + 1, hidden)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if stage == 0:
-        shapes["embedding.word_embeddings.weight"] = vocabulary
-    for number in range(model.num_layers * stage // pp, model.num_layers * (stage + 1) // pp):
-        layer = {
-            "input_layernorm.weight": (hidden,),
-            "self_attention.linear_qkv.weight": (fused, hidden),
-            "self_attention.linear_qkv.bias": (fused,),
-            "self_attention.q_layernorm.weight": (head,),
-            "self_attention.k_layernorm.weight": (head,),
-            "self_attention.linear_proj.weight": (hidden, model.num_attention_heads * head // tp),
-            "pre_mlp_layernorm.weight": (hidden,),
-            "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size // tp, hidden),
-            "mlp.linear_fc2.weight": (hidden, model.ffn_hidden_size // tp),
-        }
-        absent = () if model.qkv_bias else ("linear_qkv.bias",)
-        absent += () if model.qk_norm else ("q_layernorm.weight", "k_layernorm.weight")
-        shapes |= {
-            f"decoder.layers.{number}.{name}": shape for name, shape in layer.items() if not name.endswith(absent)
-        }
-    if stage == pp - 1:
-        shapes["decoder.final_layernorm.weight"] = (hidden,)
-        if pp > 1 or not model.tied_embeddings:
-            shapes["output_layer.weight"] = vocabulary
-    return shapes
-
-
 def trainer_layouts(
-    model: Architecture, *, tp: int, pp: int, dp: int = 1, dtype: torch.dtype = torch.float32
+    model: Architecture, *, tp: int, pp: int, dp: int = 1, dtype: torch.dtype = torch.float32, **grid: int
 ) -> list[Layout]:
-    """What each rank of a trainer holds; ranks count tensor-parallel first, then data-parallel, then stages."""
-    layouts = []
-    for rank in range(tp * dp * pp):
-        stage = rank // (tp * dp)
-        layout: list[Piece] = []
-        for name, shape in trainer_shapes(model, tp=tp, pp=pp, stage=stage).items():
-            layout += pieces(model, name, shape, param=name, dtype=dtype, tp_rank=rank % tp, tp_size=tp)
-        layouts.append(layout)
-    return layouts
+    """What each rank of a trainer holds; the first stage has the layers that do not divide."""
+    first = model.num_layers - model.num_layers // pp * (pp - 1)
+    ranks = Grid(num_ranks=tp * dp * pp, tp=tp, pp=pp, num_layers_in_first_stage=first, **grid)
+    return [trainer_layout(model, ranks, rank, dtype=dtype, vocab_multiple=5) for rank in range(ranks.num_ranks)]
 
 
 def engine_layouts(
-    model: Architecture, *, tp: int, replicas: int = 1, dtype: torch.dtype = torch.float32
+    model: Architecture,
+    *,
+    tp: int,
+    replicas: int = 1,
+    dtype: torch.dtype = torch.float32,
+    expert_parallel: bool = False,
 ) -> list[Layout]:
-    """What each rank of an engine needs: `[Q;K;V]` with replicated key/value heads, `[gate;up]`, padded vocabulary."""
-    return [_engine_layout(model, rank % tp, tp, dtype) for rank in range(tp * replicas)]
-
-
-def _engine_layout(model: Architecture, rank: int, tp: int, dtype: torch.dtype) -> Layout:
-    layout: list[Piece] = []
-    kv_ranks = min(tp, model.num_key_value_heads)  # the others repeat a neighbour's heads
-
-    def place(param: str, parts: list[tuple[str, Box]]) -> None:
-        row = 0
-        for name, box in parts:
-            strides = row_major(box.shape)
-            layout.append(Piece(name, box, param, row * strides[0], strides, dtype))
-            row += box.shape[0]
-
-    def rows(name: str, part: int, num_parts: int) -> tuple[str, Box]:
-        total, *rest = shapes[name]
-        size = -(-total // num_parts)
-        return name, Box((part * size, *(0 for _ in rest)), (min(total, (part + 1) * size), *rest))
-
-    shapes = hf_shapes(model)
-    for name, shape in shapes.items():
-        prefix, _, kind = name.partition("self_attn.")
-        suffix = name.rpartition(".")[2]
-        if kind.startswith("q_proj"):
-            keys = [f"{prefix}self_attn.{x}_proj.{suffix}" for x in "kv"]
-            kv = [rows(key, rank * kv_ranks // tp, kv_ranks) for key in keys]
-            place(f"{prefix}self_attn.qkv_proj.{suffix}", [rows(name, rank, tp), *kv])
-        elif kind.startswith(("k_proj", "v_proj")) or name.endswith("up_proj.weight"):
-            pass  # placed with the first of their fused parameter
-        elif name.endswith("gate_proj.weight"):
-            up = name.replace("gate_proj", "up_proj")
-            place(name.replace("gate_proj", "gate_up_proj"), [rows(name, rank, tp), rows(up, rank, tp)])
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            width = shape[1] // tp
-            place(name, [(name, Box((0, rank * width), (shape[0], (rank + 1) * width)))])
-        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            part = rows(name, rank, tp)
-            if part[1].numel > 0 and part[1].lo[0] < part[1].hi[0]:
-                place(name, [part])
-        else:
-            place(name, [rows(name, 0, 1)])
-    return layout
+    """What each rank of `replicas` engines needs."""
+    return [
+        engine_layout(
+            model,
+            tp_rank=rank % tp,
+            tp_size=tp,
+            expert_parallel=expert_parallel,
+            dtype=dtype,
+            latent_fused=True,
+        )
+        for rank in range(tp * replicas)
+    ]
 
 
 def blank(layout: Layout, value: float = math.nan) -> dict[str, torch.Tensor]:

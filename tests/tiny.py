@@ -20,6 +20,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DEEPSEEK: dict[str, Any] = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -27,6 +38,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
     "qwen3-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "mixtral": {
+        "model_type": "mixtral",
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "hidden_size": 128,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **DEEPSEEK,
+        "q_lora_rank": 48,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
 }
 
 
@@ -39,5 +82,8 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(directory)
     return directory

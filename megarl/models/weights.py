@@ -7,25 +7,28 @@ absent on some sharded parameters and wrong on others.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Protocol
 
 import torch
 
 from megarl.models.architecture import Architecture, hf_shapes
+from megarl.models.families import ExpertNames
+from megarl.models.grid import Cut
 from megarl.reshard.layout import Box, Piece, row_major, whole
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the `tp_size` tensor-parallel shards of a Megatron parameter."""
+    """One of the `num_parts` parts into which a Megatron parameter is cut."""
 
     architecture: Architecture
-    prefix: str  # of the layer's Hugging Face names, empty outside the layers
+    prefix: str  # of the Hugging Face names: the layer's or the expert's, empty outside the layers
     shape: tuple[int, ...]  # of the local tensor
-    tp_rank: int
-    tp_size: int
+    part: int
+    num_parts: int
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a Hugging Face parameter of this layer."""
@@ -36,15 +39,15 @@ class Shard:
 
     def slice_of(self, extent: int) -> tuple[int, int]:
         """First index and end of this shard's part of a dimension that is cut evenly."""
-        size = extent // self.tp_size
-        return self.tp_rank * size, (self.tp_rank + 1) * size
+        size = extent // self.num_parts
+        return self.part * size, (self.part + 1) * size
 
 
 @dataclass(frozen=True)
 class Region:
     """`box` of the Hugging Face parameter `name` lies in the local tensor from row `row` on."""
 
-    name: str  # relative to the layer
+    name: str  # behind the shard's prefix
     box: Box
     row: int
 
@@ -75,6 +78,36 @@ class Replicated:
     def regions(self, shard: Shard) -> Iterator[Region]:
         """One region, the same on every rank."""
         yield Region(self.name, whole(shard.full_shape(self.name)), 0)
+
+
+@dataclass(frozen=True)
+class ColumnParallel:
+    """Rank `t` holds the `t`-th slice of the rows, each of which makes one output."""
+
+    padded: ClassVar[bool] = False
+    name: str
+
+    def regions(self, shard: Shard) -> Iterator[Region]:
+        """One region, cut in rows."""
+        full_shape = shard.full_shape(self.name)
+        yield Region(self.name, _rows(full_shape, *shard.slice_of(full_shape[0])), 0)
+
+
+@dataclass(frozen=True)
+class DownProjection:
+    """Transformer Engine gives every rank the whole matrix, Megatron's own linear layer a slice of its rows.
+
+    Only the shape tells which of the two built it.
+    """
+
+    padded: ClassVar[bool] = False
+    name: str
+
+    def regions(self, shard: Shard) -> Iterator[Region]:
+        """One region: all rows or the shard's."""
+        whole_shape = shard.full_shape(self.name)
+        rule: Rule = Replicated(self.name) if shard.shape == whole_shape else ColumnParallel(self.name)
+        return rule.regions(shard)
 
 
 @dataclass(frozen=True)
@@ -147,9 +180,11 @@ class Vocabulary:
         """One region, or none where all local rows are padding."""
         name = self.tied_name if shard.architecture.tied_embeddings else self.name
         full_shape = shard.full_shape(name)
-        padded_rows = shard.shape[0] * shard.tp_size
+        padded_rows = shard.shape[0] * shard.num_parts
         if padded_rows < full_shape[0]:
-            raise ValueError(f"{padded_rows} rows on {shard.tp_size} ranks cannot hold {full_shape[0]} rows of {name}")
+            raise ValueError(
+                f"{padded_rows} rows on {shard.num_parts} ranks cannot hold {full_shape[0]} rows of {name}"
+            )
         first, end = shard.slice_of(padded_rows)
         if first < full_shape[0]:
             yield Region(name, _rows(full_shape, first, min(end, full_shape[0])), 0)
@@ -165,11 +200,6 @@ MODEL: Mapping[str, Rule] = {
 # Transformer Engine fuses a norm into the linear layer behind it, so the norms have two names.
 LAYER: Mapping[str, Rule] = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": FusedQKV("weight"),
-    "self_attention.linear_qkv.bias": FusedQKV("bias"),
-    "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
     "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": Replicated("post_attention_layernorm.weight"),
@@ -177,18 +207,60 @@ LAYER: Mapping[str, Rule] = {
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
 }
 
+ATTENTION: Mapping[str, Rule] = {
+    "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": FusedQKV("weight"),
+    "self_attention.linear_qkv.bias": FusedQKV("bias"),
+    "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+}
+
+# The rows of the up-projections are whole heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
+LATENT_ATTENTION: Mapping[str, Rule] = {
+    "self_attention.linear_q_proj.weight": ColumnParallel("self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": DownProjection("self_attn.q_a_proj.weight"),
+    "self_attention.q_layernorm.weight": Replicated("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.layer_norm_weight": Replicated("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": ColumnParallel("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": DownProjection("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_layernorm.weight": Replicated("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": Replicated("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": ColumnParallel("self_attn.kv_b_proj.weight"),
+}
+
+
+@cache
+def _sparse_layer(names: ExpertNames) -> Mapping[str, Rule]:
+    """What a layer with experts has beside them."""
+    shared = f"{names.block}.{names.shared}"
+    return {
+        "mlp.router.weight": Replicated(f"{names.block}.gate.weight"),
+        "mlp.router.expert_bias": Replicated(f"{names.block}.gate.e_score_correction_bias"),
+        "mlp.shared_experts.linear_fc1.weight": GatedMLP(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+        "mlp.shared_experts.linear_fc2.weight": RowParallel(f"{shared}.down_proj.weight"),
+        "mlp.shared_experts.gate_weight": Replicated(f"{shared}_gate.weight"),
+    }
+
+
+@cache
+def _expert(names: ExpertNames) -> Mapping[str, Rule]:
+    """The two matrices of one expert."""
+    return {
+        "1": GatedMLP(f"{names.gate}.weight", f"{names.up}.weight"),
+        "2": RowParallel(f"{names.down}.weight"),
+    }
+
+
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Of SequentialMLP, and of Transformer Engine's grouped one; both count the experts of the rank.
+EXPERT_NAMES = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
+    re.compile(r"mlp\.experts\.linear_fc(?P<matrix>[12])\.weight(?P<local>\d+)"),
+)
 
 
 def pieces(
-    architecture: Architecture,
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    param: str,
-    dtype: torch.dtype,
-    tp_rank: int,
-    tp_size: int,
+    architecture: Architecture, name: str, shape: tuple[int, ...], *, param: str, dtype: torch.dtype, cut: Cut
 ) -> list[Piece]:
     """Which boxes of which Hugging Face parameters one local, contiguous Megatron parameter holds.
 
@@ -198,23 +270,45 @@ def pieces(
         shape: of the local tensor.
         param: the key under which the caller keeps the local tensor.
         dtype: of the local tensor.
-        tp_rank: place of this shard among the tensor-parallel ones.
-        tp_size: number of tensor-parallel shards.
+        cut: which part of each matrix the rank holds.
 
     Raises:
         ValueError: the table has no such parameter, or the shape is not that of such a shard.
     """
-    layer = LAYER_NAME.fullmatch(name)
-    rule = LAYER.get(layer[2]) if layer else MODEL.get(name)
-    if rule is None:
-        raise ValueError(f"Megatron parameter {name} has no rule in megarl.models.weights")
-    prefix = f"model.layers.{layer[1]}." if layer else ""
-    regions = list(rule.regions(Shard(architecture, prefix, shape, tp_rank, tp_size)))
+    rule, shard = _find(architecture, name, shape, cut)
+    regions = list(rule.regions(shard))
     full = rule.padded or sum(region.box.numel for region in regions) == math.prod(shape)
     if not full or any(region.box.shape[1:] != shape[1:] for region in regions):
         held = ", ".join(f"{region.name} {region.box}" for region in regions)
-        raise ValueError(f"{name}: shape {shape} on rank {tp_rank} of {tp_size} does not fit what it must hold: {held}")
+        where = f"on rank {shard.part} of {shard.num_parts}"
+        raise ValueError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
     strides = row_major(shape)
     return [
-        Piece(prefix + region.name, region.box, param, region.row * strides[0], strides, dtype) for region in regions
+        Piece(shard.prefix + region.name, region.box, param, region.row * strides[0], strides, dtype)
+        for region in regions
     ]
+
+
+def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[Rule, Shard]:
+    layer = LAYER_NAME.fullmatch(name)
+    if not layer:
+        return _known((MODEL,), name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
+    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+    attention = LATENT_ATTENTION if architecture.latent else ATTENTION
+    if experts := architecture.experts:
+        names = architecture.expert_names
+        if expert := next(filter(None, (pattern.fullmatch(rest) for pattern in EXPERT_NAMES)), None):
+            number = cut.ep_rank * (experts.num_experts // cut.ep_size) + int(expert["local"])
+            shard = Shard(architecture, f"{prefix}{names.block}.experts.{number}.", shape, cut.etp_rank, cut.etp_size)
+            return _expert(names)[expert["matrix"]], shard
+        rule = _known((LAYER, attention, _sparse_layer(names)), rest, name)
+    else:
+        rule = _known((LAYER, attention), rest, name)
+    return rule, Shard(architecture, prefix, shape, cut.tp_rank, cut.tp_size)
+
+
+def _known(tables: Sequence[Mapping[str, Rule]], key: str, name: str) -> Rule:
+    for table in tables:
+        if key in table:
+            return table[key]
+    raise ValueError(f"Megatron parameter {name} has no rule in megarl.models.weights")

@@ -1,9 +1,13 @@
-import pytest
-import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+import json
+import math
 
-from megarl.models.architecture import RopeScaling, hf_shapes, read_architecture
-from tests.tiny import SIZES, VARIANTS
+import pytest
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
+
+from megarl.models.architecture import Experts, RopeScaling, Yarn, hf_shapes, read_architecture
+from megarl.models.families import FAMILIES
+from tests.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = {**SIZES, "model_type": "llama", "hidden_act": "silu"}
 LLAMA3_ROPE = {
@@ -13,34 +17,65 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_are_those_of_the_model_transformers_builds(variant):
-    config = CONFIG_MAPPING[VARIANTS[variant]["model_type"]](**SIZES | VARIANTS[variant])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes = hf_shapes(read_architecture(config.to_dict()))
-    assert dict(shapes) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def test_shapes_are_those_of_the_checkpoint_transformers_writes(variant, tmp_path):
+    directory = write_checkpoint(tmp_path, variant)
+    shapes = hf_shapes(read_architecture(json.loads((directory / "config.json").read_text())))
+    stored = load_file(directory / "model.safetensors")
+    assert dict(shapes) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
     layers = [name.split(".")[2] for name in shapes if ".layers." in name]
     assert layers == sorted(layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+FAMILY_NEEDS = {
+    "mistral": {"sliding_window": None},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_silence_means_what_transformers_assumes(family):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = {key: SIZES[key] for key in required} | {"model_type": family, "num_attention_heads": 32}
-    if family == "mistral":
-        config |= {"sliding_window": None}
+    config |= FAMILY_NEEDS.get(family, {})
     theirs = CONFIG_MAPPING[family](**config)
-    ours = read_architecture(config)
-    assert ours.num_key_value_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // 32)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.tied_embeddings == theirs.tie_word_embeddings
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope_scaling is None
+    assert read_architecture(config) == read_architecture(theirs.to_dict() | FAMILY_NEEDS.get(family, {}))
+    assert read_architecture(config).rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_deepseek_v3_is_what_its_authors_publish():
+    """The sizes of DeepSeek-V3's config.json, with its own `type: yarn`."""
+    published = CONFIG_MAPPING["deepseek_v3"]().to_dict() | FAMILY_NEEDS["deepseek_v3"]
+    published["rope_parameters"] = {"rope_theta": 10000.0, **YARN}
+    architecture = read_architecture(published)
+    assert architecture.rope_scaling == Yarn(
+        factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert architecture.experts == Experts(
+        num_experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        shared_ffn_hidden_size=2048,
+        first_dense_layers=3,
+        score="sigmoid",
+        scaling=2.5,
+        num_groups=8,
+        top_k_groups=4,
+        router_bias=True,
+    )
+    assert sum(math.prod(shape) for shape in hf_shapes(architecture).values()) == 671_026_419_200  # "671 B", no MTP
 
 
 @pytest.mark.parametrize(
@@ -78,6 +113,41 @@ def test_old_and_new_rotary_settings_mean_the_same(rope):
 def test_what_we_cannot_compute_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         read_architecture(LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("mixtral", {"sliding_window": 128}, "sliding_window 128"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]: only the first"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "always has a shared expert"),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 2}, "n_group 2"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("deepseek_v2", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v3", {"scoring_func": None}, "scoring_func None: must be 'noaux_tc' and 'sigmoid'"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"rope_scaling": LLAMA3_ROPE}, "known are 'default' and 'yarn'"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "has no 'original_max_position_embeddings'"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "by mscale and mscale_all_dim"),
+    ],
+)
+def test_what_an_expert_model_asks_beyond_us_is_refused_by_name(variant, change, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture(SIZES | VARIANTS[variant] | change)
+
+
+def test_experts_may_share_without_a_config_of_their_own():
+    """Qwen3-MoE with a shared expert, which stands beside 8 experts behind 1 dense layer."""
+    change = {"shared_expert_intermediate_size": 96, "mlp_only_layers": [0]}
+    architecture = read_architecture(SIZES | VARIANTS["qwen3_moe"] | change)
+    shapes = hf_shapes(architecture)
+    assert shapes["model.layers.1.mlp.shared_expert.down_proj.weight"] == (64, 96)
+    assert shapes["model.layers.1.mlp.shared_expert_gate.weight"] == (1, 64)
+    assert [architecture.is_sparse(layer) for layer in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""How vLLM cuts a model over the ranks of an engine, from sizes alone: the layout of one rank, the placement of all.
+
+vLLM's own loaders, traced on a live rank (`megarl.rollout.layout`), are the truth, and a test holds these rules against
+them; the rules serve where there is no engine, which is on every rank but one's own. An engine is a row of neighbouring
+ranks: rank `r` has the tensor coordinate `r % tp_size`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
+from megarl.models.placing import behind, placed
+from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placement_of, row_major, whole
+
+VOCAB_MULTIPLE = 64  # rows that the padded vocabulary of a whole engine divides by
+
+Part = tuple[str, Box]  # a box of a Hugging Face parameter
+
+
+def engine_layout(
+    architecture: Architecture,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    expert_parallel: bool,
+    dtype: torch.dtype,
+    latent_fused: bool,
+) -> Layout:
+    """What a rank of the engine must hold; `param` is vLLM's own name.
+
+    Args:
+        architecture: the sizes of the model.
+        tp_rank: the rank's place among the tensor-parallel ones of its engine.
+        tp_size: their number.
+        expert_parallel: whole experts, in blocks over the ranks, instead of a slice of each.
+        dtype: of the engine's weights.
+        latent_fused: vLLM's own latent attention, which fuses the two down-projections.
+    """
+    cut = _Cut(architecture, "", tp_rank, tp_size)
+    layers: dict[bool, list[Piece]] = {}
+    layout = list(_outside(cut, dtype))
+    for number in range(architecture.num_layers):
+        if (sparse := architecture.is_sparse(number)) not in layers:
+            mine = replace(cut, prefix=f"model.layers.{number}.")
+            layers[sparse] = list(_layer(mine, dtype, sparse=sparse, latent_fused=latent_fused))
+            if sparse and expert_parallel:
+                layers[sparse] += _experts(mine.uncut(), _expert_block(mine), dtype)
+            elif sparse:
+                layers[sparse] += _experts(mine, _all_experts(architecture), dtype)
+        layout += _in_layer(number, layers[sparse])
+    return tuple(layout)
+
+
+def engine_placement(
+    architecture: Architecture, *, num_ranks: int, tp_size: int, expert_parallel: bool, dtype: torch.dtype
+) -> Placement:
+    """Who must hold which boxes, where every `tp_size` ranks are an engine.
+
+    All layers of a kind are cut alike, and so are their experts: boxes are worked out for one of each.
+    """
+    assert num_ranks % tp_size == 0, (num_ranks, tp_size)
+    cuts = [_Cut(architecture, "", rank, tp_size) for rank in range(tp_size)]
+    ranks = [range(rank, num_ranks, tp_size) for rank in range(tp_size)]
+    samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
+    layouts = [list(_outside(cut, dtype)) for cut in cuts]
+    for sparse, number in samples.items():
+        for cut, layout in zip(cuts, layouts, strict=True):
+            mine = replace(cut, prefix=f"model.layers.{number}.")
+            layout += _in_layer(number, _layer(mine, dtype, sparse=sparse, latent_fused=False))
+    found = placed(placement_of(layouts), ranks)
+    layers = {sparse: behind(f"model.layers.{number}.", found) for sparse, number in samples.items()}
+    if True in samples:
+        mine_all = [replace(cut, prefix=f"model.layers.{samples[True]}.") for cut in cuts]
+        layers[True] |= _expert_holdings(mine_all, ranks, dtype, expert_parallel=expert_parallel)
+    for number in range(architecture.num_layers):
+        layer = layers[architecture.is_sparse(number)]
+        found.update({f"model.layers.{number}.{name}": holding for name, holding in layer.items()})
+    return {name: found[name] for name in hf_shapes(architecture)}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What one of `tp_size` ranks has of a layer's parameters, which are named behind the layer's prefix."""
+
+    architecture: Architecture
+    prefix: str
+    tp_rank: int
+    tp_size: int
+
+    def uncut(self) -> "_Cut":
+        """All of everything."""
+        return replace(self, tp_rank=0, tp_size=1)
+
+    def whole(self, name: str) -> Part:
+        """All of a parameter."""
+        return name, whole(hf_shapes(self.architecture)[self.prefix + name])
+
+    def rows(self, name: str, *, num_parts: int | None = None) -> Part:
+        """This rank's slice of the rows; with fewer parts than ranks, neighbours have the same."""
+        num_parts = num_parts or self.tp_size
+        box = self.whole(name)[1]
+        size, part = box.hi[0] // num_parts, self.tp_rank * num_parts // self.tp_size
+        return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
+
+    def columns(self, name: str) -> Part:
+        """This rank's slice of the columns."""
+        rows, columns = self.whole(name)[1].hi
+        size = columns // self.tp_size
+        return name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size))
+
+    def vocabulary(self, name: str) -> list[Part]:
+        """This rank's slice of the padded rows; nothing where all of them are padding."""
+        rows, columns = self.whole(name)[1].hi
+        size = -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp_size
+        first, end = self.tp_rank * size, min((self.tp_rank + 1) * size, rows)
+        return [(name, Box((first, 0), (end, columns)))] if first < end else []
+
+
+def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
+    """What is in no layer."""
+    for name in ("model.embed_tokens.weight", "lm_head.weight")[: 2 - cut.architecture.tied_embeddings]:
+        yield from _stacked(name, cut.vocabulary(name), dtype)
+    yield from _copies(cut, ["model.norm.weight"], dtype)
+
+
+def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
+    """A layer without its experts."""
+    a, o_proj = cut.architecture, "self_attn.o_proj.weight"
+    yield from _copies(cut, ["input_layernorm.weight", "post_attention_layernorm.weight"], dtype)
+    yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
+    yield from _stacked(o_proj, [cut.columns(o_proj)], dtype)
+    if not sparse or a.experts is None:
+        yield from _swiglu("mlp.", cut, dtype)
+        return
+    block, shared = a.expert_names.block, a.expert_names.shared
+    yield from _copies(cut, [f"{block}.gate.weight"], dtype)
+    if a.experts.router_bias:
+        yield from _copies(cut, [f"{block}.gate.e_score_correction_bias"], torch.float32)
+    if a.experts.shared_ffn_hidden_size:
+        yield from _swiglu(f"{block}.{shared}.", cut, dtype)
+    if a.experts.shared_gate:
+        yield from _copies(cut, [f"{block}.{shared}_gate.weight"], dtype)
+
+
+def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
+    a = cut.architecture
+    kv_parts = min(cut.tp_size, a.num_key_value_heads)
+    for suffix in ("weight", "bias") if a.qkv_bias else ("weight",):
+        keys_and_values = [cut.rows(f"self_attn.{x}_proj.{suffix}", num_parts=kv_parts) for x in "kv"]
+        parts = [cut.rows(f"self_attn.q_proj.{suffix}"), *keys_and_values]
+        yield from _stacked(f"self_attn.qkv_proj.{suffix}", parts, dtype)
+    if a.qk_norm:
+        yield from _copies(cut, [f"self_attn.{x}_norm.weight" for x in "qk"], dtype)
+
+
+def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:
+    """Latent attention, whose down-projections every rank has whole."""
+    down, up = ["self_attn.kv_a_proj_with_mqa.weight"], ["self_attn.kv_b_proj.weight"]
+    norms = ["self_attn.kv_a_layernorm.weight"]
+    if latent.q_lora_rank is None:
+        up.append("self_attn.q_proj.weight")
+    else:
+        down.insert(0, "self_attn.q_a_proj.weight")
+        norms.append("self_attn.q_a_layernorm.weight")
+        up.append("self_attn.q_b_proj.weight")
+    if fused and len(down) > 1:
+        yield from _stacked("self_attn.fused_qkv_a_proj.weight", [cut.whole(name) for name in down], dtype)
+    else:
+        yield from _copies(cut, down, dtype)
+    yield from _copies(cut, norms, dtype)
+    for name in up:
+        yield from _stacked(name, [cut.rows(name)], dtype)
+
+
+def _swiglu(prefix: str, cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
+    gate_up = [cut.rows(f"{prefix}{half}_proj.weight") for half in ("gate", "up")]
+    yield from _stacked(f"{prefix}gate_up_proj.weight", gate_up, dtype)
+    yield from _stacked(f"{prefix}down_proj.weight", [cut.columns(f"{prefix}down_proj.weight")], dtype)
+
+
+def _experts(cut: _Cut, numbers: Iterable[int], dtype: torch.dtype) -> Iterator[Piece]:
+    """Experts, fused into two parameters: `[expert, gate and up, hidden]` and `[expert, hidden, down]`."""
+    names = cut.architecture.expert_names
+    fused = f"{names.block}.experts.routed_experts."
+    for index, number in enumerate(numbers):
+        prefix = f"{names.block}.experts.{number}."
+        gate_up = [cut.rows(f"{prefix}{half}.weight") for half in (names.gate, names.up)]
+        yield from _stacked(f"{fused}w13_weight", gate_up, dtype, index=index)
+        yield from _stacked(f"{fused}w2_weight", [cut.columns(f"{prefix}{names.down}.weight")], dtype, index=index)
+
+
+def _all_experts(a: Architecture) -> range:
+    return range(a.experts.num_experts if a.experts else 0)
+
+
+def _expert_block(cut: _Cut) -> range:
+    """The experts of a rank that has whole ones; the first ranks have one more where they do not divide."""
+    size, more = divmod(len(_all_experts(cut.architecture)), cut.tp_size)
+    first = cut.tp_rank * size + min(cut.tp_rank, more)
+    return range(first, first + size + (cut.tp_rank < more))
+
+
+def _expert_holdings(
+    cuts: Sequence[_Cut], ranks: Sequence[Sequence[int]], dtype: torch.dtype, *, expert_parallel: bool
+) -> dict[str, Holding]:
+    """Who must hold the experts of a layer, by name behind the layer's; `ranks` of each cut."""
+    architecture = cuts[0].architecture
+    groups: list[tuple[range, Sequence[_Cut], Sequence[Sequence[int]]]]
+    if expert_parallel:
+        groups = [(_expert_block(cut), [cut.uncut()], [owners]) for cut, owners in zip(cuts, ranks, strict=True)]
+    else:
+        groups = [(_all_experts(architecture), cuts, ranks)]
+    prefix = f"{architecture.expert_names.block}.experts."
+    found: dict[str, Holding] = {}
+    for numbers, parts, owners in groups:
+        one = placed(placement_of([list(_experts(part, range(1), dtype)) for part in parts]), owners)
+        expert = behind(f"{prefix}0.", one)
+        found.update({f"{prefix}{number}.{name}": held for number in numbers for name, held in expert.items()})
+    return found
+
+
+def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:
+    """Parameters that every rank has whole, under their own names."""
+    for name in names:
+        yield from _stacked(name, [cut.whole(name)], dtype)
+
+
+def _stacked(param: str, parts: Sequence[Part], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
+    """Parts below one another, as element `index` of `param`."""
+    offset = index * sum(box.numel for _, box in parts)
+    for name, box in parts:
+        yield Piece(name, box, param, offset, row_major(box.shape), dtype)
+        offset += box.numel
+
+
+def _in_layer(number: int, layer: Iterable[Piece]) -> list[Piece]:
+    """The pieces with their layer's prefix in both names."""
+    prefix = f"model.layers.{number}."
+    return [Piece(prefix + p.name, p.box, prefix + p.param, p.offset, p.stride, p.dtype) for p in layer]

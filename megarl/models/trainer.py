@@ -1,0 +1,262 @@
+"""What every rank of a Megatron run holds, from sizes alone: shapes, layouts, and the placement of all ranks.
+
+Nothing here looks at a model that exists; that what exists agrees is for tests to prove.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from megarl.models.architecture import Architecture, Experts, LatentAttention, hf_shapes
+from megarl.models.grid import Cut, Grid
+from megarl.models.placing import behind, placed
+from megarl.models.weights import pieces
+from megarl.reshard.layout import Holding, Layout, Piece, Placement, placement_of
+
+Shapes = dict[str, tuple[int, ...]]
+
+VOCAB_MULTIPLE = 64  # rows of the embedding that a rank's number of them divides by
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+OUTPUT = "output_layer.weight"
+ROUTER_BIAS = "router.expert_bias"  # Megatron keeps it in float32, whatever the type of the parameters
+
+
+def parameter_shapes(
+    architecture: Architecture,
+    grid: Grid,
+    rank: int,
+    *,
+    value_head: bool = False,
+    grouped_experts: bool = False,
+    fused_norms: bool = False,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+) -> list[Shapes]:
+    """The local shapes of Megatron's parameters on a rank, one dict per model chunk.
+
+    Names have the layer's global number. The router's bias is listed although it is a buffer to Megatron.
+
+    Args:
+        architecture: the sizes of the model.
+        grid: the layout of the ranks.
+        rank: whose parameters.
+        value_head: one output per token instead of the vocabulary's, and no tied embedding.
+        grouped_experts: Transformer Engine's grouped experts instead of one module per expert.
+        fused_norms: Transformer Engine's names, which fuse a norm into the linear layer behind it.
+        vocab_multiple: the padded vocabulary is a multiple of this on every rank.
+    """
+    stage, cut = grid.stage(rank), grid.cut(rank)
+    vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
+    kinds = [_layer(architecture, cut, sparse=False, fused_norms=fused_norms)]
+    if experts := architecture.experts:
+        local_experts = _experts(
+            architecture, experts, cut, range(experts.num_experts // cut.ep_size), grouped=grouped_experts
+        )
+        kinds.append(_layer(architecture, cut, sparse=True, fused_norms=fused_norms) | local_experts)
+    chunks: list[Shapes] = []
+    for layers in grid.layers(stage, architecture.num_layers):
+        chunk: Shapes = {EMBEDDING: vocabulary} if stage == 0 and not chunks else {}
+        for number in layers:
+            chunk |= _named(number, kinds[architecture.is_sparse(number)])
+        chunks.append(chunk)
+    if stage == grid.pp - 1:
+        chunks[-1][FINAL_NORM] = (architecture.hidden_size,)
+        if value_head:
+            chunks[-1][OUTPUT] = (1, architecture.hidden_size)
+        elif not architecture.tied_embeddings or grid.pp > 1:
+            chunks[-1][OUTPUT] = vocabulary
+    return chunks
+
+
+def _vocabulary(a: Architecture, tp_size: int, multiple: int) -> tuple[int, int]:
+    step = multiple * tp_size
+    return -(-a.vocab_size // step) * multiple, a.hidden_size
+
+
+def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
+    if a.latent:
+        return {"input_layernorm.weight": (a.hidden_size,)} | _latent(a, a.latent, cut, fused_norms=fused_norms)
+    rows = (a.num_attention_heads + 2 * a.num_key_value_heads) * a.head_dim // cut.tp_size
+    norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
+    shapes: Shapes = {norm: (a.hidden_size,), "self_attention.linear_qkv.weight": (rows, a.hidden_size)}
+    if a.qkv_bias:
+        shapes["self_attention.linear_qkv.bias"] = (rows,)
+    if a.qk_norm:
+        shapes |= {f"self_attention.{x}_layernorm.weight": (a.head_dim,) for x in "qk"}
+    columns = a.num_attention_heads * a.head_dim // cut.tp_size
+    return shapes | {"self_attention.linear_proj.weight": (a.hidden_size, columns)}
+
+
+def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: bool) -> Shapes:
+    heads = a.num_attention_heads // cut.tp_size
+    norm = "linear_{}_up_proj.layer_norm_weight" if fused_norms else "{}_layernorm.weight"
+    if latent.q_lora_rank is None:
+        shapes: Shapes = {"linear_q_proj.weight": (heads * a.head_dim, a.hidden_size)}
+    else:
+        shapes = {
+            "linear_q_down_proj.weight": (latent.q_lora_rank, a.hidden_size),
+            norm.format("q"): (latent.q_lora_rank,),
+            "linear_q_up_proj.weight": (heads * a.head_dim, latent.q_lora_rank),
+        }
+    shapes |= {
+        "linear_kv_down_proj.weight": (latent.kv_lora_rank + latent.qk_rope_head_dim, a.hidden_size),
+        norm.format("kv"): (latent.kv_lora_rank,),
+        "linear_kv_up_proj.weight": (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank),
+        "linear_proj.weight": (a.hidden_size, heads * latent.v_head_dim),
+    }
+    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
+
+
+def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Shapes:
+    """A layer without its experts, by name behind the layer's."""
+    attention, experts = _attention(a, cut, fused_norms=fused_norms), a.experts
+    if not sparse or experts is None:
+        norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
+        feed_forward = _swiglu("mlp.linear_fc{}.weight", a, a.ffn_hidden_size // cut.tp_size)
+        return attention | {norm: (a.hidden_size,)} | feed_forward
+    shapes: Shapes = {
+        "pre_mlp_layernorm.weight": (a.hidden_size,),
+        "mlp.router.weight": (experts.num_experts, a.hidden_size),
+    }
+    if experts.router_bias:
+        shapes[f"mlp.{ROUTER_BIAS}"] = (experts.num_experts,)
+    if shared := experts.shared_ffn_hidden_size:
+        shapes |= _swiglu("mlp.shared_experts.linear_fc{}.weight", a, shared // cut.tp_size)
+    if experts.shared_gate:
+        shapes["mlp.shared_experts.gate_weight"] = (1, a.hidden_size)
+    return attention | shapes
+
+
+def _experts(a: Architecture, experts: Experts, cut: Cut, local_experts: Sequence[int], *, grouped: bool) -> Shapes:
+    shapes: Shapes = {}
+    for local in local_experts:
+        name = f"linear_fc{{}}.weight{local}" if grouped else f"local_experts.{local}.linear_fc{{}}.weight"
+        shapes.update(_swiglu(f"mlp.experts.{name}", a, experts.ffn_hidden_size // cut.etp_size))
+    return shapes
+
+
+def _named(number: int, layer: Shapes) -> Shapes:
+    return {f"decoder.layers.{number}.{name}": shape for name, shape in layer.items()}
+
+
+def _swiglu(name: str, a: Architecture, ffn: int) -> Shapes:
+    return {name.format(1): (2 * ffn, a.hidden_size), name.format(2): (a.hidden_size, ffn)}
+
+
+def trainer_layout(
+    architecture: Architecture,
+    grid: Grid,
+    rank: int,
+    *,
+    dtype: torch.dtype,
+    grouped_experts: bool = False,
+    fused_norms: bool = False,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+) -> Layout:
+    """What a rank of a policy's trainer holds; `param` is Megatron's name with the layer's global number."""
+    chunks = parameter_shapes(
+        architecture,
+        grid,
+        rank,
+        grouped_experts=grouped_experts,
+        fused_norms=fused_norms,
+        vocab_multiple=vocab_multiple,
+    )
+    return tuple(piece for chunk in chunks for piece in _layout(architecture, chunk, grid.cut(rank), dtype))
+
+
+def _layout(architecture: Architecture, shapes: Shapes, cut: Cut, dtype: torch.dtype) -> list[Piece]:
+    layout = []
+    for name, shape in shapes.items():
+        kept = torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+        layout += pieces(architecture, name, shape, param=name, dtype=kept, cut=cut)
+    return layout
+
+
+def trainer_placement(
+    architecture: Architecture, grid: Grid, *, dtype: torch.dtype, vocab_multiple: int = VOCAB_MULTIPLE
+) -> Placement:
+    """Who of a policy's trainer holds which boxes.
+
+    All layers of a kind are cut alike, and so are their experts: boxes are worked out for one of each, and ranks for
+    one parameter of each stage and block of experts.
+    """
+    samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
+    cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
+    layers: Shapes = {}
+    for sparse, number in samples.items():
+        layers |= _named(number, _layer(architecture, cuts[0], sparse=sparse, fused_norms=False))
+    dense = placement_of([_layout(architecture, layers, cut, dtype) for cut in cuts])
+    experts = _expert_holdings(architecture, grid, samples[True], dtype) if True in samples else None
+
+    ranks = _ranks_by_cut(grid)
+    found = _ends(architecture, grid, ranks, dtype, vocab_multiple=vocab_multiple)
+    for stage in range(grid.pp):
+        holdings = placed(dense, ranks[stage])
+        kinds = {sparse: behind(f"model.layers.{number}.", holdings) for sparse, number in samples.items()}
+        if experts:
+            kinds[True] |= experts[stage]
+        for number in itertools.chain.from_iterable(grid.layers(stage, architecture.num_layers)):
+            kind = kinds[architecture.is_sparse(number)]
+            found.update({f"model.layers.{number}.{name}": holding for name, holding in kind.items()})
+    return {name: found[name] for name in hf_shapes(architecture)}
+
+
+def _ends(
+    architecture: Architecture,
+    grid: Grid,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    dtype: torch.dtype,
+    *,
+    vocab_multiple: int,
+) -> dict[str, Holding]:
+    """Who holds what is outside the layers; `ranks` by stage and tensor coordinate."""
+    cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
+    vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
+    first, last = ranks[0], ranks[-1]
+    if architecture.tied_embeddings and grid.pp > 1:
+        first = [[*front, *back] for front, back in zip(first, last, strict=True)]
+    at_last: Shapes = {FINAL_NORM: (architecture.hidden_size,)}
+    if not architecture.tied_embeddings:
+        at_last[OUTPUT] = vocabulary
+    found = placed(placement_of([_layout(architecture, {EMBEDDING: vocabulary}, cut, dtype) for cut in cuts]), first)
+    return found | placed(placement_of([_layout(architecture, at_last, cut, dtype) for cut in cuts]), last)
+
+
+def _expert_holdings(
+    architecture: Architecture, grid: Grid, layer: int, dtype: torch.dtype
+) -> list[dict[str, Holding]]:
+    """Who of each stage holds the experts of its layers, by name behind the layer's; `layer` is any with experts."""
+    experts, block = architecture.experts, architecture.expert_names.block
+    assert experts is not None
+    layouts = []
+    for rank in range(grid.etp):
+        cut = Cut(etp_rank=rank, etp_size=grid.etp)
+        shapes = _named(layer, _experts(architecture, experts, cut, [0], grouped=False))
+        layouts.append(_layout(architecture, shapes, cut, dtype))
+    expert = behind(f"model.layers.{layer}.{block}.experts.0.", placement_of(layouts))
+    ranks: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.etp)])
+    for rank in range(grid.num_ranks):
+        cut = grid.cut(rank)
+        ranks[grid.stage(rank), cut.ep_rank][cut.etp_rank].append(rank)
+    stages: list[dict[str, Holding]] = []
+    for stage in range(grid.pp):
+        blocks = [placed(expert, ranks[stage, ep_rank]) for ep_rank in range(grid.ep)]
+        stages.append(
+            {
+                f"{block}.experts.{number}.{name}": holding
+                for number in range(experts.num_experts)
+                for name, holding in blocks[number * grid.ep // experts.num_experts].items()
+            }
+        )
+    return stages
+
+
+def _ranks_by_cut(grid: Grid) -> list[list[list[int]]]:
+    """The ranks of each stage by tensor coordinate."""
+    ranks: list[list[list[int]]] = [[[] for _ in range(grid.tp)] for _ in range(grid.pp)]
+    for rank in range(grid.num_ranks):
+        ranks[grid.stage(rank)][grid.cut(rank).tp_rank].append(rank)
+    return ranks
