@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.learner.learner import Learner
 from megarl.learner.optimizer import Optimizer, torch_optimizers
 from megarl.platform.cpu import megatron_platform
 
 CONFIGURED = ("max_lr", "min_lr", "betas")
+IDLE = "idle"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
 
 
@@ -31,7 +33,8 @@ def load_learner(learner: Learner, directory: Path) -> None:
     """Read what `save_learner` wrote, under whatever split. Collective."""
     with learner.offload.everything(), megatron_platform():
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
-        learner.module.load_state_dict(state["model"])
+        for chunk, module in zip(state["model"], learner.modules, strict=True):
+            module.load_state_dict(chunk)
         if learner.optimizer:
             _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
 
@@ -40,7 +43,9 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
     """Take over the moments and the place in the schedule; rates and decay stay as configured."""
     groups = optimizer.megatron.param_groups
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
-    for saved, values in zip(state.get("optimizer", state)["param_groups"], configured, strict=True):
+    parts = [state[number] for number in sorted(state)] if 0 in state else [state]  # experts have a part of their own
+    restored = [group for part in parts for group in part.get("optimizer", part)["param_groups"]]
+    for saved, values in zip(restored, configured, strict=True):
         saved.update(values)  # megatron-core 0.19 recognises a group by these, and ours may have changed since
     optimizer.megatron.load_state_dict(state)
     for inner in torch_optimizers(optimizer.megatron):
@@ -49,6 +54,19 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
         group.update(values)
     optimizer.schedule.num_steps = num_steps
     optimizer.schedule.step(0)
+
+
+def _count_for_idle_parts(optimizer: Any) -> None:
+    """Where no layer has experts, let the optimizer of experts know the step: Megatron asks for the step of any state.
+
+    The state that says so belongs to no parameter.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [part.optimizer.state for part in parts if isinstance(part, DistributedOptimizer)]
+    steps = [value["step"] for state in states for key, value in state.items() if key != IDLE and "step" in value]
+    for state in states:
+        if steps and set(state) <= {IDLE}:
+            state[IDLE] = {"step": steps[0].clone()}
 
 
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -61,10 +79,11 @@ def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     """The learner's state as Megatron's shards; without an optimizer, the weights alone."""
     metadata = dict(FORMAT)  # Megatron adds process groups of its own
-    model = learner.module.sharded_state_dict(metadata=metadata)
+    model = [module.sharded_state_dict(metadata=metadata) for module in learner.modules]
     state: dict[str, Any] = {"model": model}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
+        _count_for_idle_parts(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         state["schedule"] = {"num_steps": schedule.num_steps}
     return state

@@ -23,6 +23,14 @@ class MegatronSection:
     """Ranks that share every layer."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
+    """Chunks of layers that each stage holds in turns, which shortens the pipeline's bubble; null = one."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of every sequence."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that the experts of a layer are divided among; cut out of the data-parallel and context-parallel ranks."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share every expert; null = tensor_model_parallel_size."""
     sequence_parallel: bool = True
     """Split the activations between tensor-parallel layers too; acts where tensor_model_parallel_size > 1."""
     use_distributed_optimizer: bool = True
@@ -86,9 +94,27 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint that the critic starts from; its head becomes a scalar."""
 
     path: str = ""
-    """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by grpo."""
+    """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
     tokenizer_path: str | None = None
     """Tokenizer that the critic was trained with: must be the actor's, whose tokens it reads."""
+
+
+@section
+class PolicyLossSection:
+    """`actor_rollout_ref.actor.policy_loss.*`: which loss the advantages go into."""
+
+    loss_mode: Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov"] = "vanilla"
+    """vanilla = PPO's clipped surrogate with dual clip."""
+    clip_cov_ratio: Fraction = 0.0002
+    """clip_cov: share of the tokens that get no gradient."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: they are drawn where the covariance of log-probability and advantage is above this."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+    kl_cov_ratio: Fraction = 0.0002
+    """kl_cov: share of the tokens, those of the largest covariance, that are penalised."""
+    ppo_kl_coef: NonNegativeFloat = 1.0
+    """kl_cov: weight of the penalty on their divergence from the old policy."""
 
 
 @section
@@ -115,6 +141,8 @@ class ActorSection:
     """Upper side of that interval; null = clip_ratio."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] = 3.0
     """Dual clip: bound on the ratio where the advantage is negative."""
+    policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
+    """The loss."""
     loss_agg_mode: LossAggregation = "token-mean"
     """How per-token losses become one number."""
     entropy_coeff: float = 0.001

@@ -43,19 +43,22 @@ def make_learner(
         balance: spread samples by length over data-parallel ranks.
         training: optimizer section, gradient clip and number of schedule steps; None for a model that only answers.
     """
-    module: Any = build_model(architecture, section, mesh, role=role, recompute=recompute)
+    modules: tuple[Any, ...] = tuple(
+        build_model(architecture, section, mesh, role=role, recompute=recompute, chunk=chunk)
+        for chunk in range(mesh.vpp_size)
+    )
     if checkpoint:
-        layout = source_layout(module, architecture, mesh, has_value_head=role == "value")
-        CheckpointFiles(checkpoint).load(layout, weights(module), shapes=hf_shapes(architecture))
-    model: Any = module
+        layout = source_layout(modules, architecture, mesh, has_value_head=role == "value")
+        CheckpointFiles(checkpoint).load(layout, weights(modules), shapes=hf_shapes(architecture))
+    models: tuple[Any, ...] = modules
     optimizer: Optimizer | None = None
     if training:
         optim, grad_clip, num_steps = training
-        model, optimizer = make_trainable(module, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps)
-    offload = Offload(model=model, optimizer=optimizer and optimizer.megatron, section=section)
+        models, optimizer = make_trainable(modules, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps)
+    offload = Offload(models=models, optimizer=optimizer and optimizer.megatron, section=section)
     offload.park()
     return Learner(
-        model=model,
+        models=models,
         optimizer=optimizer,
         offload=offload,
         mesh=mesh,

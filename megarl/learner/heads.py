@@ -109,3 +109,93 @@ def vocab_parallel_log_probs(
     """
     valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
     return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group)
+
+
+class VocabParallelKL(torch.autograd.Function):
+    """The exact KL from one policy to another: each is `softmax(hidden @ weight.T / temperature)`.
+
+    With logits z, p = softmax(z), q of the reference and D = sum p (log p - log q):  dD/dz = p (log p - log q - D).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ref_hidden: Tensor,
+        ref_weight: Tensor,
+        temperature: float,
+        valid_rows: int,
+        group: Any,
+    ) -> Tensor:
+        """See `vocab_parallel_kl`."""
+        divergences, shifts = [], []
+        for chunk, ref_chunk in zip(hidden.split(CHUNK_TOKENS), ref_hidden.split(CHUNK_TOKENS), strict=True):
+            logits = _logits(chunk, weight, temperature, valid_rows)
+            ref_logits = _logits(ref_chunk, ref_weight, temperature, valid_rows)
+            maxima = torch.stack([logits.amax(-1), ref_logits.amax(-1)])
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+            exponentials = (logits - maxima[0, :, None]).exp()
+            sums = torch.stack(
+                [
+                    exponentials.sum(-1),
+                    (ref_logits - maxima[1, :, None]).exp().sum(-1),
+                    (exponentials * (logits - ref_logits)).sum(-1),
+                ]
+            )
+            dist.all_reduce(sums, group=group)
+            normalizers = sums[:2].log() + maxima
+            divergences.append(sums[2] / sums[0] - normalizers[0] + normalizers[1])
+            shifts.append(normalizers)
+        divergence, normalizers = torch.cat(divergences), torch.cat(shifts, dim=1)
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, divergence, *normalizers)
+        ctx.settings = temperature, valid_rows
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of this rank's slice; the caller's region sums those of `hidden` over the ranks."""
+        hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
+        temperature, valid_rows = ctx.settings
+        grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
+        per_token = [hidden, ref_hidden, grad_divergence, *per_token]
+        for chunk, ref_chunk, grad, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
+            divergence, normalizer, ref_normalizer = (value[:, None] for value in values)
+            log_p = _logits(chunk, weight, temperature, valid_rows) - normalizer
+            log_q = _logits(ref_chunk, ref_weight, temperature, valid_rows) - ref_normalizer
+            grad_logits = grad[:, None] * log_p.exp() * (log_p - log_q - divergence) / temperature
+            grad_logits = grad_logits.to(weight.dtype)
+            grad_hidden.append(grad_logits @ weight)
+            grad_weight += grad_logits.T @ chunk
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
+
+
+def vocab_parallel_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: Any,
+) -> Tensor:
+    """The exact KL(policy || reference) of each next-token distribution; see `megarl.algorithms.kl.full_kl`.
+
+    The reference is given by its hidden states: thousands of numbers a token, where logits are a hundred thousand.
+
+    Args:
+        hidden: [N, hidden_size] final hidden states of the policy, equal on all ranks of `group`.
+        weight: [rows, hidden_size] this rank's slice of the policy's output embedding: rows r*rows ... on rank r.
+        ref_hidden: [N, ref_hidden_size] final hidden states of the reference; no gradient reaches them.
+        ref_weight: [rows, ref_hidden_size] its slice of the same tokens; no gradient reaches it.
+        temperature: divides the logits of both, as it does in the engine's sampler.
+        vocab_size: rows of the whole embeddings that are tokens; those behind them are padding.
+        group: the tensor-parallel process group.
+
+    Returns:
+        [N] float32, in nats, equal on all ranks.
+    """
+    assert len(weight) == len(ref_weight), f"{len(weight)} rows of the policy, {len(ref_weight)} of the reference"
+    valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
+    return VocabParallelKL.apply(hidden, weight, ref_hidden, ref_weight, temperature, valid_rows, group)

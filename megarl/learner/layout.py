@@ -1,6 +1,7 @@
 """Which boxes of the Hugging Face parameters this rank's Megatron parameters hold."""
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,34 +12,45 @@ from megarl.models.weights import pieces
 from megarl.reshard.layout import Layout
 
 VALUE_HEAD = "output_layer.weight"
+ROUTER_BIAS = "router.expert_bias"
 LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
-def weights(module: Any) -> dict[str, torch.Tensor]:
-    """The local parameters by name, without gradient; they share the model's memory."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+def weights(modules: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The local parameters by name, without gradient; they share the memory of the model's chunks."""
+    return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
-def source_layout(module: Any, architecture: Architecture, mesh: Mesh, *, has_value_head: bool) -> Layout:
-    """The layout of a GPTModel's local parameters.
+def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh, *, has_value_head: bool) -> Layout:
+    """The layout of the local parameters of a GPTModel, whose chunks are `modules`.
 
     A value head is no Hugging Face parameter of the language model and has no piece.
     """
-
-    def with_global_layer(name: str) -> str:
-        return LOCAL_LAYER.sub(lambda match: str(module.decoder.layers[int(match[0])].layer_number - 1), name)
-
     return tuple(
         piece
-        for name, tensor in weights(module).items()
+        for param, tensor, name in _parameters(modules)
         if not (has_value_head and name == VALUE_HEAD)
         for piece in pieces(
             architecture,
-            with_global_layer(name),
+            name,
             tuple(tensor.shape),
-            param=name,
+            param=param,
             dtype=tensor.dtype,
-            tp_rank=mesh.tp_rank,
-            tp_size=mesh.tp_size,
+            cut=mesh.cut,
         )
     )
+
+
+def _parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Every local parameter: its name here, itself, and its name in the whole model.
+
+    The bias of DeepSeek's router is a parameter of the checkpoint, but a buffer of Megatron's.
+    """
+    for chunk, module in enumerate(modules):
+
+        def with_global_layer(name: str, layers: Any = module.decoder.layers) -> str:
+            return LOCAL_LAYER.sub(lambda match: str(layers[int(match[0])].layer_number - 1), name)
+
+        biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(ROUTER_BIAS))
+        for name, tensor in (*module.named_parameters(), *biases):
+            yield f"{chunk}.{name}" if len(modules) > 1 else name, tensor, with_global_layer(name)

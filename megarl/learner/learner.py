@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Rollouts
 from megarl.data.packing import pack, partition
+from megarl.learner.experts import share_batch_size
 from megarl.learner.heads import vocab_parallel_log_probs
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.model import Role
@@ -27,6 +31,7 @@ from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.parallel import Mesh
+from megarl.learner.schedule import Head, num_micro_batches, run_schedule
 from megarl.models.architecture import Architecture
 from megarl.platform.cpu import megatron_platform
 from megarl.reshard.layout import Layout
@@ -38,7 +43,7 @@ Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
 class Budget:
     """How much one forward pass takes."""
 
-    max_tokens: int  # of all sequences together
+    max_tokens: int  # of all sequences together, on one rank of those that share them
     max_sequences: int | None  # None: only the tokens bound it
 
 
@@ -46,7 +51,7 @@ class Budget:
 class Learner:
     """A sharded policy or value model."""
 
-    model: Any  # GPTModel, or Megatron's DistributedDataParallel around it where there is an optimizer
+    models: tuple[Any, ...]  # GPTModel, or Megatron's DistributedDataParallel around it where there is an optimizer
     optimizer: Optimizer | None  # None: the model only answers
     offload: Offload
     mesh: Mesh
@@ -63,7 +68,8 @@ class Learner:
             `PolicyOutputs` of [B, T] float32 for a policy, [B, T] float32 values for a value model, where the value at
             a token is that of the state before it. Zero where `batch.mask` is False; on the host, equal on all ranks.
         """
-        self.module.eval()
+        for module in self.modules:
+            module.eval()
         with torch.no_grad(), self.offload.parameters():
             micros, outputs = self._run(batch, budget, self._outputs, forward_only=True)
         names = ("log_probs", "entropy") if self.role == "policy" else ("values",)
@@ -95,10 +101,12 @@ class Learner:
 
     def _step(self, minibatch: Rollouts, objective: Objective, budget: Budget) -> dict[str, float]:
         assert self.optimizer is not None
-        self.module.train()
         totals = Totals.of(minibatch.mask)
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        share_batch_size(self.modules, int((minibatch.lengths() - 1).sum()))
 
         def loss(hidden: Tensor, packed: Packed) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             micro = minibatch.select(packed.samples)
@@ -111,72 +119,54 @@ class Learner:
         return self._sum(metrics) | {"grad_norm": grad_norm}
 
     @property
-    def module(self) -> Any:
-        """The GPTModel itself."""
-        return self.model.module if self.optimizer else self.model
+    def modules(self) -> tuple[Any, ...]:
+        """The GPTModel itself: its chunks, more than one in a virtual pipeline."""
+        return tuple(model.module for model in self.models) if self.optimizer else self.models
 
     def layout(self) -> Layout:
         """Which boxes of the Hugging Face parameters this rank holds."""
-        return source_layout(self.module, self.architecture, self.mesh, has_value_head=self.role == "value")
+        return source_layout(self.modules, self.architecture, self.mesh, has_value_head=self.role == "value")
 
     @contextmanager
     def weights(self) -> Iterator[dict[str, Tensor]]:
         """The local parameters by name, on the device for the time of the block."""
         with self.offload.parameters():
-            yield weights(self.module)
+            yield weights(self.modules)
 
     def _run(
-        self, batch: Rollouts, budget: Budget, head: Callable[..., Any], *, forward_only: bool
+        self, batch: Rollouts, budget: Budget, head: Head, *, forward_only: bool
     ) -> tuple[list[Packed], list[Any]]:
         """Run the micro-batches of this rank's samples; returns them and what `head` said on the last stage."""
-        config = self.module.config
-        bins = self._micro_batches(batch, budget)
-        multiple = self.mesh.tp_size if config.sequence_parallel else 1
-        micros = [pack_samples(batch, samples, multiple_of=multiple, device=self.device) for samples in bins]
+        mesh, max_tokens = self.mesh, budget.max_tokens * self.mesh.cp_size
+        num_parts = mesh.tp_size if self.modules[0].config.sequence_parallel else 1
+        packed = partial(
+            pack_samples, batch, device=self.device, num_parts=num_parts, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size
+        )
+        micros = [packed(samples) for samples in self._micro_batches(batch, max_tokens, budget.max_sequences)]
+        return micros, run_schedule(self.models, micros, head, max_tokens=max_tokens, forward_only=forward_only)
 
-        def forward_step(rows: Iterator[Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            row = next(rows)
-            hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences)
-
-            def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return head(hidden, row)
-
-            return hidden, read
-
-        with megatron_platform():
-            said = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(micros),
-                model=[self.model],
-                num_microbatches=len(micros),
-                seq_length=budget.max_tokens,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
-        return micros, said
-
-    def _micro_batches(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
+    def _micro_batches(self, batch: Rollouts, max_tokens: int, max_sequences: int | None) -> list[list[int]]:
         """This rank's samples in micro-batches; as many on every data-parallel rank, because experts may span them."""
         lengths = batch.lengths().tolist()
         costs = lengths if self.balance else [1] * len(lengths)
         shares = partition(costs, batch.groups.tolist(), self.mesh.dp_size)
-        packed = partial(pack, max_tokens=budget.max_tokens, max_sequences=budget.max_sequences)
+        packed = partial(pack, max_tokens=max_tokens, max_sequences=max_sequences)
         most = max(len(packed([lengths[sample] for sample in share])) for share in shares)
         mine = shares[self.mesh.dp_rank]
-        bins = packed([lengths[sample] for sample in mine], num_bins=most)
+        bins = packed([lengths[sample] for sample in mine], num_bins=num_micro_batches(most, self.mesh))
         return [[mine[place] for place in places] for places in bins]
 
     def _outputs(self, hidden: Tensor, packed: Packed) -> PolicyOutputs | Tensor:
-        """[b, T] numbers of a micro-batch from the [1, N, hidden_size] final hidden states."""
-        states, module = hidden[0], self.module
+        """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
+        states, module = hidden[0], self.modules[-1]
         if module.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.role == "policy")
         elif self.role == "policy":
             states = copy_to_tensor_model_parallel_region(states)
         states = states[packed.predictors]
         if self.role == "value":
-            return packed.unpack(torch.nn.functional.linear(states, module.output_layer.weight)[:, 0].float())
+            values = torch.nn.functional.linear(states, module.output_layer.weight)[:, 0].float()
+            return self._whole(packed.unpack(values))
         tied = module.share_embeddings_and_output_weights
         log_probs, entropy = vocab_parallel_log_probs(
             states,
@@ -186,7 +176,15 @@ class Learner:
             vocab_size=self.architecture.vocab_size,
             group=self.mesh.tp_group,
         )
-        return PolicyOutputs(log_probs=packed.unpack(log_probs), entropy=packed.unpack(entropy))
+        log_probs, entropy = self._whole(torch.stack([packed.unpack(log_probs), packed.unpack(entropy)]))
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy)
+
+    def _whole(self, parts: Tensor) -> Tensor:
+        """The sum over the ranks that share the sequences; each goes on with the gradient of its own part alone."""
+        if self.mesh.cp_size == 1:
+            return parts
+        whole: Tensor = reduce_from_tensor_model_parallel_region(parts, group=self.mesh.cp_group)
+        return whole
 
     def _sum(self, contributions: list[dict[str, Tensor]]) -> dict[str, float]:
         """The contributions of all micro-batches of all ranks, added; equal on all ranks."""

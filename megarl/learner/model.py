@@ -11,48 +11,55 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.learner.attention import PackedAttention
 from megarl.learner.config import MegatronSection
+from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_router
+from megarl.learner.latent import DownProjection, LatentCore, latent_settings
 from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, RopeScaling
 from megarl.platform.cpu import megatron_platform
 
 Role = Literal["policy", "value"]
 
 
 def build_model(
-    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, role: Role, recompute: bool
+    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, role: Role, recompute: bool, chunk: int = 0
 ) -> GPTModel:
-    """This rank's part of the model, in `section.dtype`, every parameter zero: the weights come from elsewhere."""
+    """One chunk of this rank's layers, in `section.dtype`, every parameter zero: the weights come from elsewhere.
+
+    A stage of a virtual pipeline holds `mesh.vpp_size` chunks, every other one only chunk 0.
+    """
+    vp_stage = chunk if mesh.vpp_size > 1 else None
+    is_last = mesh.is_last_stage and chunk == mesh.vpp_size - 1
     config = transformer_config(architecture, section, mesh, recompute=recompute)
     tied = architecture.tied_embeddings and role == "policy"
+    scaling = architecture.rope_scaling if isinstance(architecture.rope_scaling, RopeScaling) else None
     with megatron_platform():
         model = GPTModel(
             config,
-            block_spec(architecture, config),
+            block_spec(architecture, config, vp_stage=vp_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, mesh.tp_size),
             max_sequence_length=architecture.max_position_embeddings,
-            pre_process=mesh.pp_rank == 0,
-            post_process=mesh.is_last_stage,
+            pre_process=mesh.pp_rank == 0 and chunk == 0,
+            post_process=is_last,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
-            rope_scaling=architecture.rope_scaling is not None,
-            rope_scaling_factor=architecture.rope_scaling.factor if architecture.rope_scaling else 1.0,
+            rope_scaling=scaling is not None,
+            rope_scaling_factor=scaling.factor if scaling else 1.0,
+            vp_stage=vp_stage,
         )
-        if mesh.is_last_stage and role == "value":
+        if is_last and role == "value":
             model.output_layer = ValueHead(config)
-        elif mesh.is_last_stage:
+        elif is_last:
             model.output_layer.forward = hand_through
+    mark_experts(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it has to, although for nothing.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,16 +91,37 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // step) * step
 
 
-def block_spec(architecture: Architecture, config: TransformerConfig) -> Any:
+def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None) -> Any:
     """Transformer Engine's layers where they can run, else Megatron's local ones with our norm and attention."""
-    if has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=architecture.qk_norm)
-    attention = layer.submodules.self_attention
+    local = not has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if local:
+        spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        if local:
+            attention = layer.submodules.self_attention
+            attention.submodules = replace(attention.submodules, **_local_attention(architecture))
+            layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
+        if architecture.experts:
+            use_router(layer.submodules.mlp, architecture.experts)
+    return spec
+
+
+def _local_attention(architecture: Architecture) -> dict[str, Any]:
+    """What replaces parts of Megatron's local attention."""
+    if latent := architecture.latent:
+        queries = {"linear_q_down_proj": DownProjection, "q_layernorm": RMSNorm}
+        if latent.q_lora_rank is None:
+            queries = {"q_layernorm": IdentityOp}
+        return queries | {
+            "core_attention": LatentCore,
+            "linear_kv_down_proj": DownProjection,
+            "kv_layernorm": RMSNorm,
+        }
     qk_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}
-    attention.submodules = replace(attention.submodules, core_attention=PackedAttention, **qk_norms)
-    layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return {"core_attention": PackedAttention} | qk_norms
 
 
 @cache
@@ -132,14 +160,22 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tp_size,
         "pipeline_model_parallel_size": mesh.pp_size,
+        "virtual_pipeline_model_parallel_size": section.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": mesh.cp_size,
+        "expert_model_parallel_size": mesh.grid.ep,
+        "expert_tensor_parallel_size": mesh.grid.etp,
         "sequence_parallel": section.sequence_parallel and mesh.tp_size > 1,
         "variable_seq_lengths": mesh.pp_size > 1,
+        # Two stages of a virtual pipeline are neighbours on both sides: only these calls tell the two messages apart.
+        "overlap_p2p_comm": mesh.vpp_size > 1,
+        "batch_p2p_comm": mesh.vpp_size == 1,
         "moe_token_dispatcher_type": "alltoall",  # the one Megatron accepts beside variable lengths, dense models too
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         # Our objectives divide by global counts themselves, so Megatron must add micro-batches and ranks, not average.
         "calculate_per_token_loss": True,
+        "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
         # torch.compile on the CPU costs more than these fusions bring there.
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
@@ -149,4 +185,13 @@ def transformer_config(
     }
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(**settings | section.override_transformer_config)
+    make: Any = TransformerConfig
+    if latent := architecture.latent:
+        make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
+    if experts := architecture.experts:
+        settings |= expert_settings(experts, architecture.num_layers)
+        settings["moe_grouped_gemm"] = has_transformer_engine()
+    config: TransformerConfig = make(**settings | section.override_transformer_config)
+    if architecture.experts:
+        check_expert_settings(config)
+    return config

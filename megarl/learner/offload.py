@@ -18,10 +18,10 @@ from megarl.learner.optimizer import torch_optimizers
 class Offload:
     """Brings parts of one model to the device for the time of a block and takes them away again."""
 
-    model: Any  # GPTModel, or Megatron's DistributedDataParallel around it
+    models: tuple[Any, ...]  # the chunks: GPTModel, or Megatron's DistributedDataParallel around it
     optimizer: Any | None  # MegatronOptimizer
     section: MegatronSection
-    host: dict[str, torch.Tensor] = field(default_factory=dict)  # the parameters of a model without an optimizer
+    host: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)  # of a model without an optimizer
 
     def park(self) -> None:
         """Take everything the section names off the device; what is not needed now, before the first phase."""
@@ -36,9 +36,13 @@ class Offload:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """The block needs the parameters."""
-        with self._here(self._move_parameters, self.section.param_offload):
-            yield
+        """The block needs the parameters; what torch's allocator kept of it is free for the engine afterwards."""
+        try:
+            with self._here(self._move_parameters, self.section.param_offload):
+                yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     @contextmanager
     def everything(self) -> Iterator[None]:
@@ -60,27 +64,27 @@ class Offload:
             yield
         finally:
             move("cpu")
-            torch.cuda.empty_cache()
 
     def _move_parameters(self, device: str) -> None:
         if self.optimizer is not None:
             self._move_buffers(device, move_params=True, move_grads=False)
             return
-        for name, parameter in self.model.named_parameters():
+        for parameter in (parameter for model in self.models for parameter in model.parameters()):
             if device == "cpu":
-                copy = self.host.setdefault(name, torch.empty_like(parameter, device="cpu", pin_memory=True))
+                copy = self.host.setdefault(parameter, torch.empty_like(parameter, device="cpu", pin_memory=True))
                 copy.copy_(parameter)
                 parameter.data = copy
             else:
-                parameter.data = self.host[name].to(device, non_blocking=True)
+                parameter.data = self.host[parameter].to(device, non_blocking=True)
 
     def _move_gradients(self, device: str) -> None:
         if self.optimizer is not None:
             self._move_buffers(device, move_params=False, move_grads=True)
 
     def _move_buffers(self, device: str, **parts: bool) -> None:
-        for buffer in self.model.buffers + self.model.expert_parallel_buffers:
-            (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
+        for model in self.models:
+            for buffer in model.buffers + model.expert_parallel_buffers:
+                (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
 
     def _move_optimizer(self, device: str) -> None:
         for optimizer in torch_optimizers(self.optimizer) if self.optimizer else ():

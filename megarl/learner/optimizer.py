@@ -1,7 +1,7 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +49,19 @@ class Optimizer:
 
 
 def make_trainable(
-    model: Any, megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_schedule_steps: int
-) -> tuple[DistributedDataParallel, Optimizer]:
-    """Wrap `model` so that its gradients are summed over data-parallel ranks, and give it an optimizer.
+    models: Sequence[Any], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_schedule_steps: int
+) -> tuple[tuple[DistributedDataParallel, ...], Optimizer]:
+    """Wrap the chunks of a model so that gradients are summed over ranks with other tokens, and give it an optimizer.
 
     `num_schedule_steps` is how often the schedule will be stepped: the iterations of the whole run.
     """
     dtype = getattr(torch, megatron.dtype)
+    reduction = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=megatron.use_distributed_optimizer
+    )
     with megatron_platform():
-        wrapped = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=megatron.use_distributed_optimizer
-            ),
-            model,
-        )
-        model.config.finalize_model_grads_func = add_gradients
+        wrapped = tuple(DistributedDataParallel(model.config, reduction, model) for model in models)
+        models[0].config.finalize_model_grads_func = add_gradients  # the schedules ask the first chunk
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -78,7 +75,7 @@ def make_trainable(
                 bf16=dtype == torch.bfloat16,
                 use_distributed_optimizer=megatron.use_distributed_optimizer,
             ),
-            [wrapped],
+            list(wrapped),
             use_gloo_process_groups=False,
         )
     for inner in torch_optimizers(optimizer):

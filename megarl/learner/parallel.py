@@ -1,26 +1,63 @@
-"""The Megatron mesh: who shares a layer (tensor), who has the next ones (pipeline), who has other samples (data)."""
+"""The Megatron mesh: who shares a layer (tensor, experts), who has the next ones (pipeline), who has other tokens.
+
+The ranks that hold the same layers form a block; inside it the tensor coordinate runs fastest, then context, then data.
+Expert layers cut the same block anew: expert tensor fastest, then expert, and what is left are replicas.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.learner.config import MegatronSection
+from megarl.learner.grid import grid_of
 from megarl.learner.patches import apply_patches
+from megarl.models.grid import Cut, Grid
 from megarl.platform.cpu import megatron_platform
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """This rank's coordinates, and the groups it talks in."""
 
-    tp_rank: int
-    tp_size: int
+    grid: Grid  # how all ranks are laid out
+    cut: Cut  # which part of a layer's matrices is this rank's
     pp_rank: int
-    pp_size: int
+    cp_rank: int
     dp_rank: int
-    dp_size: int
     tp_group: Any
+    cp_group: Any
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.grid.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank among them."""
+        return self.cut.tp_rank
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.grid.pp
+
+    @property
+    def vpp_size(self) -> int:
+        """Chunks of layers in each stage."""
+        return self.grid.vpp
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        return self.grid.cp
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks, or groups of them, that have samples of their own."""
+        return self.grid.dp
 
     @property
     def is_last_stage(self) -> bool:
@@ -29,26 +66,31 @@ class Mesh:
 
     @property
     def speaks_for_its_samples(self) -> bool:
-        """True on exactly one of the ranks that hold the same samples: first tensor rank of the last stage."""
-        return self.is_last_stage and self.tp_rank == 0
+        """True on exactly one of the ranks that hold the same samples: the first of the last stage's."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def build_mesh(section: MegatronSection) -> Mesh:
     """Create Megatron's process groups, once per process. torch.distributed must be initialised."""
     apply_patches()
+    grid = grid_of(section, dist.get_world_size())
     with megatron_platform():
         parallel_state.initialize_model_parallel(
-            section.tensor_model_parallel_size,
-            section.pipeline_model_parallel_size,
+            grid.tp,
+            grid.pp,
+            section.virtual_pipeline_model_parallel_size,
+            context_parallel_size=grid.cp,
+            expert_model_parallel_size=grid.ep,
+            expert_tensor_parallel_size=grid.etp,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(section.seed)
     return Mesh(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        grid=grid,
+        cut=grid.cut(dist.get_rank()),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.learner.config import MegatronSection, OptimSection
-from tests.dist.test_learner_split import ACTOR, CRITIC, experience
+from tests.dist.test_learner_split import ACTOR, CRITIC, experience, sizes
 from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import write_checkpoint
 
@@ -25,8 +25,7 @@ def pool() -> Iterator[RankPool]:
 def learn(
     source: Path,
     role: str,
-    tp: int,
-    pp: int,
+    split: dict[str, Any],
     save: Path | None,
     load: Path | None,
     optimizer: bool,
@@ -38,12 +37,7 @@ def learn(
     from megarl.learner.learner import Budget
     from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(
-        dtype="float32",
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        use_distributed_optimizer=optimizer,
-    )
+    section = MegatronSection(dtype="float32", use_distributed_optimizer=optimizer, **split)
     learner = make_learner(
         source,
         read_architecture(json.loads((source / "config.json").read_text())),
@@ -73,8 +67,8 @@ def test_continues_exactly(pool: RankPool, tmp_path: Path, role: str, distribute
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
         saved = tmp_path / f"tp{tp}pp{pp}"
         saved.mkdir()
-        expected = pool.run(2, learn, source, role, tp, pp, saved, None, distributed_optimizer)
-        resumed = pool.run(2, learn, source, role, tp, pp, None, saved, distributed_optimizer)
+        expected = pool.run(2, learn, source, role, sizes(tp, pp), saved, None, distributed_optimizer)
+        resumed = pool.run(2, learn, source, role, sizes(tp, pp), None, saved, distributed_optimizer)
         for (metrics, outputs), (metrics_again, outputs_again) in zip(expected, resumed, strict=True):
             assert metrics == metrics_again
             assert torch.equal(outputs, outputs_again)
@@ -84,9 +78,9 @@ def test_another_split(pool: RankPool, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", "qwen2")
     saved = tmp_path / "saved"
     saved.mkdir()
-    expected = pool.run(2, learn, source, "policy", 2, 1, saved, None, True)[0]
+    expected = pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)[0]
     for tp, pp in [(1, 1), (1, 2)]:
-        metrics, outputs = pool.run(2, learn, source, "policy", tp, pp, None, saved, True)[0]
+        metrics, outputs = pool.run(2, learn, source, "policy", sizes(tp, pp), None, saved, True)[0]
         assert metrics == pytest.approx(expected[0], rel=1e-5)
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
 
@@ -95,7 +89,7 @@ def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(pool: Ran
     source = write_checkpoint(tmp_path / "source", "llama")
     saved = tmp_path / "saved"
     saved.mkdir()
-    pool.run(1, learn, source, "policy", 1, 1, saved, None, True)
+    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
     now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
-    [(metrics, _)] = pool.run(1, learn, source, "policy", 1, 1, None, saved, True, now)
+    [(metrics, _)] = pool.run(1, learn, source, "policy", sizes(1, 1), None, saved, True, now)
     assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half

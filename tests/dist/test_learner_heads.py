@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probabilities and entropies against the plain softmax, with their gradients."""
+"""Vocabulary-parallel log-probabilities, entropies and divergences against the plain softmax, with their gradients."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.kl import full_kl
 from megarl.learner import heads
 from tests.ranks import RankPool
 
@@ -73,3 +74,61 @@ def empty() -> int:
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
     return len(log_probs)
+
+
+REF_HIDDEN = 6  # the reference may be another model of the same vocabulary
+
+
+def two_policies() -> tuple[torch.Tensor, ...]:
+    hidden, weight, _, upstream = example()
+    generator = torch.Generator().manual_seed(1)
+    ref_hidden = torch.randn(TOKENS, REF_HIDDEN, generator=generator)
+    ref_weight = torch.randn(2 * ROWS, REF_HIDDEN, generator=generator)
+    return hidden, weight, ref_hidden, ref_weight, upstream[0]
+
+
+def sharded_kl(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+    heads.CHUNK_TOKENS = chunk_tokens
+    hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine, ref_mine = (whole[: size * rows].chunk(size)[rank].clone() for whole in (weight, ref_weight))
+    hidden.requires_grad_()
+    mine.requires_grad_()
+    divergence = heads.vocab_parallel_kl(
+        hidden, mine, ref_hidden, ref_mine, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (divergence * upstream).sum().backward()
+    dist.all_reduce(hidden.grad)
+    return divergence.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1024])
+@pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
+def test_divergence_is_that_of_plain_softmaxes(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+    hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_q = (ref_hidden @ ref_weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    divergence = full_kl(log_p, log_q)
+    (divergence * upstream).sum().backward()
+    answers = pool.run(world_size, sharded_kl, chunk_tokens, rows)
+    for answer in answers:
+        torch.testing.assert_close(answer[0], divergence.detach())
+        torch.testing.assert_close(answer[1], hidden.grad)
+    gathered = torch.cat([answer[2] for answer in answers])
+    torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
+
+
+def test_a_policy_does_not_diverge_from_itself(pool: RankPool) -> None:
+    assert pool.run(1, divergence_from_itself) == [(0.0, 0.0)]
+
+
+def divergence_from_itself() -> tuple[float, float]:
+    hidden, weight, *_ = example()
+    hidden.requires_grad_()
+    divergence = heads.vocab_parallel_kl(
+        hidden, weight, hidden.detach(), weight, temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    divergence.sum().backward()
+    return float(divergence.abs().max()), float(hidden.grad.abs().max())

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
-from megarl.learner.config import ActorSection, CriticSection, MegatronSection, OptimSection
-from megarl.objectives import ActorObjective, CriticObjective
+from megarl.learner.config import ActorSection, CriticSection, MegatronSection, OptimSection, PolicyLossSection
+from megarl.objectives import ActorObjective, CriticObjective, mark
 from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import write_checkpoint
 
@@ -85,13 +85,24 @@ def experience() -> Experience:
     )
 
 
-def megatron_answers(checkpoint: Path, role: str, tp: int, pp: int, max_tokens: int) -> dict[str, Any]:
+def sizes(tp: int, pp: int) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+
+
+def megatron_answers(
+    checkpoint: Path,
+    role: str,
+    split: dict[str, Any],
+    max_tokens: int,
+    objective: Any = None,
+    actor: ActorSection | None = None,
+) -> dict[str, Any]:
     """On one rank: infer, update, and infer again."""
     from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
     from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    section = MegatronSection(dtype="float32", **split)
     mesh = fresh_mesh(section)
     learner = make_learner(
         checkpoint,
@@ -104,31 +115,41 @@ def megatron_answers(checkpoint: Path, role: str, tp: int, pp: int, max_tokens: 
         training=(OptimSection(lr=1e-3), 1.0, 10),
     )
     if role == "value" and mesh.is_last_stage:
-        head = learner.module.output_layer.weight
+        head = learner.modules[-1].output_layer.weight
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
-    batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
+    batch, budget = prepared(actor), Budget(max_tokens=max_tokens, max_sequences=None)
     before = learner.infer(batch, budget)
-    metrics = learner.update([batch], ACTOR if role == "policy" else CRITIC, budget)
+    metrics = learner.update([batch], objective or (ACTOR if role == "policy" else CRITIC), budget)
     after = learner.infer(batch, budget)
     return {"before": before, "metrics": metrics, "after": after}
 
 
-def reference_answers(checkpoint: Path) -> tuple[PolicyOutputs, float, dict[str, float]]:
+def prepared(actor: ActorSection | None) -> Experience:
+    """The batch; for an actor of its own, as its loss wants it and without two of the responses."""
+    batch = experience()
+    if actor is None:
+        return batch
+    return mark(batch.without_responses(torch.arange(len(batch)) % 5 == 1), actor)
+
+
+def reference_answers(
+    checkpoint: Path, actor: ActorSection | None = None
+) -> tuple[PolicyOutputs, float, dict[str, float]]:
     """Log-probabilities, gradient norm and metrics by `transformers` and autograd, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    batch = experience()
+    batch, objective = prepared(actor), ActorObjective(actor, horizon=8) if actor else ACTOR
     log_probs, entropy = [], []
     for sample in range(len(batch)):
         prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
         log_p = logits.log_softmax(-1)
         padding = (0, batch.mask.shape[1] - len(response))
-        chosen = log_p[torch.arange(len(response)), response]
+        chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
         log_probs.append(torch.nn.functional.pad(chosen, padding))
         entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
     outputs = PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy))
-    loss, metrics = ACTOR(outputs, batch, Totals.of(batch.mask))
+    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
     return outputs, float(norm), {name: float(value) for name, value in metrics.items()}
@@ -140,7 +161,7 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, megatron_answers, checkpoints[variant], "policy", tp, pp, max_tokens)
+            answers = pool.run(world_size, megatron_answers, checkpoints[variant], "policy", sizes(tp, pp), max_tokens)
             for answer in answers:
                 torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
                 torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
@@ -152,11 +173,29 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
                 assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
 
 
+@pytest.mark.parametrize("loss_mode", ["gspo", "kl_cov"])
+def test_other_losses_and_samples_without_responses(
+    pool: RankPool, checkpoints: dict[str, Path], loss_mode: str
+) -> None:
+    settings = PolicyLossSection(loss_mode=loss_mode, kl_cov_ratio=0.2)  # type: ignore[arg-type]
+    actor = ActorSection(loss_agg_mode="seq-mean-token-mean", policy_loss=settings)
+    objective = ActorObjective(actor, horizon=8)
+    expected, norm, metrics = reference_answers(checkpoints["llama"], actor)
+    for tp, pp, world_size in [(1, 1, 1), (2, 1, 4), (1, 2, 4)]:
+        arguments = (checkpoints["llama"], "policy", sizes(tp, pp), 24, objective, actor)
+        answers = pool.run(world_size, megatron_answers, *arguments)
+        for answer in answers:
+            torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+            assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            for name, value in metrics.items():
+                assert answer["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
 def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, megatron_answers, checkpoints["llama"], "value", tp, pp, max_tokens)
+            answers = pool.run(world_size, megatron_answers, checkpoints["llama"], "value", sizes(tp, pp), max_tokens)
             for answer in answers:
                 first = first or answer
                 torch.testing.assert_close(answer["before"], first["before"], **TOLERANCE)

@@ -1,0 +1,70 @@
+"""Micro-batches through Megatron's pipeline schedules: plain, pipelined, or interleaved over chunks of layers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.learner.packed import Packed
+from megarl.learner.parallel import Mesh
+from megarl.platform.cpu import megatron_platform
+
+Head = Callable[[Tensor, Packed], Any]
+
+
+def run_schedule(
+    models: Sequence[Any], micros: Sequence[Packed], head: Head, *, max_tokens: int, forward_only: bool
+) -> list[Any]:
+    """Run `micros` through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
+
+    `head` reads the final hidden states of a micro-batch: its answers, on the last stage alone and in the order of the
+    micro-batches, are returned. For a backward pass it gives (loss, anything, answer).
+    """
+
+    def forward_step(rows: Iterator[Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        row = next(rows)
+        filling = _filling(row, getattr(model, "module", model))
+        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=filling)
+
+        def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            return head(hidden, row)
+
+        return hidden, read
+
+    with megatron_platform():
+        answers: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micros) for _ in models],  # a chunk sees the micro-batches at its own time
+            model=list(models),
+            num_microbatches=len(micros),
+            seq_length=max_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    return answers
+
+
+def _filling(row: Packed, module: Any) -> Tensor | None:
+    """The places that only fill up the row, for routers, which alone ask: those that this chunk's layers hold.
+
+    Megatron cuts them for sequence parallelism where it embeds the tokens and forgets it on the later stages.
+    """
+    config = module.config
+    if row.filling is None or config.num_moe_experts is None:
+        return None
+    if module.pre_process or not config.sequence_parallel:
+        return row.filling
+    parts = row.filling.chunk(config.tensor_model_parallel_size, dim=1)
+    return parts[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def num_micro_batches(fewest: int, mesh: Mesh) -> int:
+    """How many micro-batches a batch takes that needs at least `fewest`: the interleaved schedule goes by whole rounds.
+
+    A round is one micro-batch for each stage.
+    """
+    round_size = mesh.pp_size if mesh.vpp_size > 1 else 1
+    return -(-fewest // round_size) * round_size
