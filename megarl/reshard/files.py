@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.reshard.executor import Reshard, SyncReport
-from megarl.reshard.layout import Layout, Piece, row_major, whole
+from megarl.reshard.layout import Layout, Piece, placement_of, row_major, whole
 from megarl.reshard.planner import make_plan
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -140,7 +140,16 @@ def export(
         [_whole_piece(name, shapes[name], dtype) for file in files if writer_of[file] == writer for name in files[file]]
         for writer in range(world_size)
     ]
-    plan = make_plan(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
+    plan = make_plan(
+        placement_of(sources),
+        placement_of(destinations),
+        held=sources[rank],
+        needed=destinations[rank],
+        rank=rank,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=bucket_bytes,
+    )
     directory.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         (directory / CONFIG).unlink(missing_ok=True)
@@ -156,9 +165,7 @@ def export(
     if rank == 0:
         _remove_others(directory, files)
         if len(files) > 1:
-            num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-            weight_map = {name: file for file, names in files.items() for name in names}
-            _write_json(directory / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+            _write_index(directory, shapes, files, dtype)
         config = {key: value for key, value in config.items() if key != "dtype"}  # the newer name of torch_dtype
         _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
     dist.barrier(group)
@@ -223,6 +230,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with replacing(path) as file:
         file.write(json.dumps(content, indent=2).encode())
+
+
+def _write_index(directory: Path, shapes: Shapes, files: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
+    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    weight_map = {name: file for file, names in files.items() for name in names}
+    _write_json(directory / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
 def _remove_others(directory: Path, files: Container[str]) -> None:

@@ -9,10 +9,17 @@ Example: with 8 query heads, 2 key/value groups and head size 4, Megatron's `lin
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import sub
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its extent in every dimension."""
-        return tuple(high - low for low, high in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def numel(self) -> int:
@@ -65,6 +72,8 @@ class Piece:
 
     def part(self, box: Box) -> "Piece":
         """The piece that holds only `box`, which must lie inside this piece's own."""
+        if box == self.box:
+            return self
         shift = sum((low - mine) * step for low, mine, step in zip(box.lo, self.box.lo, self.stride, strict=True))
         return replace(self, box=box, offset=self.offset + shift)
 
@@ -76,6 +85,47 @@ class Piece:
 Layout = Sequence[Piece]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A box of a parameter and the ranks that have it, ascending."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """Who has which boxes of a parameter, and in which type.
+
+    Parameters of one shape that are cut and placed alike share one object: what is worked out for one of them is found
+    again by identity for the others.
+    """
+
+    places: tuple[Place, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def bounds(self) -> tuple[Integers, Integers]:
+        """The low and the high ends of the boxes, both [num_places, num_dims]."""
+        num_dims = len(self.places[0].box.lo)
+        lo, hi = (
+            np.array([getattr(place.box, end) for place in self.places], dtype=np.int64).reshape(-1, num_dims)
+            if num_dims
+            else np.zeros((len(self.places), 0), dtype=np.int64)
+            for end in ("lo", "hi")
+        )
+        return lo, hi
+
+    @cached_property
+    def owners(self) -> tuple[Integers, Integers]:
+        """The ranks of all places, one place after the other, and the number of the place of each of them."""
+        ranks = np.concatenate([np.array(place.ranks, dtype=np.int64) for place in self.places])
+        return ranks, np.repeat(np.arange(len(self.places)), [len(place.ranks) for place in self.places])
+
+
+Placement = Mapping[str, Holding]  # of all ranks, by Hugging Face name
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box of a full tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
@@ -84,3 +134,41 @@ def whole(shape: Sequence[int]) -> Box:
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def placement_of(layouts: Sequence[Layout]) -> Placement:
+    """The placement that the layouts of all ranks add up to, in the order in which the names first occur.
+
+    A rank that has a box several times is in as many places of that box.
+
+    Raises:
+        ValueError: a parameter has different types on two ranks.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    ranks_by_place: dict[str, dict[tuple[Box, int], list[int]]] = defaultdict(dict)
+    for layout, ranks in _distinct(layouts):
+        copies: Counter[tuple[str, Box]] = Counter()
+        for piece in layout:
+            key = piece.name, piece.box
+            ranks_by_place[piece.name].setdefault((piece.box, copies[key]), []).extend(ranks)
+            copies[key] += 1
+            if dtypes.setdefault(piece.name, piece.dtype) != piece.dtype:
+                other = dtypes[piece.name]
+                raise ValueError(f"{piece.name} is {piece.dtype} on rank {ranks[0]} and {other} on an earlier rank")
+    alike: dict[tuple[tuple[Place, ...], torch.dtype], Holding] = {}
+    placement = {}
+    for name, by_place in ranks_by_place.items():
+        places = tuple(Place(box, tuple(sorted(ranks))) for (box, _), ranks in by_place.items())
+        placement[name] = alike.setdefault((places, dtypes[name]), Holding(places, dtypes[name]))
+    return placement
+
+
+def _distinct(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[int]]]:
+    """The different layouts, each with the ranks that have it."""
+    by_object: dict[int, list[int]] = defaultdict(list)
+    for rank, layout in enumerate(layouts):
+        by_object[id(layout)].append(rank)
+    by_value: dict[tuple[Piece, ...], list[int]] = defaultdict(list)
+    for ranks in by_object.values():
+        by_value[tuple(layouts[ranks[0]])].extend(ranks)
+    yield from by_value.items()

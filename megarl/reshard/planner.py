@@ -1,181 +1,359 @@
-"""Turns two sets of layouts into what each rank copies, sends and receives, wave by wave.
+"""Turns two placements into what each rank copies, sends and receives, wave by wave.
 
-The plan is a pure function of the layouts of all ranks, so every rank computes its own without a message. It is proven
-before it is handed out: every destination element is written exactly once. A rank receives exactly what it needs and
-does not hold, and in no wave does a rank send or write more than a bucket.
+The plan is a pure function of the placements, so every rank computes its own without a message. It is proven before it
+is handed out: every destination element is written exactly once. A rank receives exactly what it needs and does not
+hold, and in no wave does a rank send or write more than a bucket.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.reshard.layout import Box, Layout, Piece
-from megarl.reshard.plan import Copy, RankPlan, Transfer, Wave
+from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement
+from megarl.reshard.plan import DELAY, RankPlan, Template
 from megarl.reshard.proof import check_plan
-from megarl.reshard.routes import Place, Routes, find_routes
+from megarl.reshard.routes import Routes, find_routes, union_numel
+from megarl.reshard.two_level import two_hops
+from megarl.reshard.waves import cut_waves
+
+Times = npt.NDArray[np.float64]
 
 
 def make_plan(
-    sources: Sequence[Layout],
-    destinations: Sequence[Layout],
+    source: Placement,
+    destination: Placement,
     *,
+    held: Layout,
+    needed: Layout,
     rank: int,
+    world_size: int,
     ranks_per_node: int,
     bucket_bytes: int,
-    order: Sequence[str] | None = None,
+    two_level: bool = False,
 ) -> RankPlan:
-    """The proven plan of one rank; see `Schedule` for the arguments and errors."""
-    schedule = Schedule(sources, destinations, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes, order=order)
-    plan = schedule.plan(rank)
-    check_plan(plan, destinations[rank])
+    """The proven plan of one rank.
+
+    Args:
+        source: who holds what.
+        destination: who must hold what afterwards.
+        held: the rank's own local tensors on the source's side.
+        needed: those on the destination's side.
+        rank: whose plan it is.
+        world_size: number of ranks.
+        ranks_per_node: ranks `k * ranks_per_node ..` are on node `k`.
+        bucket_bytes: the most that any rank sends, and the most that it writes, in one wave.
+        two_level: whether what several ranks of a node need from outside comes to one of them, which passes it on.
+
+    Raises:
+        ValueError: a destination needs what nobody holds, the bucket is too small, or the rank's own layouts are not
+            what the placements say of it.
+    """
+    schedule = Schedule(
+        source,
+        destination,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=bucket_bytes,
+        two_level=two_level,
+    )
+    plan = schedule.plan(rank, held, needed)
+    check_plan(plan)
     return plan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per rank, each [world_size] int64, without the buckets' padding."""
+
+    sent: Integers
+    received: Integers
+    crossing: Integers  # the part of `received` that comes from other nodes
+
+
+def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
+    """The bytes that a rank needs and does not hold, counted as they travel; no plan can bring it less.
+
+    A box that it needs in several places counts for each of them.
+    """
+    known: dict[tuple[int, int], int] = {}
+    for name, demand in destination.items():
+        supply = source[name]
+        if (kind := (id(supply), id(demand))) not in known:
+            held = [supply.places[place].box for place in _places_of(rank, supply)]
+            needed = [demand.places[place].box for place in _places_of(rank, demand)]
+            missing = sum(
+                box.numel - union_numel([part for own in held if (part := own.intersect(box))]) for box in needed
+            )
+            known[kind] = missing * _wire_dtype(supply, demand).itemsize
+    return sum(known[id(source[name]), id(demand)] for name, demand in destination.items())
 
 
 class Schedule:
     """The plan of the whole world: in which wave which parts of which parameters travel along which routes.
 
-    Args:
-        sources: what each rank holds; ranks that hold the same may share one object, which saves time.
-        destinations: what each rank must hold afterwards; rank by rank as in `sources`.
-        ranks_per_node: ranks `k * ranks_per_node ..` are on node `k`.
-        bucket_bytes: the most that any rank sends, and the most that it receives, in one wave.
-        order: the names of the parameters in the order in which they travel. By default they come in the order of the
-            destinations, with the parameters of different owners (pipeline stages) interleaved, so that all ranks send.
-
-    Raises:
-        ValueError: a destination needs what nobody holds, or the bucket is too small.
+    The parameters travel in the order of the destination, those of different owners (pipeline stages, expert groups) in
+    turn, so that all ranks send. `names` is the destination's order; item `i`, the `i`-th to travel, is part
+    `part_of[i]` of parameter `param_of[i]`. `hops[0]` has the routes of each part, `hops[1]` in a plan of two levels
+    those that follow `DELAY` waves later. For arguments and errors see `make_plan`.
     """
 
     def __init__(
         self,
-        sources: Sequence[Layout],
-        destinations: Sequence[Layout],
+        source: Placement,
+        destination: Placement,
         *,
+        world_size: int,
         ranks_per_node: int,
         bucket_bytes: int,
-        order: Sequence[str] | None = None,
+        two_level: bool = False,
     ) -> None:
-        assert len(sources) == len(destinations)
-        self.world_size = len(sources)
-        self._sources, self._destinations = _Side(sources), _Side(destinations)
-        self._ranks_per_node = ranks_per_node
-        self._bucket_bytes = bucket_bytes
-        self._known_routes: dict[Hashable, list[Routes]] = {}
-        self.waves: list[list[tuple[str, Routes]]] = []
-        load = np.zeros((2, self.world_size), dtype=np.int64)
-        for name in order or self._interleaved():
-            for routes in self._routes(name):
-                load = load + routes.load
-                if not self.waves or load.max() > bucket_bytes:
-                    self.waves.append([])
-                    load = routes.load
-                self.waves[-1].append((name, routes))
-
-    def plan(self, rank: int) -> RankPlan:
-        """What `rank` does."""
-        held, needed = self._sources.pieces(rank), self._destinations.pieces(rank)
-        waves = []
-        for entries in self.waves:
-            wave = Wave()
-            for name, routes in entries:
-                dtype = self._wire_dtype(name)
-                for route in routes.by_rank.get(rank, ()):
-                    if route.source_rank == rank:
-                        source = held[name, route.source].part(route.box)
-                    if route.destination_rank == rank:
-                        destination = needed[name, route.destination].part(route.box)
-                    if route.source_rank == route.destination_rank:
-                        wave.copies.append(Copy(source, destination))
-                    elif route.source_rank == rank:
-                        wave.sends.append(Transfer(source, route.destination_rank, dtype))
-                    else:
-                        wave.receives.append(Transfer(destination, route.source_rank, dtype))
-            waves.append(wave)
-        return RankPlan(rank, self.world_size, waves)
-
-    def traffic(self) -> npt.NDArray[np.int64]:
-        """[2, world_size]: the bytes that each rank sends and receives, without the buckets' padding."""
-        total = np.zeros((2, self.world_size), dtype=np.int64)
-        for wave in self.waves:
-            for name, routes in wave:
-                total += routes.traffic * self._wire_dtype(name).itemsize
-        return total
-
-    def _wire_dtype(self, name: str) -> torch.dtype:
-        """The smaller type of both ends, so that a cast happens where it saves bytes."""
-        return min(self._destinations.dtypes[name], self._sources.dtypes[name], key=lambda dtype: dtype.itemsize)
-
-    def _routes(self, name: str) -> list[Routes]:
-        """The routes of a parameter, in parts that fit the bucket; computed once for all parameters placed alike."""
-        sources, destinations = self._sources.places.get(name, ()), self._destinations.places[name]
-        itemsize = self._wire_dtype(name).itemsize if sources else 1
-        kind = (sources, destinations, itemsize)
-        if kind not in self._known_routes:
+        self.world_size, self._ranks_per_node = world_size, ranks_per_node
+        self.names = list(destination)
+        self._kinds = _Kinds(source, destination)
+        self.hops: tuple[list[Routes], ...] = ([], []) if two_level else ([],)
+        self._kind_of_part: list[int] = []
+        first_part, busiest = [], []
+        sent = np.zeros(world_size, dtype=np.int64)
+        for kind, (supply, demand) in enumerate(self._kinds.holdings):
+            first_part.append(len(self._kind_of_part))
             try:
-                found = find_routes(sources, destinations, ranks_per_node=self._ranks_per_node)
-                routes = Routes(found, world_size=self.world_size, itemsize=itemsize)
-                self._known_routes[kind] = list(routes.fit(self._bucket_bytes))
+                routes = find_routes(
+                    supply,
+                    demand,
+                    itemsize=_wire_dtype(supply, demand).itemsize,
+                    ranks_per_node=ranks_per_node,
+                    sent_before=sent,
+                )
+                for part in (
+                    two_hops(routes, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
+                    if two_level
+                    else ((fitting,) for fitting in routes.fit(bucket_bytes))
+                ):
+                    self._kind_of_part.append(kind)
+                    for hop, hop_routes in zip(self.hops, part, strict=True):
+                        hop.append(hop_routes)
             except ValueError as fault:
-                raise ValueError(f"cannot reshard {name}: {fault}") from None
-        return self._known_routes[kind]
+                raise ValueError(f"cannot reshard {self._kinds.example(kind)}: {fault}") from None
+            sent += routes.load[0] * self._kinds.num_params[kind]
+            busiest.append(int(routes.load.max()))
+        kind_of = self._kinds.kind_of
+        counts = np.bincount(self._kind_of_part, minlength=len(first_part))[kind_of]
+        begin, duration = self._kinds.timetable(np.array(busiest, dtype=np.int64))
+        turn = _count_up(counts)
+        order = np.argsort(np.repeat(begin, counts) + turn * np.repeat(duration / counts, counts), kind="stable")
+        self.param_of = np.repeat(np.arange(len(kind_of)), counts)[order]
+        self.part_of = (np.repeat(np.array(first_part, dtype=np.int64)[kind_of], counts) + turn)[order]
+        loads = [np.stack([routes.load for routes in part]).ravel() for part in zip(*self.hops, strict=True)]
+        ends = cut_waves(self.part_of, np.array(loads), bucket_bytes // len(self.hops))
+        self.ends = np.array(ends, dtype=np.int64)
 
-    def _interleaved(self) -> list[str]:
-        by_owners: dict[Hashable, list[str]] = defaultdict(list)
-        for name in self._destinations.places:
-            owners = frozenset(rank for _, ranks in self._sources.places.get(name, ()) for rank in ranks)
-            by_owners[owners].append(name)
-        progress = {
-            name: (position + 0.5) / len(names) for names in by_owners.values() for position, name in enumerate(names)
-        }
-        return sorted(progress, key=progress.__getitem__)
+    def traffic(self) -> Traffic:
+        """What travels in all waves together."""
+        total = np.zeros((3, self.world_size), dtype=np.int64)
+        times = np.bincount(self.part_of, minlength=len(self._kind_of_part)).tolist()
+        for routes, num in zip(chain(*self.hops), times * len(self.hops), strict=True):
+            size = routes.num_bytes * routes.travels * num
+            between = routes.sender // self._ranks_per_node != routes.reader // self._ranks_per_node
+            total[0] += routes.per_rank(routes.sender, size)
+            total[1] += routes.per_rank(routes.reader, size)
+            total[2] += routes.per_rank(routes.reader, size * between)
+        return Traffic(*total)
+
+    def plan(self, rank: int, held: Layout, needed: Layout) -> RankPlan:
+        """What one rank does; `make_plan` proves it as well."""
+        own = [_Own(rank, layout, side, self.names, self._kinds) for side, layout in enumerate((held, needed))]
+        templates: list[Template] = []
+        steps, waves = [], []
+        for hop, parts in enumerate(self.hops):
+            first = len(templates)
+            places: list[tuple[int, int]] = []  # of each template, among those that the rank has on either side
+            for kind, routes in zip(self._kind_of_part, parts, strict=True):
+                self._add_templates(rank, kind, routes, own, templates, places, onward=hop > 0)
+            mine = [np.count_nonzero((routes.sender == rank) | (routes.reader == rank)) for routes in parts]
+            counts = np.array(mine, dtype=np.int64)
+            per_item = counts[self.part_of]
+            place = np.repeat((np.cumsum(counts) - counts)[self.part_of], per_item) + _count_up(per_item)
+            param = np.repeat(self.param_of, per_item)
+            ordinals = np.array(places, dtype=np.int64).reshape(-1, 2)[place]
+            pieces = [side.pieces(param, ordinals[:, number]) for number, side in enumerate(own)]
+            steps.append(np.stack([*pieces, place + first], axis=1).astype(np.int32))
+            item = np.repeat(np.arange(len(per_item)), per_item)
+            waves.append(np.searchsorted(self.ends, item, side="right") + hop * DELAY)
+        wave = np.concatenate(waves)
+        order = np.argsort(wave, kind="stable")
+        num_waves = len(self.ends) + (len(self.hops) - 1) * DELAY
+        ends = np.searchsorted(wave[order], np.arange(num_waves), side="right")
+        return RankPlan(rank, self.world_size, held, needed, templates, np.concatenate(steps)[order], ends)
+
+    def _add_templates(
+        self,
+        rank: int,
+        kind: int,
+        routes: Routes,
+        own: "Sequence[_Own]",
+        templates: list[Template],
+        places: list[tuple[int, int]],
+        *,
+        onward: bool,
+    ) -> None:
+        """What the rank does on its routes; in the second hop it sends from where it has received to."""
+        dtype = _wire_dtype(*self._kinds.holdings[kind])
+        held, needed = own
+        for route in np.flatnonzero((routes.sender == rank) | (routes.reader == rank)).tolist():
+            sender, reader = int(routes.sender[route]), int(routes.reader[route])
+            source, destination = int(routes.source[route]), int(routes.destination[route])
+            sends = sender == rank
+            peer = reader if sends else sender
+            templates.append(Template(routes.box_of(route), peer, dtype, onward=onward and sends))
+            if onward:
+                places.append((-1, needed.place(kind, source if sends else destination)))
+            else:
+                places.append(
+                    (
+                        held.place(kind, source) if sends else -1,
+                        needed.place(kind, destination) if reader == rank else -1,
+                    )
+                )
 
 
-class _Side:
-    """The layouts of one side, turned from pieces by rank into places by parameter."""
+class _Kinds:
+    """The kinds of parameters: those that share the source's and the destination's holding share everything."""
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        self._layouts = layouts
-        self.dtypes: dict[str, torch.dtype] = {}
-        ranks_by_place: dict[str, dict[tuple[Box, int], list[int]]] = defaultdict(dict)
-        for layout, ranks in _distinct(layouts):
-            for piece, copy in _numbered(layout):
-                ranks_by_place[piece.name].setdefault((piece.box, copy), []).extend(ranks)
-                if self.dtypes.setdefault(piece.name, piece.dtype) != piece.dtype:
-                    other = self.dtypes[piece.name]
-                    raise ValueError(f"{piece.name} is {piece.dtype} on rank {ranks[0]} and {other} on an earlier rank")
-        self.places: Mapping[str, tuple[Place, ...]] = {
-            name: tuple((box, tuple(sorted(ranks))) for (box, _), ranks in places.items())
-            for name, places in ranks_by_place.items()
-        }
-        self._index = {
-            (name, *key): index for name, places in ranks_by_place.items() for index, key in enumerate(places)
-        }
+    def __init__(self, source: Placement, destination: Placement) -> None:
+        nobody = Holding((), torch.float64)
+        self.holdings: list[tuple[Holding, Holding]] = []
+        known: dict[tuple[int, int], int] = {}
+        kind_of = []
+        for name, demand in destination.items():
+            supply = source.get(name, nobody)
+            kind = known.setdefault((id(supply), id(demand)), len(known))
+            if kind == len(self.holdings):
+                self.holdings.append((supply, demand))
+            kind_of.append(kind)
+        self.kind_of = np.array(kind_of, dtype=np.int64)
+        self.num_params = np.bincount(self.kind_of, minlength=len(known)).tolist()
+        self._names = list(destination)
 
-    def pieces(self, rank: int) -> dict[tuple[str, int], Piece]:
-        """The pieces of a rank by parameter and index of their place."""
-        return {
-            (piece.name, self._index[piece.name, piece.box, copy]): piece
-            for piece, copy in _numbered(self._layouts[rank])
-        }
+    def example(self, kind: int) -> str:
+        """The first parameter of a kind."""
+        return self._names[int(np.flatnonzero(self.kind_of == kind)[0])]
+
+    def timetable(self, load: Integers) -> tuple[Times, Times]:
+        """When each parameter would begin to travel, and for how long, if all ranks sent as fast as they can.
+
+        Owners with ranks in common (the expert groups of a pipeline stage) form a stage. Each stage sends its
+        parameters in their order: those of all its ranks one after the other, and in between those of its different
+        owners at the same time. All stages start at 0 and end at 1.
+
+        Args:
+            load: [num_kinds], the most that a rank has to send of such a parameter, in any unit.
+        """
+        if not self.holdings:
+            return np.zeros(0), np.zeros(0)
+        owners, stages, is_shared = _owners([supply for supply, _ in self.holdings])
+        stage, shared, amount = (np.array(column)[self.kind_of] for column in (stages, is_shared, load))
+        owner = np.where(shared, -1, np.array(owners)[self.kind_of])
+        by_stage = np.argsort(stage, kind="stable")
+        begin, duration = np.empty(len(stage)), np.empty(len(stage))
+        for members in np.split(by_stage, np.cumsum(np.bincount(stage))[:-1]):
+            runs = np.flatnonzero(np.diff(shared[members], prepend=~shared[members[:1]]))
+            now = 0.0
+            for run in np.split(members, runs[1:]):
+                order = run[np.argsort(owner[run], kind="stable")]
+                before = np.cumsum(amount[order]) - amount[order]
+                first = np.flatnonzero(np.diff(owner[order], prepend=-2))
+                before -= np.repeat(before[first], np.diff(first, append=len(order)))
+                begin[order] = now + before
+                now += (before + amount[order]).max()
+            begin[members] /= now
+            duration[members] = amount[members] / now
+        return begin, duration
 
 
-def _distinct(layouts: Sequence[Layout]) -> list[tuple[Layout, list[int]]]:
-    """The different layouts, each with the ranks that have it."""
-    by_object: dict[int, list[int]] = defaultdict(list)
-    for rank, layout in enumerate(layouts):
-        by_object[id(layout)].append(rank)
-    by_value: dict[tuple[Piece, ...], list[int]] = defaultdict(list)
-    for ranks in by_object.values():
-        by_value[tuple(layouts[ranks[0]])].extend(ranks)
-    return list(by_value.items())
+def _owners(sources: Sequence[Holding]) -> tuple[list[int], list[int], list[bool]]:
+    """For each source the number of its set of ranks, that of the sets it overlaps, and whether it spans all these."""
+    known: dict[int, frozenset[int]] = {}
+    for source in sources:
+        if id(source) not in known:
+            known[id(source)] = frozenset(rank for place in source.places for rank in place.ranks)
+    groups = list(dict.fromkeys(known.values()))
+    number = {group: index for index, group in enumerate(groups)}
+    spans: list[set[int]] = []  # disjoint
+    for group in groups:
+        touched = [span for span in spans if not span.isdisjoint(group)]
+        spans = [span for span in spans if span.isdisjoint(group)] + [set(group).union(*touched)]
+    stage_of = {rank: stage for stage, span in enumerate(spans) for rank in span}
+    of_source = [known[id(source)] for source in sources]
+    stages = [stage_of[min(group)] for group in of_source]
+    is_shared = [len(group) == len(spans[stage]) for group, stage in zip(of_source, stages, strict=True)]
+    return [number[group] for group in of_source], stages, is_shared
 
 
-def _numbered(layout: Layout) -> Iterator[tuple[Piece, int]]:
-    """The pieces of a layout, each with the number of earlier pieces of the same box."""
-    seen: Counter[tuple[str, Box]] = Counter()
-    for piece in layout:
-        yield piece, seen[piece.name, piece.box]
-        seen[piece.name, piece.box] += 1
+class _Own:
+    """Which piece of a rank's layout is which of its places, for every parameter."""
+
+    def __init__(self, rank: int, layout: Layout, side: int, names: Sequence[str], kinds: _Kinds) -> None:
+        self._ordinals = [_places_of(rank, pair[side]) for pair in kinds.holdings]
+        by_name: dict[str, list[int]] = defaultdict(list)
+        for number, piece in enumerate(layout):
+            by_name[piece.name].append(number)
+        boxes = [
+            [pair[side].places[place].box for place in ordinals]
+            for pair, ordinals in zip(kinds.holdings, self._ordinals, strict=True)
+        ]
+        first: list[int] = []
+        numbers: list[int] = []
+        for name, kind in zip(names, kinds.kind_of.tolist(), strict=True):
+            first.append(len(numbers))
+            found = by_name.pop(name, [])
+            if [layout[number].box for number in found] != boxes[kind]:
+                found = _in_order(found, layout, boxes[kind], name, rank)
+            numbers += found
+        if side and by_name:
+            raise ValueError(f"rank {rank} needs {min(by_name)}, which the placement does not list")
+        self._first, self._numbers = np.array(first, dtype=np.int64), np.array([*numbers, -1], dtype=np.int64)
+
+    def place(self, kind: int, place: int) -> int:
+        """Which of the rank's own places of this kind that place is."""
+        return self._ordinals[kind].index(place)
+
+    def pieces(self, params: Integers, ordinals: Integers) -> Integers:
+        """The numbers of the pieces, -1 where the ordinal is -1."""
+        return self._numbers[np.where(ordinals < 0, -1, self._first[params] + ordinals)]
+
+
+def _in_order(numbers: Sequence[int], layout: Layout, expected: Sequence[Box], name: str, rank: int) -> list[int]:
+    """The pieces of a parameter in the order of the rank's places of it."""
+    by_box: dict[Box, list[int]] = defaultdict(list)
+    for number in numbers:
+        by_box[layout[number].box].append(number)
+    if Counter(layout[number].box for number in numbers) != Counter(expected):
+        has, says = (", ".join(map(str, boxes)) or "nothing" for boxes in (by_box, expected))
+        raise ValueError(f"rank {rank}: its layout has {has} of {name}, the placement {says}")
+    return [by_box[box].pop(0) for box in expected]
+
+
+def _places_of(rank: int, holding: Holding) -> list[int]:
+    """The places that a rank has, in order."""
+    places = []
+    for number, place in enumerate(holding.places):
+        position = bisect_left(place.ranks, rank)
+        if position < len(place.ranks) and place.ranks[position] == rank:
+            places.append(number)
+    return places
+
+
+def _wire_dtype(source: Holding, destination: Holding) -> torch.dtype:
+    """The smaller type of both ends, so that a cast happens where it saves bytes."""
+    return min(destination.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _count_up(sizes: Integers) -> Integers:
+    """`[0 .. sizes[0]) [0 .. sizes[1]) ...`, one after the other."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -1,55 +1,148 @@
 """The proof that a plan does what it must, from the local tensors' point of view, without the planner's reasoning."""
 
-from collections import Counter, defaultdict
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.reshard.layout import Layout, Piece
-from megarl.reshard.plan import RankPlan
+from megarl.reshard.layout import Box, Integers, Layout
+from megarl.reshard.plan import DELAY, RankPlan
 
 
-def check_plan(plan: RankPlan, destination: Layout) -> None:
+def check_plan(plan: RankPlan) -> None:
     """Prove that the plan writes every element that the rank's destination lists exactly once.
 
     Raises:
-        ValueError: two pieces share an element of a local tensor, or some element is not written.
+        ValueError: two pieces share an element of a local tensor, the boxes that are written to a piece are not exactly
+            its own, or a box goes onward before it has arrived.
     """
-    num_needed: Counter[str] = Counter()
-    for piece in destination:
-        num_needed[piece.param] += piece.box.numel
-    written: dict[str, list[Piece]] = defaultdict(list)
-    for wave in plan.waves:
-        for piece in wave.written():
-            written[piece.param].append(piece)
-    for param, needed in num_needed.items():
-        num_written = sum(piece.box.numel for piece in written[param])
-        if num_written != needed:
-            raise ValueError(f"rank {plan.rank}: the plan writes {num_written} of the {needed} elements of {param}")
-        _check_disjoint(written[param], plan.rank)
+    _check_tiled(plan)
+    _check_onward(plan)
+    _check_disjoint(plan.needed, plan.rank)
 
 
-def _check_disjoint(pieces: list[Piece], rank: int) -> None:
-    """Raise ValueError where two pieces of one local tensor have an element in common."""
-    runs = [_runs(piece) for piece in pieces]
-    starts = np.concatenate([first for first, _ in runs])
-    ends = np.concatenate([first + length for first, length in runs])
-    owners = np.repeat(np.arange(len(pieces)), [len(first) for first, _ in runs])
-    order = np.argsort(starts, kind="stable")
-    clashes = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+def _check_tiled(plan: RankPlan) -> None:
+    """Raise ValueError unless what is written to each piece are disjoint boxes that add up to it."""
+    writes = plan.steps[(plan.steps[:, 1] >= 0) & ~plan.onward()]
+    writes = writes[np.argsort(writes[:, 1], kind="stable")]
+    bounds = np.searchsorted(writes[:, 1], np.arange(len(plan.needed) + 1)).tolist()
+    templates = writes[:, 2].tolist()
+    proven: set[tuple[Box, tuple[int, ...]]] = set()
+    for number, piece in enumerate(plan.needed):
+        tiles = tuple(templates[bounds[number] : bounds[number + 1]])
+        if (piece.box, tiles) in proven:
+            continue
+        boxes = [plan.templates[tile].box for tile in tiles]
+        written = sum(box.numel for box in boxes)
+        if written != piece.box.numel or not all(map(piece.box.contains, boxes)):
+            raise ValueError(
+                f"rank {plan.rank}: the plan writes {written} of the {piece.box.numel} elements of {piece.name} "
+                f"{piece.box} in {piece.param}"
+            )
+        for one, other in combinations(boxes, 2):
+            if one.intersect(other):
+                raise ValueError(f"rank {plan.rank}: {piece.name} {one} and {other} are both written to {piece.param}")
+        proven.add((piece.box, tiles))
+
+
+def _check_onward(plan: RankPlan) -> None:
+    """Raise ValueError unless what goes onward has come in time, in a box that contains it."""
+    wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right").tolist()
+    arrived: dict[int, list[tuple[int, Box]]] = defaultdict(list)
+    for row in np.flatnonzero(plan.received()).tolist() if plan.onward().any() else ():
+        _, piece, template = plan.steps[row].tolist()
+        arrived[piece].append((wave[row], plan.templates[template].box))
+    for row in np.flatnonzero(plan.onward()).tolist():
+        _, piece, template = plan.steps[row].tolist()
+        box = plan.templates[template].box
+        if not any(other.contains(box) for before, other in arrived[piece] if before + DELAY <= wave[row]):
+            raise ValueError(f"rank {plan.rank}: {plan.needed[piece].name} {box} goes onward before it has arrived")
+
+
+def _check_disjoint(layout: Layout, rank: int) -> None:
+    """Raise ValueError where two pieces have an element of a local tensor in common."""
+    params: dict[str, int] = {}
+    runs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Integers, int]] = {}
+    owners, counts, offsets, relative, lengths = [], [], [], [], []
+    for piece in layout:
+        kind = piece.box.shape, piece.stride
+        if kind not in runs:
+            runs[kind] = _runs(*kind)
+        first, length = runs[kind]
+        owners.append(params.setdefault(piece.param, len(params)))
+        counts.append(len(first))
+        offsets.append(piece.offset)
+        relative.append(first)
+        lengths.append(length)
+    if not counts:
+        return
+    starts = np.repeat(offsets, counts) + np.concatenate(relative)
+    ends = starts + np.repeat(lengths, counts)
+    tensors, pieces = np.repeat(owners, counts), np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((starts, tensors))
+    same = tensors[order][1:] == tensors[order][:-1]
+    clashes = np.flatnonzero(same & (starts[order][1:] < ends[order][:-1]))
     if clashes.size:
-        one, other = (pieces[owners[order[clashes[0] + side]]] for side in (0, 1))
+        one, other = (layout[pieces[order[clashes[0] + side]]] for side in (0, 1))
         raise ValueError(
             f"rank {rank}: {one.name} {one.box} and {other.name} {other.box} share an element of {one.param}"
         )
 
 
-def _runs(piece: Piece) -> tuple[npt.NDArray[np.int64], int]:
-    """Where in its local tensor the piece's runs of neighbouring elements start, and the length of each run."""
-    starts, length = np.array([piece.offset], dtype=np.int64), 1
-    for stride, extent in sorted(zip(piece.stride, piece.box.shape, strict=True)):
-        if stride == length and len(starts) == 1:
+def _runs(shape: Sequence[int], stride: Sequence[int]) -> tuple[Integers, int]:
+    """Where a view's runs of neighbouring elements start, from its first element on, and the length of each run."""
+    starts, length = np.zeros(1, dtype=np.int64), 1
+    for step, extent in sorted(zip(stride, shape, strict=True)):
+        if step == length and len(starts) == 1:
             length *= extent
         elif extent > 1:
-            starts = (starts[:, None] + np.arange(extent) * stride).ravel()
+            starts = (starts[:, None] + np.arange(extent) * step).ravel()
     return starts, length
+
+
+def disagreement(plan: RankPlan) -> Integers:
+    """[world_size]: numbers that add up to zero over all ranks if what is sent to each rank is what it expects.
+
+    They are hashes of what this rank sends to each rank (positive) and of what it expects itself (negative): wave,
+    sender, position among what travels between the two in that wave, parameter, box and type.
+    """
+    total = np.zeros(plan.world_size, dtype=np.uint64)
+    peers = np.array([template.peer for template in plan.templates], dtype=np.int64)
+    boxes = _hashes([f"{template.box} {template.dtype}" for template in plan.templates])
+    wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right")
+    sources, destinations = (_hashes([piece.name for piece in layout]) for layout in (plan.held, plan.needed))
+    for side, chosen in enumerate((plan.sent(), plan.received())):
+        rows = np.flatnonzero(chosen)
+        template = plan.steps[rows, 2]
+        group = wave[rows] * plan.world_size + peers[template]
+        order = np.argsort(group, kind="stable")
+        rows, template, group = rows[order], template[order], group[order]
+        position = np.arange(len(rows)) - np.searchsorted(group, group)
+        first_hop = plan.steps[rows, 0] >= 0
+        names = np.empty(len(rows), dtype=np.uint64)
+        names[first_hop] = sources[plan.steps[rows[first_hop], 0]]
+        names[~first_hop] = destinations[plan.steps[rows[~first_hop], 1]]
+        sender = np.full(len(rows), plan.rank) if side == 0 else peers[template]
+        parcel = names
+        for value in (boxes[template], wave[rows], sender, position):
+            parcel = _mixed(parcel + value.astype(np.uint64))
+        if side == 0:
+            np.add.at(total, peers[template], parcel)
+        else:
+            np.subtract.at(total, np.full(len(rows), plan.rank), parcel)
+    return total.view(np.int64)
+
+
+def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
+    return np.array([zlib.crc32(text.encode()) for text in texts], dtype=np.uint64)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A step of splitmix64 (Steele, Lea and Flood 2014): every bit of a value changes half the bits of the result."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

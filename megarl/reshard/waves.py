@@ -1,0 +1,44 @@
+"""Cuts the sequence of all parameters into waves that fit a bucket on every rank."""
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCKS_PER_WAVE = 8  # how many additions a wave takes at least; more of them only cost time
+
+
+def cut_waves(parts: npt.NDArray[np.int64], loads: npt.NDArray[np.int64], bucket_bytes: int) -> list[int]:
+    """Where the waves end: each has as many items as fit, on the rank that has most to carry.
+
+    Args:
+        parts: [num_items], what travels, in order: each item is one of the rows of `loads`.
+        loads: [num_parts, num_columns], the bytes that an item adds to each bucket; none exceeds a bucket.
+        bucket_bytes: the size of every bucket.
+
+    Returns:
+        the position behind the last item of each wave.
+    """
+    if not len(parts):
+        return []
+    # Ranks with the same duties, such as replicas, need only be counted once.
+    loads = np.stack(
+        [np.frombuffer(column, dtype=np.int64) for column in dict.fromkeys(map(bytes, np.ascontiguousarray(loads.T)))],
+        1,
+    )
+    total = (np.bincount(parts, minlength=len(loads)) @ loads).max()
+    bounds = np.linspace(0, len(parts), int(total / bucket_bytes * BLOCKS_PER_WAVE) + 2, dtype=np.int64)
+    pending = list(pairwise(np.unique(bounds).tolist()))[::-1]
+    ends, load = [], np.zeros(loads.shape[1], dtype=np.int64)
+    while pending:
+        begin, end = pending.pop()
+        block = loads[parts[begin:end]].sum(axis=0)
+        if (load + block).max() <= bucket_bytes:
+            load = load + block
+        elif end - begin > 1:
+            middle = (begin + end) // 2
+            pending += [(middle, end), (begin, middle)]
+        else:
+            ends.append(begin)
+            load = block
+    return [*ends, len(parts)]
