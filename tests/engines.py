@@ -1,18 +1,26 @@
 """A rollout engine on a tiny checkpoint, given weights straight from full Hugging Face tensors."""
 
+import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.batch import Prompt
+from megarl.models.architecture import read_architecture
+from megarl.models.engine import engine_layout
+from megarl.reshard.layout import Layout
+from megarl.rollout import patches, segments
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import RolloutEngine, llm_arguments
+from tests.layouts import slices
 from tests.tiny import SIZES, write_checkpoint
 
 Sync = Callable[[Any], None]
@@ -36,7 +44,7 @@ def write_two_checkpoints(root: Path, variant: str) -> list[Path]:
     first, second, bare = (root / f"{variant}-{name}" for name in ("first", "second", "bare"))
     if not bare.exists():
         write_checkpoint(first, variant, seed=1)
-        write_checkpoint(second, variant, seed=2)
+        write_checkpoint(second, variant, seed=3)  # seed 2 has a router whose second and third expert tie
         bare.mkdir()
         shutil.copy(first / "config.json", bare)
     return [first, second, bare]
@@ -57,11 +65,63 @@ def writer(tensors: dict[str, Tensor]) -> Sync:
             target = weights.open(param)
             target.fill_(float("nan"))  # whatever is not written must show
             for part in parts:
-                box = tuple(slice(low, high) for low, high in zip(part.box.lo, part.box.hi, strict=True))
-                part.view(target).copy_(tensors[part.name][box])
+                part.view(target).copy_(tensors[part.name][slices(part.box)])
             weights.close(param)
 
     return sync
+
+
+def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same shapes in which every element has another value, exact in float32."""
+    starts = accumulate((tensor.numel() for tensor in tensors.values()), initial=1)
+    valued = {
+        name: torch.arange(first, first + tensor.numel(), dtype=torch.float32).view(tensor.shape)
+        for (name, tensor), first in zip(tensors.items(), starts, strict=False)
+    }
+    assert sum(tensor.numel() for tensor in valued.values()) < 1 << 24
+    return valued
+
+
+def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The engine's parameters as vLLM's own reload fills them, before they are packed; spoils the engine."""
+    placed: dict[str, Tensor] = {}
+
+    def note(name: str, module: Any) -> None:
+        own = module.named_parameters(recurse=False)
+        placed.update({f"{name}.{key}": tensor.detach().clone() for key, tensor in own})
+
+    def note_before(name: str, pack: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda module: (note(name, module), pack(module))  # type: ignore[return-value]
+
+    model = llm.collective_rpc(lambda worker: worker.get_model())[0]
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading = note_before(name, method.process_weights_after_loading)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+    for name, module in model.named_modules():
+        if not hasattr(getattr(module, "quant_method", None), "process_weights_after_loading"):
+            note(name, module)
+    return placed
+
+
+def check_against_vllm(llm: Any, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """The layout puts every element where vLLM's own reload puts it, and nothing else; spoils the engine's weights."""
+    numbered = index_valued(tensors)
+    placed = placed_by_vllm(llm, numbered)
+    expected = {piece.param: torch.zeros(placed[piece.param].numel()) for piece in layout}
+    for piece in layout:
+        piece.view(expected[piece.param]).copy_(numbered[piece.name][slices(piece.box)])
+    for param, tensor in expected.items():
+        assert torch.equal(tensor, placed[param].flatten()), param
+
+
+def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **settings: Any) -> None:
+    """The layout is what `megarl.models.engine` says of this rank, in parameters, places and types too."""
+    architecture = read_architecture(json.loads((model_dir / "config.json").read_text()))
+    settings = {"expert_parallel": False, "dtype": torch.float32, "latent_fused": False} | settings
+    rules = engine_layout(architecture, tp_rank=dist.get_rank() % tp_size, tp_size=tp_size, **settings)
+    assert sorted(layout, key=str) == sorted(rules, key=str)
 
 
 def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settings: Any) -> RolloutEngine:
@@ -76,11 +136,27 @@ def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settin
     )
 
 
+def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
+    """vLLM as the engine starts it, with whole experts on every rank; on CPU it must not compute."""
+    from vllm import LLM
+
+    section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
+    arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
+    patches.name_shared_memory(segments.claim())
+    with patches.start_isolated(), patches.without_compilation():
+        return LLM(**arguments, enable_expert_parallel=True, kv_cache_memory_bytes=1 << 26)
+
+
 def tear_down(engine: RolloutEngine) -> None:
     """Let another engine start in this process, in another world."""
-    from vllm.distributed.parallel_state import destroy_distributed_environment
+    tear_down_vllm(engine._llm)
 
-    engine.close()
+
+def tear_down_vllm(llm: Any) -> None:
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    llm.llm_engine.engine_core.shutdown()
+    destroy_model_parallel()
     destroy_distributed_environment()
 
 

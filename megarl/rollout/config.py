@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.section import section
 
@@ -40,6 +40,14 @@ class SyncSection:
 
     bucket_megabytes: PositiveInt = 512
     """Staging memory of a transfer, in MiB per rank."""
+    two_level: bool = False
+    """What several ranks of a node need from outside comes to one of them, which passes it on."""
+    check_every: NonNegativeInt = 0
+    """Iterations between self-checks of the sync; 0 = only on start and resume."""
+    logprob_warn: NonNegativeFloat = 0.005
+    """Mean difference between the token probabilities of engine and trainer above which a self-check warns."""
+    logprob_stop: NonNegativeFloat = 0.01
+    """The same above which it stops the run."""
 
 
 @section
@@ -49,7 +57,7 @@ class RolloutSection:
     name: Literal["vllm"] = "vllm"
     """The engine."""
     n: PositiveInt = 1
-    """Responses per prompt; more than 1 for GRPO."""
+    """Responses per prompt; more than 1 where the advantages compare them (grpo, rloo, ...)."""
     temperature: PositiveFloat = 1.0
     """Divides the logits, in sampling and in the trainer's log-probabilities."""
     top_k: TopK = -1

@@ -39,7 +39,7 @@ class EngineWeights:
         assert param in self._unwritten[name], f"{param} is written twice in one sync"
         module = self._modules[name]
         if name not in self._layout.in_place and name not in self._staged:
-            reload.to_load_format(module)
+            reload.to_load_format(module, [key.rsplit(".", 1)[1] for key in self._layout.params[name]])
             reload.materialize(module)
             self._staged.add(name)
         return reload.parameters(module)[key].data
@@ -55,6 +55,8 @@ class EngineWeights:
             if name in self._staged:
                 self._staged.remove(name)
                 reload.process(self._modules[name])
+            elif reload.has_packed_copy(self._modules[name]):
+                reload.repack(self._modules[name])
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -77,4 +79,4 @@ class EngineWeights:
         for name in self._layout.tied:  # vLLM repacks a tied head only when it loads the head itself
             if reload.has_quant_method(self._modules[name]):
                 reload.repack(self._modules[name])
-        reload.finish_attention(self._model, self._vllm_config.model_config.dtype)
+        reload.finish(self._model, self._vllm_config.model_config.dtype)

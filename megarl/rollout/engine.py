@@ -63,7 +63,7 @@ class RolloutEngine:
         from megarl.rollout.layout import trace
 
         reload.check_version()
-        self._section, self._stop, self._max_model_len = section, list(stop_token_ids), max_model_len
+        self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
         self._may_compile = not (on_cpu and section.enforce_eager)
         arguments = llm_arguments(
@@ -75,6 +75,7 @@ class RolloutEngine:
         )
         if on_cpu:
             patches.name_shared_memory(segments.claim())
+            patches.rotate_heads_correctly()
             cache_bytes = cpu_cache_bytes(
                 section,
                 cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads),
@@ -127,18 +128,25 @@ class RolloutEngine:
             self._sleep()
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, max_tokens: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        step: int,
+        log_probs: bool | None = None,
     ) -> list[Generation]:
         """Draw `sampling.n` samples of each of this replica's `prompts`; all ranks of the replica must call it alike.
 
         Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
-        prompt's index and the sample's number. ValueError for a prompt that leaves no room for `max_tokens`.
+        prompt's index and the sample's number. `log_probs` None asks for them as configured. ValueError for a prompt
+        that leaves no room for `max_tokens`.
         """
         for prompt in prompts:
-            if len(prompt.token_ids) + max_tokens > self._max_model_len:
+            if len(prompt.token_ids) + max_tokens > self.max_model_len:
                 raise ValueError(
                     f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have {max_tokens}, "
-                    f"but the engine was started for {self._max_model_len} together; raise data.max_prompt_length"
+                    f"but the engine was started for {self.max_model_len} together; raise data.max_prompt_length"
                 )
         asked = [(position, sample) for position in range(len(prompts)) for sample in range(sampling.n)]
         params = [
@@ -147,7 +155,7 @@ class RolloutEngine:
                 seed=request_seed(self._section.seed, step=step, prompt_index=prompts[position].index, sample=sample),
                 max_tokens=max_tokens,
                 stop=() if self._section.ignore_eos else self._stop,
-                log_probs=self._section.calculate_log_probs,
+                log_probs=self._section.calculate_log_probs if log_probs is None else log_probs,
             )
             for position, sample in asked
         ]
@@ -212,6 +220,13 @@ def llm_arguments(
         "logprobs_mode": "processed_logprobs",
     }
     where = "actor_rollout_ref.rollout.engine_kwargs"
+    if section.engine_kwargs.get("enable_eplb"):
+        raise ValueError(f"{where}: enable_eplb moves experts between ranks after a sync has placed them; remove it")
+    if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
+        raise ValueError(
+            f"{where}: vLLM crashes where it computes with enable_expert_parallel on CPU; remove it, and every expert "
+            "is cut over the ranks of a replica"
+        )
     if taken := sorted(ours.keys() & section.engine_kwargs.keys()):
         raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
     if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):

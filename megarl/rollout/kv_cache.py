@@ -36,7 +36,17 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
 def cache_bytes_per_token(
     section: RolloutSection, shapes: Mapping[str, tuple[int, ...]], *, num_key_value_heads: int
 ) -> int:
-    """Keys and values of one token on one rank, over all layers; a rank holds at least one head."""
-    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    """Keys and values of one token on one rank, over all layers; a rank holds at least one head.
+
+    Latent attention on CPU caches expanded keys, and values padded to their size, for every query head.
+    """
+    if any(name.endswith("kv_b_proj.weight") for name in shapes):
+        rows = 2 * _num_rows(shapes, "q_proj.weight", "q_b_proj.weight")
+    else:
+        rows = _num_rows(shapes, "k_proj.weight", "v_proj.weight")
     heads_per_rank = -(-num_key_value_heads // section.tensor_model_parallel_size)
     return rows // num_key_value_heads * heads_per_rank * DTYPE_BYTES[section.dtype]
+
+
+def _num_rows(shapes: Mapping[str, tuple[int, ...]], *endings: str) -> int:
+    return sum(shape[0] for name, shape in shapes.items() if name.endswith(endings))

@@ -6,8 +6,9 @@ Invariant: every element of every parameter is written by exactly one piece or i
 anything but copy a rectangle of the checkpoint's tensor is refused by name (fails closed).
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.reshard.layout import Box, Layout, Piece
+from megarl.reshard.layout import Box, Layout, Piece, row_major
 from megarl.rollout import reload
 
 
@@ -44,7 +45,7 @@ class EngineLayout:
 
     pieces: Layout
     padding: Mapping[str, Sequence[Region]]  # parameter -> parts that no checkpoint fills: vLLM wants zeros there
-    params: Mapping[str, Sequence[str]]  # module -> its parameters
+    params: Mapping[str, Sequence[str]]  # module -> its parameters, without those that belong to an earlier module
     in_place: frozenset[str]  # modules that may be written where they are read
     tied: frozenset[str]  # modules whose parameters all belong to an earlier one
 
@@ -55,45 +56,47 @@ def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch
     The model must be loaded (dummy weights will do); its weights are untouched. RuntimeError names the parameter that a
     loader changes on the way, that arrives twice, or that nothing fills.
     """
-    modules, tied = _owners(model)
-    live = {name: _geometry(module) for name, module in modules.items()}
+    modules = dict(model.named_modules())
+    own, tied = _ownership(modules)
+    live = {name: _geometry(modules[name]) for name in own}
     recorder = _Recorder()
-    with torch.no_grad(), _load_format(modules.values()):
-        params = {name: [f"{name}.{key}" for key in reload.parameters(module)] for name, module in modules.items()}
+    with torch.no_grad(), _load_format(modules, own):
         in_place = frozenset(
             name
-            for name, module in modules.items()
-            if reload.is_written_in_place(module, device) and _geometry(module) == live[name]
+            for name in own
+            if reload.is_written_in_place(modules[name], device) and _geometry(modules[name]) == live[name]
         )
-        for name, module in modules.items():
-            recorder.watch(name, module)
-        for name, shape in shapes.items():
-            recorder.load(model, name, shape)
+        for name, keys in own.items():
+            recorder.watch(name, {key: reload.parameters(modules[name])[key] for key in keys})
+        recorder.load(model, shapes)
     recorder.prove_coverage()
+    params = {name: [f"{name}.{key}" for key in keys] for name, keys in own.items()}
     return EngineLayout(recorder.pieces, recorder.padding, params, in_place, tied)
 
 
-def _owners(model: nn.Module) -> tuple[dict[str, nn.Module], frozenset[str]]:
-    """The modules that own parameters, and the names of those that only borrow them from an earlier module."""
+def _ownership(modules: Mapping[str, nn.Module]) -> tuple[dict[str, list[str]], frozenset[str]]:
+    """Which parameters each module has that no earlier one has, and the modules that have only an earlier one's."""
     seen: set[int] = set()
-    owners, tied = {}, set()
-    for name, module in model.named_modules():
-        own = {id(parameter) for parameter in reload.parameters(module).values()}
-        if own and own <= seen:
+    own, tied = {}, set()
+    for name, module in modules.items():
+        live, loadable = reload.parameters(module), reload.loadable(module)
+        keys = [key for key in loadable if id(live.get(key)) not in seen]
+        seen |= {id(parameter) for parameter in live.values()}
+        if keys:
+            own[name] = keys
+            assert reload.LEFT_LIVE.issuperset({*loadable} - {*keys}), f"{name} shares parameters that it would lose"
+        elif loadable:
             tied.add(name)
-        elif own:
-            owners[name] = module
-        seen |= own
-    return owners, frozenset(tied)
+    return own, frozenset(tied)
 
 
 @contextmanager
-def _load_format(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _load_format(modules: Mapping[str, nn.Module], own: Mapping[str, Sequence[str]]) -> Iterator[None]:
     changed = []
     try:
-        for module in modules:
-            reload.to_load_format(module)
-            changed.append(module)
+        for name, keys in own.items():
+            reload.to_load_format(modules[name], keys)
+            changed.append(modules[name])
         yield
     finally:
         for module in changed:
@@ -115,34 +118,34 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.pieces: list[Piece] = []
         self.padding: defaultdict[str, list[Region]] = defaultdict(list)
+        self._regions: defaultdict[str, list[Region]] = defaultdict(list)  # of pieces and padding
         self._watched: dict[int | None, tuple[str, Tensor]] = {}
-        self._name = ""
-        self._source = torch.empty(0, device="meta")
+        self._sources: dict[int | None, tuple[str, Tensor]] = {}  # by storage, which a view shares
+        self._computed: dict[int | None, tuple[str, Tensor]] = {}  # what a loader made of a source
 
-    def watch(self, module_name: str, module: nn.Module) -> None:
-        """Note what is written to this module's parameters from now on."""
-        for key, tensor in reload.parameters(module).items():
+    def watch(self, module_name: str, parameters: Mapping[str, Tensor]) -> None:
+        """Note what is written to these parameters of a module from now on."""
+        for key, tensor in parameters.items():
             assert tensor.is_contiguous(), "pieces and padding count elements from the start of a dense storage"
             assert tensor.storage_offset() == 0, "pieces and padding count elements from the start of a dense storage"
             self._watched[_storage(tensor)] = (f"{module_name}.{key}", tensor)
 
-    def load(self, model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-        """Let the model's loaders place Hugging Face parameter `name`."""
-        self._name, self._source = name, torch.empty(shape, device="meta")
+    def load(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Let the model's loaders place Hugging Face parameters of these shapes, in one call as from a checkpoint."""
+        weights = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
+        self._sources = {_storage(source): (name, source) for name, source in weights}
         with self:
-            model.load_weights([(name, self._source)])  # type: ignore[operator]
+            model.load_weights(weights)  # type: ignore[operator]
 
     def prove_coverage(self) -> None:
         """Every element of every watched parameter is written once or is padding; RuntimeError otherwise."""
-        parts: defaultdict[str, list[Piece | Region]] = defaultdict(list)
-        for piece in self.pieces:
-            parts[piece.param].append(piece)
-        for param, regions in self.padding.items():
-            parts[param].extend(regions)
         for param, tensor in self._watched.values():
+            regions = self._regions[param]
+            if _tile(regions, tensor.numel()):
+                continue
             writes = torch.zeros(tensor.numel(), dtype=torch.uint8)
-            for part in parts[param]:
-                part.view(writes).add_(1)
+            for region in regions:
+                region.view(writes).add_(1)
             missing, twice = int((writes == 0).sum()), int((writes > 1).sum())
             if missing or twice:
                 raise RuntimeError(
@@ -152,40 +155,75 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not function._schema.is_mutable:
-            return function(*args, **(kwargs or {}))
+            return self._follow(args, function(*args, **(kwargs or {})))
         param, tensor = self._watched.get(_storage(args[0]), ("a tensor that is no parameter", None))
         if function is torch.ops.aten.copy_.default and tensor is not None:
             self._note(param, tensor.dtype, target=args[0], value=args[1])
         elif function is torch.ops.aten.fill_.Scalar and tensor is not None and args[1] == 0:
             if args[0].numel():
                 self.padding[param].append(Region.of(args[0]))
+                self._regions[param].append(Region.of(args[0]))
         else:
-            raise self._refusal(param, f"calls {function}")
+            raise self._refusal(param, f"calls {function}", *args)
         return args[0]
 
+    def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
+        """Remember which source a computed tensor comes from, for the message that refuses it."""
+        is_view = not isinstance(result, Tensor) or _storage(result) in self._sources
+        if not is_view and (name := self._origin(*args)) is not None:
+            self._computed[_storage(result)] = (name, result)  # kept alive: its storage names it
+        return result
+
+    def _origin(self, *values: Any) -> str | None:
+        """The Hugging Face parameter that one of these tensors shows or was computed from."""
+        for key in map(_storage, values):
+            for known in (self._sources, self._computed):
+                if key in known:
+                    return known[key][0]
+        return None
+
     def _note(self, param: str, dtype: torch.dtype, *, target: Tensor, value: Tensor) -> None:
-        if _storage(value) != _storage(self._source):
-            raise self._refusal(param, "computes what it writes")
-        if value.ndim != self._source.ndim or value.shape != target.shape:
-            raise self._refusal(param, "reshapes what it writes")
+        name, source = self._sources.get(_storage(value), ("", None))
+        if source is None:
+            raise self._refusal(param, "computes what it writes", value)
+        if value.ndim != source.ndim or value.shape != target.shape:
+            raise self._refusal(param, "reshapes what it writes", value)
         if value.numel():
+            if (box := _box(source, value)) is None:
+                raise self._refusal(param, "permutes what it writes", value)
             place = Region.of(target)
-            self.pieces.append(Piece(self._name, self._box(param, value), param, place.offset, place.stride, dtype))
+            self._regions[param].append(place)
+            self.pieces.append(Piece(name, box, param, place.offset, place.stride, dtype))
 
-    def _box(self, param: str, value: Tensor) -> Box:
-        """The box of the (contiguous) source that the view `value` shows."""
-        steps = self._source.stride()
-        lo, rest = [], int(value.storage_offset())
-        for step in steps:
-            index, rest = divmod(rest, step)
-            lo.append(index)
-        hi = [low + size for low, size in zip(lo, value.shape, strict=True)]
-        straight = all(
-            size == 1 or own == whole for size, own, whole in zip(value.shape, value.stride(), steps, strict=True)
+    def _refusal(self, param: str, deed: str, *values: Any) -> RuntimeError:
+        name = self._origin(*values) or "a parameter"
+        return RuntimeError(f"vLLM's loader of {name} {deed} ({param}); only plain copies can be resharded")
+
+
+def _box(source: Tensor, value: Tensor) -> Box | None:
+    """The box of the (contiguous) source that its view `value` shows; None where it is not a box."""
+    steps = source.stride()
+    lo, rest = [], int(value.storage_offset())
+    for step in steps:
+        index, rest = divmod(rest, step)
+        lo.append(index)
+    hi = [low + size for low, size in zip(lo, value.shape, strict=True)]
+    straight = all(
+        size == 1 or own == whole for size, own, whole in zip(value.shape, value.stride(), steps, strict=True)
+    )
+    inside = all(high <= size for high, size in zip(hi, source.shape, strict=True))
+    return Box(tuple(lo), tuple(hi)) if straight and inside else None
+
+
+def _tile(parts: Sequence[Region], numel: int) -> bool:
+    """Whether the parts are runs of neighbouring elements that fill `numel` elements one after the other."""
+    end = 0
+    for part in sorted(parts, key=lambda part: part.offset):
+        packed = all(
+            size == 1 or step == dense
+            for size, step, dense in zip(part.shape, part.stride, row_major(part.shape), strict=True)
         )
-        if not straight or any(high > size for high, size in zip(hi, self._source.shape, strict=True)):
-            raise self._refusal(param, "permutes what it writes")
-        return Box(tuple(lo), tuple(hi))
-
-    def _refusal(self, param: str, deed: str) -> RuntimeError:
-        return RuntimeError(f"vLLM's loader of {self._name} {deed} ({param}); only plain copies can be resharded")
+        if not packed or part.offset != end:
+            return False
+        end += math.prod(part.shape)
+    return end == numel

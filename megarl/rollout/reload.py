@@ -9,12 +9,15 @@ Everything here is private to vLLM and may move between releases: `check_version
 Invariant: kernel tensors keep their storage through every change, so captured CUDA graphs stay valid.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import vllm
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -22,6 +25,9 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 OLDEST, NEWEST = (0, 26), (0, 32)
+# Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders would
+# write the live tensor.
+LEFT_LIVE = frozenset({"bias", "e_score_correction_bias"})
 Layer = Any  # an nn.Module with methods of vLLM's own
 
 
@@ -36,17 +42,30 @@ def check_version() -> None:
         )
 
 
-def to_load_format(module: nn.Module) -> None:
-    """Put the module's load-format tensors in place as meta tensors, remembering its kernel tensors."""
+def to_load_format(module: Layer, own: Collection[str]) -> None:
+    """Put the module's load-format tensors in place as meta tensors, remembering its kernel tensors.
+
+    `own` names the parameters that are no other module's; one that is shared stays as it is.
+    """
     info = layerwise.get_layerwise_info(module)
     info.kernel_tensors = get_layer_params_buffers(module)
     info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
     meta.restore_layer_on_meta(module, info)
+    for key in LEFT_LIVE.intersection(own):
+        tensor = meta.to_meta_tensor(parameters(module)[key])
+        if key == "bias":  # 0.32 on CPU keeps it in float32 where the weight is packed in bfloat16
+            tensor.data = tensor.data.to(getattr(module, "params_dtype", tensor.dtype))
+        module.register_parameter(key, tensor)
 
 
 def materialize(module: nn.Module) -> None:
     """Give the module's meta tensors memory on the engine's device, contents undefined."""
-    meta.materialize_layer(module, layerwise.get_layerwise_info(module))
+    info = layerwise.get_layerwise_info(module)
+    meta.materialize_layer(module, info)
+    with info.restore_device:
+        for key, tensor in parameters(module).items():
+            if tensor.is_meta:
+                module.register_parameter(key, meta.materialize_meta_tensor(tensor))
 
 
 def to_kernel_format(module: nn.Module) -> None:
@@ -71,14 +90,24 @@ def process(module: Layer) -> None:
 
 def repack(module: Layer) -> None:
     """Derive again what the module's method keeps beside its parameters (on CPU the packed weight)."""
-    module.quant_method.process_weights_after_loading(module)
+    method = module.quant_method
+    module.__dict__.pop("cpu_linear", None)  # the old packed weight goes before the new one comes
+    # 0.28 - 0.32 prepacks experts on CPU only as it makes their kernel, and afterwards copies unpacked bytes over the
+    # packed ones. On CUDA the kernel must stay: captured graphs read its tensors.
+    if getattr(method, "moe_kernel", None) is not None and is_on_cpu(module):
+        method.moe_kernel = None
+    method.process_weights_after_loading(module)
 
 
-def finish_attention(model: nn.Module, dtype: torch.dtype) -> None:
-    """Derive the attention layers' own tensors, which vLLM does after all other layers."""
-    layers: list[Layer] = [module for module in model.modules() if isinstance(module, Attention | MLAAttention)]
+def finish(model: nn.Module, dtype: torch.dtype) -> None:
+    """Derive again what layers compute from the parameters of others, which vLLM does after all layers are loaded."""
+    layers: list[Layer] = list(model.modules())
     for layer in layers:
-        layer.process_weights_after_loading(dtype)
+        if isinstance(layer, Attention | MLAAttention):
+            layer.process_weights_after_loading(dtype)
+        # 0.26 - 0.32 joins the two gates at the first forward and never again.
+        if (fused := getattr(layer, "_combined_gate_weight", None)) is not None:
+            fused.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
 
 
 def has_quant_method(module: nn.Module) -> bool:
@@ -86,10 +115,32 @@ def has_quant_method(module: nn.Module) -> bool:
     return isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
 
 
-def is_written_in_place(module: nn.Module, device: torch.device) -> bool:
-    """Whether load and kernel format are one tensor: no method, or a plain one on CUDA, where it has nothing to do."""
-    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    return not has_quant_method(module) or (device.type == "cuda" and type(module.quant_method) in plain)
+def is_written_in_place(module: Layer, device: torch.device) -> bool:
+    """Whether load and kernel format are one tensor: no method, or one that has nothing to change there."""
+    if not has_quant_method(module):
+        return True
+    method = module.quant_method
+    is_plain = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    # Other kernels of fused experts swap, pad or shuffle what is loaded.
+    is_triton = type(method) is UnquantizedFusedMoEMethod and method.unquantized_backend == UnquantizedMoeBackend.TRITON
+    keeps_weight = type(method) is UnquantizedEmbeddingMethod  # on CPU too, beside a packed copy
+    return keeps_weight or (device.type == "cuda" and (is_plain or is_triton))
+
+
+def has_packed_copy(module: Layer) -> bool:
+    """Whether a module that is written in place keeps a packed copy: embedding and LM head on CPU."""
+    return hasattr(module, "cpu_linear")
+
+
+def is_on_cpu(module: nn.Module) -> bool:
+    """Whether the module's parameters are in host memory."""
+    return all(tensor.device.type == "cpu" for tensor in parameters(module).values())
+
+
+def loadable(module: nn.Module) -> list[str]:
+    """The names of the parameters that loaders write; the others are derived from them (latent attention's `W_UV`)."""
+    recorded = layerwise.get_layerwise_info(module).restore_metadata[0]
+    return [*recorded, *(key for key in parameters(module) if key in LEFT_LIVE - recorded.keys())]
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:

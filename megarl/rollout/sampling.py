@@ -28,6 +28,7 @@ class Generation:
     token_ids: list[int]  # the stop token included
     log_probs: list[float] | None  # of each token under the distribution it was drawn from; None = not asked for
     truncated: bool  # met the length limit before a stop token
+    num_cached: int = 0  # tokens of the prompt whose keys the engine had already
 
 
 def request_seed(seed: int, *, step: int, prompt_index: int, sample: int) -> int:
@@ -84,4 +85,5 @@ def read_output(output: Any, *, position: int, prompt: Prompt) -> Generation:
         log_probs = list(sample.logprobs.logprobs)
         if len(log_probs) != len(sample.token_ids) or any(value != value for value in log_probs):
             raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
-    return Generation(position, list(sample.token_ids), log_probs, sample.finish_reason == "length")
+    truncated = sample.finish_reason == "length"
+    return Generation(position, list(sample.token_ids), log_probs, truncated, output.num_cached_tokens or 0)

@@ -18,7 +18,20 @@ from transformers import AutoModelForCausalLM
 
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import Generation
-from tests.engines import PROMPTS, Sync, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.engines import (
+    PROMPTS,
+    Sync,
+    check_against_rules,
+    check_against_vllm,
+    log_probs,
+    start,
+    start_with_expert_parallel,
+    tear_down,
+    tear_down_vllm,
+    tensors_of,
+    write_two_checkpoints,
+    writer,
+)
 from tests.ranks import RankPool
 from tests.tiny import VARIANTS
 
@@ -67,6 +80,10 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
                 for number, generation in enumerate(generations):
                     asked = (share[generation.prompt].index, sampling.do_sample, number % sampling.n)
                     answers[-1][asked] = generation
+    layout = engine.weights.layout()
+    check_against_rules(layout, bare, tp_size=tp_size, dtype=getattr(torch, dtype))
+    if dtype == "float32":
+        check_against_vllm(engine._llm, layout, tensors_of(checkpoints[0]))
     tear_down(engine)
     return answers
 
@@ -75,7 +92,7 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
     ("variant", "tp_size", "dtype"),
     [
         *((variant, 2, "float32") for variant in VARIANTS),
-        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied")),
+        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3")),
         ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
     ],
 )
@@ -99,6 +116,23 @@ def test_engine_follows_two_different_syncs(
                 tokens = torch.tensor([prompt.token_ids])
                 greedy = model.generate(tokens, max_new_tokens=RESPONSE, do_sample=False, eos_token_id=None)
                 assert generation.token_ids == greedy[0, tokens.shape[1] :].tolist()
+
+
+def trace_whole_experts(paths: list[Path]) -> None:
+    from megarl.rollout.layout import trace
+
+    tensors, bare = tensors_of(paths[0]), paths[-1]
+    llm = start_with_expert_parallel(bare, tp_size=2)
+    model = llm.collective_rpc(lambda worker: worker.get_model())[0]
+    layout = trace(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, torch.device("cpu")).pieces
+    check_against_rules(layout, bare, tp_size=2, expert_parallel=True)
+    check_against_vllm(llm, layout, tensors)
+    tear_down_vllm(llm)
+
+
+@pytest.mark.parametrize("variant", ["qwen2_moe", "deepseek_v3"])
+def test_whole_experts_are_traced(pool: RankPool, checkpoints: Checkpoints, variant: str) -> None:
+    pool.run(2, trace_whole_experts, checkpoints(variant))
 
 
 def test_samples_do_not_depend_on_the_number_of_replicas(pool: RankPool, checkpoints: Checkpoints) -> None:
@@ -179,6 +213,10 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=3)
     with pytest.raises(ValueError, match="engine_kwargs: max_model_len follow"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_model_len": 1})
+    with pytest.raises(ValueError, match="engine_kwargs: vLLM crashes .* enable_expert_parallel on CPU"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"enable_expert_parallel": True})
+    with pytest.raises(ValueError, match="engine_kwargs: enable_eplb moves experts"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
     dist.barrier()  # a rank that left now would cut off one that is still joining

@@ -12,6 +12,8 @@ from megarl.rollout import patches
 
 patches.prepare_environment()
 
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
+
 from megarl.rollout.layout import trace  # noqa: E402 (imports vLLM, which reads its environment then)
 
 Loader = Callable[[Tensor, Tensor], Any]
@@ -25,8 +27,6 @@ class Model(nn.Module):
         self.layer = nn.Module()
         self.layer.weight = nn.Parameter(torch.ones(4, 3), requires_grad=False)
         self.loader = loader
-        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-
         record_metadata_for_reloading(self)
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -86,3 +86,23 @@ def test_anything_but_a_plain_copy_is_refused(loader: Loader, shape: tuple[int, 
     with pytest.raises(RuntimeError, match=message):
         trace(model, {"w": shape}, torch.device("cpu"))
     assert torch.equal(model.layer.weight, torch.ones(4, 3))  # the engine is as it was
+
+
+def test_a_parameter_that_two_modules_share_is_the_first_ones() -> None:
+    model = Model(lambda param, full: param.copy_(full[:4]))
+    model.gate, model.experts = nn.Module(), nn.Module()
+    bias = nn.Parameter(torch.ones(8), requires_grad=False)
+    for module in (model.gate, model.experts):  # as DeepSeek-V3's gate and its experts
+        module.register_parameter("e_score_correction_bias", bias)
+    model.experts.w2 = nn.Parameter(torch.ones(2), requires_grad=False)
+    record_metadata_for_reloading(model)
+    targets = {"w": "layer.weight", "b": "gate.e_score_correction_bias", "e": "experts.w2"}
+    model.load_weights = lambda weights: [  # type: ignore[method-assign]
+        model.get_parameter(targets[name]).data.copy_(tensor) for name, tensor in weights
+    ]
+    layout = trace(model, {"w": (4, 3), "b": (8,), "e": (2,)}, torch.device("cpu"))
+    assert [piece.param for piece in layout.pieces] == [*targets.values()]
+    assert layout.params == {module: [param] for param in targets.values() for module in [param.split(".")[0]]}
+    assert layout.tied == frozenset()
+    assert model.gate.e_score_correction_bias is model.experts.e_score_correction_bias is bias
+    assert torch.equal(bias, torch.ones(8))

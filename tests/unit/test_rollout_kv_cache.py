@@ -27,6 +27,19 @@ def test_bytes_of_a_token(tp_size: int, dtype: str, expected: int) -> None:
     assert cache_bytes_per_token(section, SHAPES, num_key_value_heads=4) == expected
 
 
+@pytest.mark.parametrize("query", [{"q_proj": (192, 64)}, {"q_a_proj": (24, 64), "q_b_proj": (192, 24)}])
+def test_latent_attention_caches_padded_values_for_every_query_head(query: dict[str, tuple[int, int]]) -> None:
+    latent = {"kv_a_proj_with_mqa": (48, 64), "kv_b_proj": (4 * (32 + 24), 32), "o_proj": (64, 4 * 24)}
+    shapes = {
+        f"model.layers.{layer}.self_attn.{name}.weight": shape
+        for layer in range(3)
+        for name, shape in (query | latent).items()
+    }
+    section = RolloutSection(tensor_model_parallel_size=2, dtype="bfloat16")
+    expected = 3 * 2 * 2 * (32 + 16) * 2  # layers, K and V, heads of this rank, nope and rope part, bytes
+    assert cache_bytes_per_token(section, shapes, num_key_value_heads=4) == expected
+
+
 def test_a_cache_holds_whole_blocks_of_every_sequence_and_one_more() -> None:
     blocks = 3 * 2 + 1  # 130 tokens are two blocks of 128
     assert cpu_cache_bytes(RolloutSection(), 100, num_sequences=3, max_model_len=130) == blocks * 128 * 100

@@ -1,0 +1,31 @@
+"""vLLM's own way to take new weights while it runs: full Hugging Face tensors, through its loaders.
+
+Training does not use it; it is what `megarl.bench` measures the direct way against.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.rollout.engine import RolloutEngine
+
+
+def load_full_tensors(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights of a running engine by these; every rank of a replica must bring the same tensors.
+
+    On CPU vLLM keeps the old packing of a tied LM head: do not use it for such models there.
+    """
+    engine._llm.collective_rpc(_forget_packed_experts)
+    engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    if not engine._llm.reset_prefix_cache():
+        raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
+
+
+def _forget_packed_experts(worker: Any) -> None:
+    """vLLM 0.26 - 0.32 packs experts on CPU only as it makes their kernel, and would copy unpacked bytes over them."""
+    for module in worker.get_model().modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and not torch.cuda.is_available():
+            method.moe_kernel = None
