@@ -9,22 +9,30 @@ and the totals of the mini-batch. The loss carries the gradient, the metrics do 
 
 from dataclasses import dataclass
 from functools import partial
+from typing import assert_never
 
 from torch import Tensor
 
+from megarl.algorithms.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
 from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.losses import (
     LossAggMode,
+    PolicyLoss,
     PolicyOutputs,
     Totals,
     aggregate,
+    cispo,
+    clip_cov,
     entropy,
+    gpg,
+    gspo,
+    kl_cov,
     lm_cross_entropy,
     ppo_clip,
     value_clip,
 )
 from megarl.algorithms.masked import masked
-from megarl.batch import Experience, Rollouts
+from megarl.batch import Experience, Marked, Rollouts
 from megarl.learner.config import ActorSection, CriticSection
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
@@ -32,7 +40,7 @@ Contribution = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class ActorObjective:
-    """The clipped policy loss, less the entropy bonus, plus the KL loss where it is on."""
+    """The policy loss, less the entropy bonus, plus the KL loss where it is on."""
 
     section: ActorSection
     horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
@@ -41,15 +49,7 @@ class ActorObjective:
         """Loss and metrics of the policy on `micro`."""
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
-        pg = ppo_clip(
-            outputs.log_probs,
-            micro.old_log_probs,
-            micro.advantages,
-            micro.mask,
-            clip_low=section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low,
-            clip_high=section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high,
-            clip_c=section.clip_ratio_c,
-        )
+        pg = policy_loss(outputs, micro, section)
         pg_loss = mean(pg.sums)
         entropy_mean = mean(entropy(outputs.entropy, micro.mask))
         loss = pg_loss - section.entropy_coeff * entropy_mean
@@ -66,6 +66,46 @@ class ActorObjective:
             metrics["actor/kl_loss"] = kl_loss = mean(kl.sum(-1))
             loss = loss + section.kl_loss_coef * kl_loss
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
+    """The loss that `policy_loss.loss_mode` names, of a mini-batch that `mark` has seen."""
+    tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages, micro.mask)
+    low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
+    high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
+    settings = section.policy_loss
+    match settings.loss_mode:
+        case "vanilla":
+            return ppo_clip(*tensors, clip_low=low, clip_high=high, clip_c=section.clip_ratio_c)
+        case "gspo":
+            return gspo(*tensors, clip_low=low, clip_high=high)
+        case "cispo":
+            return cispo(*tensors, clip_low=low, clip_high=high)
+        case "gpg":
+            return gpg(*tensors)
+        case "clip_cov":
+            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
+            return clip_cov(*tensors, chosen=micro.marked, clip_low=low, clip_high=high)
+        case "kl_cov":
+            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
+            return kl_cov(*tensors, chosen=micro.marked, kl_coef=settings.ppo_kl_coef)
+        case unknown:
+            assert_never(unknown)
+
+
+def mark(minibatch: Experience, section: ActorSection) -> Experience:
+    """The mini-batch with the tokens marked that its loss chooses; itself where the loss treats all alike."""
+    settings, mask = section.policy_loss, minibatch.mask
+    if settings.loss_mode not in ("clip_cov", "kl_cov"):
+        return minibatch
+    covariances = token_covariances(minibatch.old_log_probs, minibatch.advantages, mask)
+    if settings.loss_mode == "clip_cov":
+        marked = clip_cov_tokens(
+            covariances, mask, ratio=settings.clip_cov_ratio, lower=settings.clip_cov_lb, upper=settings.clip_cov_ub
+        )
+    else:
+        marked = kl_cov_tokens(covariances, mask, ratio=settings.kl_cov_ratio)
+    return minibatch.extend(Marked, marked=marked)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
 """Advantage estimators and the token rewards they start from: pure functions of tensors.
 
 Shapes: `B` samples, `T` response tokens; everything `[B, T]` is float32 and zero where the bool `mask` is False.
+`groups` is `[B]` int64: equal values answer the same prompt, in any order, and a group is always whole.
 Nothing here carries a gradient, reads a configuration or talks to another process.
+
+Where a paper standardises over the batch (`gae` as it is used in PPO, `reinforce_plus_plus`,
+`reinforce_plus_plus_baseline`), the estimator stops before that: `whiten` does it with the moments of the whole batch.
 """
 
 import torch
@@ -70,33 +74,176 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool
     """Group-relative advantages (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     `A_i = (s_i - mean(s of its group)) / (std(s of its group) + 1e-6)` on every token of sample `i`; without the
-    division it is Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training"). The standard deviation is the
-    unbiased one. A sample alone in its group has nothing to be compared with: its advantage is 0.
+    division it is Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training"). The standard
+    deviation is the unbiased one. A sample alone in its group has nothing to be compared with: its advantage is 0.
 
     Args:
         scores: `[B]`.
-        groups: `[B]` int64; equal values answer the same prompt, in any order.
+        groups: `[B]` int64.
         mask: `[B, T]` bool.
         normalize_by_std: divide by the group's standard deviation.
 
     Returns:
         Advantages `[B, T]`.
     """
-    assert scores.shape == groups.shape == mask.shape[:1], f"{scores.shape}, {groups.shape}, {mask.shape}"
-    _, member_of, sizes = groups.unique(return_inverse=True, return_counts=True)
-    # float64: the rounding of equal scores must stay far below the 1e-6 that it is divided by.
-    totals = torch.zeros(len(sizes), dtype=torch.float64, device=scores.device)
-    advantages = scores.double() - (totals.index_add(0, member_of, scores.double()) / sizes)[member_of]
+    group = _Groups(groups)
+    advantages = scores.double() - group.mean(scores.double())
     if normalize_by_std:
-        variances = totals.index_add(0, member_of, advantages**2) / (sizes - 1).clamp(min=1)
-        advantages = advantages / (variances.sqrt()[member_of] + 1e-6)
-    return masked(advantages.to(torch.float32)[:, None].expand(mask.shape), mask)
+        advantages = advantages / (group.std(scores.double()) + 1e-6)
+    return _on_every_token(advantages, mask)
+
+
+def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Leave-one-out advantages (Kool et al. 2019; for language models: Ahmadian et al. 2024, "Back to Basics").
+
+    `A_i = s_i - mean(s of the others of its group) = n / (n - 1) * (s_i - mean(s of its group))` for a group of `n`, on
+    every token of sample `i`. A sample alone in its group has no others: its advantage is 0.
+
+    Args:
+        scores: `[B]`.
+        groups: `[B]` int64.
+        mask: `[B, T]` bool.
+
+    Returns:
+        Advantages `[B, T]`.
+    """
+    group = _Groups(groups)
+    advantages = (scores.double() - group.mean(scores.double())) * group.sizes / (group.sizes - 1).clamp(min=1)
+    return _on_every_token(advantages, mask)
+
+
+def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Discounted rewards to go (Hu et al. 2025, "REINFORCE++"), to be whitened over the whole batch.
+
+    `A_t = r_t + gamma * A_{t+1}`, where `t + 1` is the next *unmasked* token. With `token_rewards` from the function of
+    that name and `gamma = 1` this is the paper's `score - kl_coef * (sum of the KL from t on)`.
+
+    Args:
+        token_rewards: `[B, T]`.
+        mask: `[B, T]` bool.
+        gamma: discount per token.
+
+    Returns:
+        Advantages `[B, T]`, not whitened.
+    """
+    no_values = torch.zeros_like(token_rewards)
+    advantages, _ = gae(token_rewards, no_values, mask, gamma=gamma, lam=1.0)
+    return advantages
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025), to be whitened over the whole batch.
+
+    `A_i = s_i - mean(s of its group)` on every token of sample `i`: the spread is that of the batch instead of the
+    group's, which a few equal answers make arbitrarily small.
+
+    Args:
+        scores: `[B]`.
+        groups: `[B]` int64.
+        mask: `[B, T]` bool.
+
+    Returns:
+        Advantages `[B, T]`, not whitened.
+    """
+    return grpo(scores, groups, mask, normalize_by_std=False)
+
+
+def remax(scores: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    """Advantages over the greedy answer (Li et al. 2024, "ReMax", algorithm 1).
+
+    `A_i = s_i - b_i` on every token of sample `i`, where `b_i` is the score of the greedy response to its prompt.
+
+    Args:
+        scores: `[B]`.
+        baselines: `[B]`; the samples of a prompt share theirs.
+        mask: `[B, T]` bool.
+
+    Returns:
+        Advantages `[B, T]`.
+    """
+    assert scores.shape == baselines.shape, f"{tuple(scores.shape)} scores, {tuple(baselines.shape)} baselines"
+    return _on_every_token(scores.double() - baselines.double(), mask)
+
+
+def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Advantages over the optimal baseline (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
+
+    `A_i = s_i - (sum of l_j * s_j) / (sum of l_j)` over the samples `j` of its group and their lengths `l_j`, on every
+    token of sample `i`: the baseline of least variance where a response's squared gradient grows with its length.
+
+    Args:
+        scores: `[B]`.
+        groups: `[B]` int64.
+        mask: `[B, T]` bool; its rows give the lengths.
+
+    Returns:
+        Advantages `[B, T]`.
+    """
+    group, lengths = _Groups(groups), mask.sum(-1).double()
+    baselines = group.sum(lengths * scores.double()) / group.sum(lengths).clamp(min=1.0)
+    return _on_every_token(scores.double() - baselines, mask)
+
+
+def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool) -> Tensor:
+    """Advantages of the best of a group (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives").
+
+    `A = s_best - s_second` on every token of the best sample of a group, 0 on all others: the leave-one-out gradient of
+    the expected maximum of the group, which is pass@k for scores of 0 and 1 in groups of k. Divided by the group's
+    `std + 1e-6` where asked. Equal best samples, and a sample alone in its group, gain nothing.
+
+    Args:
+        scores: `[B]`.
+        groups: `[B]` int64.
+        mask: `[B, T]` bool.
+        normalize_by_std: divide by the group's standard deviation.
+
+    Returns:
+        Advantages `[B, T]`.
+    """
+    group, scores = _Groups(groups), scores.double()
+    ranked = scores.argsort(stable=True)
+    ranked = ranked[group.member_of[ranked].argsort(stable=True)]  # group by group, the best of each at its end
+    ends = group.counts.cumsum(0) - 1
+    best, second = ranked[ends], ranked[(ends - 1).clamp(min=0)]
+    gaps = (scores[best] - scores[second]).where(group.counts > 1, 0.0)
+    if normalize_by_std:
+        gaps = gaps / (group.std(scores)[best] + 1e-6)
+    return _on_every_token(torch.zeros_like(scores).index_copy(0, best, gaps), mask)
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float) -> Tensor:
     """`(x - mean) / sqrt(var + 1e-8)` on unmasked tokens, float32, from given moments.
 
-    The moments are arguments so that they can be those of the whole batch while `x` is a part of it.
+    The moments are arguments so that they can be those of the whole batch while `x` is a part of it: `masked_moments`
+    of the batch, or of the sums, sums of squares and counts that all ranks add up.
     """
     standardised = (masked(x, mask).double() - mean) / torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
     return masked(standardised.to(torch.float32), mask)
+
+
+class _Groups:
+    """Sums and moments over the samples of a group, each told to all its members.
+
+    In float64: the rounding of equal scores must stay far below the 1e-6 that differences of them are divided by.
+    """
+
+    def __init__(self, groups: Tensor) -> None:
+        _, self.member_of, self.counts = groups.unique(return_inverse=True, return_counts=True)
+        self.sizes = self.counts[self.member_of]  # [B]: of the group of each sample
+
+    def sum(self, x: Tensor) -> Tensor:
+        assert x.shape == self.member_of.shape, f"{tuple(x.shape)} numbers for {len(self.member_of)} samples"
+        totals = torch.zeros(len(self.counts), dtype=torch.float64, device=x.device)
+        return totals.index_add(0, self.member_of, x)[self.member_of]
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.sum(x) / self.sizes
+
+    def std(self, x: Tensor) -> Tensor:
+        """The unbiased one; 0 for a sample alone in its group."""
+        return (self.sum((x - self.mean(x)) ** 2) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+
+def _on_every_token(per_sample: Tensor, mask: Tensor) -> Tensor:
+    assert per_sample.shape == mask.shape[:1], f"{tuple(per_sample.shape)} samples, a mask of {tuple(mask.shape)}"
+    return masked(per_sample.to(torch.float32)[:, None].expand(mask.shape), mask)

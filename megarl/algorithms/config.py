@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.section import section
 
@@ -25,20 +25,58 @@ class KLControlSection:
 
 
 @section
+class OverlongBufferSection:
+    """`algorithm.overlong_buffer.*`: a penalty in the reward that grows towards the length limit (DAPO)."""
+
+    enable: bool = False
+    """Add the penalty to the scores."""
+    len: NonNegativeInt = 0
+    """Over how many tokens before the limit it grows."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """The penalty at the limit."""
+    max_resp_len: PositiveInt = 512
+    """The limit, in tokens; follows actor_rollout_ref.rollout.response_length unless set."""
+
+
+@section
+class RolloutCorrectionSection:
+    """`algorithm.rollout_correction.*`: what to do where the engine's probabilities differ from the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh the policy gradient by the ratio of a token's or a sequence's probabilities; null = not at all."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """The largest such weight."""
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = None
+    """Leave tokens, or sequences by their ratio or its mean per token, out of the policy gradient; null = none."""
+    rollout_rs_threshold: PositiveFloat | None = None
+    """The largest ratio that is kept; null = rollout_is_threshold."""
+    rollout_rs_threshold_lower: NonNegativeFloat | None = None
+    """The smallest ratio that is kept; null = 1 / rollout_rs_threshold."""
+
+
+@section
 class AlgorithmSection:
     """`algorithm.*`."""
 
-    adv_estimator: Literal["gae", "grpo"] = "gae"
-    """Advantages from a critic (PPO) or from the other responses to the same prompt (GRPO)."""
+    adv_estimator: Literal[
+        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "grpo_passk"
+    ] = "gae"
+    """From a critic (gae), from rewards to go (reinforce_plus_plus), or from all responses to a prompt (the others)."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 1.0
     """Lambda of GAE."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide a group's advantages by their standard deviation; false = Dr.GRPO."""
+    """Divide the advantages of grpo and grpo_passk by the group's standard deviation; false = Dr.GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = not actor.use_kl_loss."""
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"] = "kl"
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
     """Its coefficient."""
+    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
+    """A penalty for long responses."""
+    mask_truncated_completions: bool = False
+    """Leave responses that met the length limit out of the updates; they still count in their group."""
+    rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
+    """Importance weights between engine and trainer."""

@@ -29,6 +29,12 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Ten
     - `mse`, `k2`: `d^2 / 2`, biased, of low variance;
     - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative.
 
+    What is unbiased as a number, in the reward, need not be so as a loss (Tang & Munos 2025, "On a few pitfalls in KL
+    divergence gradient estimation for RL"): with tokens drawn from the policy itself, the gradient of `kl` is 0 in the
+    mean, so that as a loss it only adds noise; that of `mse` is the gradient of the divergence; that of `low_var_kl` is
+    the gradient of `KL(reference || policy)`, which is close to it near the reference; that of `abs` is `sign(d)` times
+    the score, which stays as large near the reference.
+
     Args:
         log_probs: float tensor of any shape.
         ref_log_probs: the same shape.
@@ -48,6 +54,21 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Ten
             return 0.5 * difference**2
         case "low_var_kl" | "k3":
             return bounded_exp(-difference) + difference - 1.0
+
+
+def full_kl(log_p: Tensor, ref_log_p: Tensor) -> Tensor:
+    """The exact `KL(policy || reference) = sum over the vocabulary of p (log p - log q)` of each token.
+
+    Args:
+        log_p: `[..., V]` log-probabilities of the policy over the whole vocabulary.
+        ref_log_p: `[..., V]` of the reference.
+
+    Returns:
+        `[...]`, never negative; differentiable. A token that the policy rules out adds nothing.
+    """
+    assert log_p.shape == ref_log_p.shape, f"{log_p.shape} against {ref_log_p.shape}"
+    ruled_out = log_p == -torch.inf
+    return (log_p.masked_fill(ruled_out, 0.0).exp() * (log_p - ref_log_p).masked_fill(ruled_out, 0.0)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ class Totals:
     """The size of a global mini-batch: the denominators of every loss and metric of its parts."""
 
     num_tokens: int  # unmasked response tokens
-    num_sequences: int
+    num_sequences: int  # of them, those with an unmasked token
 
     @classmethod
     def of(cls, mask: Tensor) -> Self:
-        """The totals of a mini-batch from its whole mask `[B, T]`."""
-        return cls(num_tokens=int(mask.sum()), num_sequences=mask.shape[0])
+        """The totals of a mini-batch from its whole mask `[B, T]`; 1 instead of 0, for losses that are then 0."""
+        return cls(num_tokens=max(int(mask.sum()), 1), num_sequences=max(int(mask.any(-1).sum()), 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class PolicyLoss:
     """Sums of one policy loss; the last three carry no gradient."""
 
     sums: Tensor  # [b] per-sequence sums of the token losses
-    clip_frac: Tensor  # 0-dim: number of tokens whose ratio was clipped
+    clip_frac: Tensor  # 0-dim: number of tokens whose ratio was clipped, or that were left out of the gradient
     clip_frac_lower: Tensor  # 0-dim: number of tokens held by the dual clip
     ppo_kl: Tensor  # 0-dim: sum of old_log_probs - log_probs
 
@@ -86,16 +86,146 @@ def ppo_clip(
     assert clip_c > 1.0, f"clip_c = {clip_c} would hold back tokens inside the clip range"
     log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
     advantages = masked(advantages, mask)
-    ratio = bounded_exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    pessimistic = torch.maximum(unclipped, clipped)
+    pessimistic, clipped = _clipped(bounded_exp(log_ratio), advantages, clip_low, clip_high)
     ceiling = -advantages * clip_c
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
+    held = (advantages < 0) & (pessimistic > ceiling)
+    return _policy_loss(losses, log_ratio, mask, clip_frac=clipped.sum(), clip_frac_lower=held.sum())
+
+
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """The clipped surrogate with one ratio for a whole sequence (GSPO; Zheng et al. 2025, arXiv 2507.18071).
+
+    `s = exp(mean over the sequence's tokens of (log_probs - old_log_probs))` and, on every token,
+    `L_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))`, where `s_t` has the value of `s` and the
+    gradient `s * grad log_probs_t`. For one advantage per sequence and `seq-mean-token-mean` that is the loss of the
+    paper and its gradient; advantages that differ by token make it the paper's GSPO-token.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool; a row without tokens has no ratio and no loss.
+        clip_low: how far the ratio may fall below 1; the paper's is 3e-4.
+        clip_high: how far the ratio may rise above 1; the paper's is 4e-4.
+    """
+    tokens = masked(log_probs, mask)
+    log_ratio = tokens - masked(old_log_probs, mask)
+    of_sequence = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = bounded_exp(of_sequence.detach() + tokens - tokens.detach())
+    losses, clipped = _clipped(ratio, masked(advantages, mask), clip_low, clip_high)
+    return _policy_loss(losses, log_ratio, mask, clip_frac=clipped.sum())
+
+
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """The policy gradient with clipped importance weights (MiniMax 2025, "MiniMax-M1", section 3.1).
+
+    `L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log_probs`: a clipped token keeps a gradient, unlike
+    that of `ppo_clip`. The paper bounds only the upper side: a `clip_low` of 1.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+        clip_low: how far the weight may fall below 1.
+        clip_high: how far the weight may rise above 1.
+    """
+    log_probs, advantages = masked(log_probs, mask), masked(advantages, mask)
+    log_ratio = log_probs - masked(old_log_probs, mask)
+    ratio = bounded_exp(log_ratio.detach())
+    weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return _policy_loss(-weights * advantages * log_probs, log_ratio, mask, clip_frac=(weights != ratio).sum())
+
+
+def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
+    """The plain policy gradient `L = -A log_probs` (Williams 1992, REINFORCE; Chu et al. 2025, "GPG").
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates; only `ppo_kl` reads them.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+    """
+    log_probs = masked(log_probs, mask)
+    log_ratio = log_probs - masked(old_log_probs, mask)
+    return _policy_loss(-masked(advantages, mask) * log_probs, log_ratio, mask)
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    chosen: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """The clipped surrogate without the tokens that drain the entropy (Clip-Cov of Cui et al. 2025, see `covariance`).
+
+    `L = 0` on chosen tokens, `max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))` on the others.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+        chosen: `[b, T]` bool: see `covariance.clip_cov_tokens`, which chooses from a whole mini-batch.
+        clip_low: how far the ratio may fall below 1.
+        clip_high: how far the ratio may rise above 1.
+    """
+    log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
+    pessimistic, clipped = _clipped(bounded_exp(log_ratio), masked(advantages, mask), clip_low, clip_high)
+    chosen = chosen & mask
+    return _policy_loss(pessimistic.masked_fill(chosen, 0.0), log_ratio, mask, clip_frac=(clipped | chosen).sum())
+
+
+def kl_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, chosen: Tensor, kl_coef: float
+) -> PolicyLoss:
+    """The surrogate with a penalty on the tokens that drain the entropy (KL-Cov of Cui et al. 2025, see `covariance`).
+
+    `L = -A rho`, and on chosen tokens `L = -A rho + kl_coef |log_probs - old_log_probs|`: the divergence from the old
+    policy, estimated as in the authors' code.
+
+    Args:
+        log_probs: `[b, T]` of the policy being trained.
+        old_log_probs: `[b, T]` of the policy before this step's updates.
+        advantages: `[b, T]`.
+        mask: `[b, T]` bool.
+        chosen: `[b, T]` bool: see `covariance.kl_cov_tokens`, which chooses from a whole mini-batch.
+        kl_coef: weight of the penalty.
+    """
+    log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
+    losses = -masked(advantages, mask) * bounded_exp(log_ratio) + kl_coef * masked(log_ratio.abs(), chosen & mask)
+    return _policy_loss(losses, log_ratio, mask)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The worse of the surrogates with and without the clip, and where that is the one with it."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _policy_loss(
+    losses: Tensor,
+    log_ratio: Tensor,
+    mask: Tensor,
+    *,
+    clip_frac: Tensor | None = None,
+    clip_frac_lower: Tensor | None = None,
+) -> PolicyLoss:
+    none = torch.zeros((), dtype=torch.int64, device=mask.device)
     return PolicyLoss(
         sums=masked(losses, mask).sum(-1),
-        clip_frac=(clipped > unclipped).sum(),
-        clip_frac_lower=((advantages < 0) & (pessimistic > ceiling)).sum(),
+        clip_frac=none if clip_frac is None else clip_frac,
+        clip_frac_lower=none if clip_frac_lower is None else clip_frac_lower,
         ppo_kl=-log_ratio.detach().sum(),
     )
 
@@ -144,7 +274,7 @@ def aggregate(
         counts: `[b]` unmasked tokens per sequence; a sequence without any contributes 0.
         mode: which mean.
         num_tokens: unmasked tokens of the global mini-batch.
-        num_sequences: sequences of the global mini-batch.
+        num_sequences: sequences of the global mini-batch that have any.
         horizon: the constant length: the most tokens a response may have.
 
     Returns:

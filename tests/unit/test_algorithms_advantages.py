@@ -1,5 +1,7 @@
 import math
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.advantages import gae, grpo, token_rewards, whiten
+from megarl.algorithms.advantages import (
+    gae,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    token_rewards,
+    whiten,
+)
 from megarl.algorithms.masked import masked_moments
 
 NAN = float("nan")
@@ -97,6 +110,74 @@ def test_equal_scores_teach_nothing_whatever_their_rounding() -> None:
     mask = torch.ones(3, 1, dtype=torch.bool)
     advantages = grpo(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64), mask, normalize_by_std=True)
     assert advantages.abs().max() < 1e-6
+
+
+SCORES, GROUPS = torch.tensor([1.0, 0.0, 5.0, 0.0, 3.0, 9.0]), torch.tensor([7, 2, 7, 2, 7, 4])
+LENGTHS = torch.tensor([1, 1, 2, 3, 1, 2])
+RAGGED = torch.arange(3) < LENGTHS[:, None]  # group 7 scores 1, 5, 3; group 2 scores 0, 0; group 4 is one sample of 9
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (rloo, [1 - 4, 0, 5 - 2, 0, 3 - 3, 0]),
+        (reinforce_plus_plus_baseline, [1 - 3, 0, 5 - 3, 0, 3 - 3, 0]),
+        (opo, [1 - 14 / 4, 0, 5 - 14 / 4, 0, 3 - 14 / 4, 0]),  # lengths 1, 2, 1
+        (partial(grpo_passk, normalize_by_std=False), [0, 0, 5 - 3, 0, 0, 0]),
+        (partial(grpo_passk, normalize_by_std=True), [0, 0, (5 - 3) / 2, 0, 0, 0]),
+    ],
+)
+def test_what_compares_a_group_by_hand(estimator: Callable[..., Tensor], expected: list[float]) -> None:
+    advantages = estimator(SCORES, GROUPS, RAGGED)
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float32)[:, None] * RAGGED)
+    order = torch.tensor([5, 3, 1, 4, 0, 2])  # whatever the order of the samples
+    torch.testing.assert_close(estimator(SCORES[order], GROUPS[order], RAGGED[order]), advantages[order])
+
+
+@given(seed=SEEDS, groups=st.lists(st.integers(0, 4), min_size=1, max_size=16))
+def test_group_estimators_are_what_their_papers_say(seed: int, groups: list[int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-2, 3, (len(groups),), generator=generator).float()
+    lengths = torch.randint(1, 6, (len(groups),), generator=generator)
+    mask = torch.arange(5) < lengths[:, None]
+    found = {
+        estimator: estimator(scores, torch.tensor(groups), mask)[:, 0].tolist()
+        for estimator in (rloo, opo, reinforce_plus_plus_baseline)
+    }
+    passk = grpo_passk(scores, torch.tensor(groups), mask, normalize_by_std=False)[:, 0].tolist()
+    for sample, group in enumerate(groups):
+        members = [other for other in range(len(groups)) if groups[other] == group]
+        others = [float(scores[other]) for other in members if other != sample]
+        score = float(scores[sample])
+        assert found[rloo][sample] == pytest.approx(score - statistics.mean(others) if others else 0.0, abs=1e-5)
+        weighted = sum(float(scores[other] * lengths[other]) for other in members)
+        optimal = weighted / sum(int(lengths[other]) for other in members)
+        assert found[opo][sample] == pytest.approx(score - optimal, abs=1e-5)
+        mean = statistics.mean([score, *others])
+        assert found[reinforce_plus_plus_baseline][sample] == pytest.approx(score - mean, abs=1e-5)
+        # the leave-one-out gradient of the maximum: what a sample adds to the best of the others
+        assert passk[sample] == pytest.approx(max(score - max(others), 0.0) if others else 0.0, abs=1e-5)
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    mask = torch.tensor([[True, False, True, True], [True, False, False, False]])
+    rewards = torch.tensor([[-0.1, NAN, 0.2, 1.0], [2.0, NAN, NAN, NAN]])
+    expected = torch.tensor([[-0.1 + 0.5 * (0.2 + 0.5), 0.0, 0.2 + 0.5, 1.0], [2.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(reinforce_plus_plus(rewards, mask, gamma=0.5), expected)
+
+
+def test_reinforce_plus_plus_is_the_score_less_the_divergence_to_come() -> None:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    log_probs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -0.5]])
+    rewards, _ = token_rewards(torch.tensor([3.0]), log_probs, reference, mask, kl_coef=0.1, kl_type="kl")
+    torch.testing.assert_close(
+        reinforce_plus_plus(rewards, mask, gamma=1.0), torch.tensor([[3.0 - 0.1 * (0.5 - 1.0), 3.0 + 0.1, 3.0]])
+    )
+
+
+def test_remax_by_hand() -> None:
+    advantages = remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25]), RAGGED[2:4])
+    torch.testing.assert_close(advantages, torch.tensor([[0.75, 0.75, 0.0], [-0.25, -0.25, -0.25]]))
 
 
 def test_token_rewards_by_hand() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl import AdaptiveKL, FixedKL, KLKind, kl_penalty
+from megarl.algorithms.kl import AdaptiveKL, FixedKL, KLKind, full_kl, kl_penalty
 
 D = math.log(2.0)
 
@@ -33,6 +33,34 @@ def test_unbiased_kinds_average_to_the_divergence(kind: KLKind) -> None:
     exact = (policy * (policy / reference).log()).sum()
     expected = (policy * kl_penalty(policy.log(), reference.log(), kind=kind)).sum()
     torch.testing.assert_close(expected, exact)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient_of"), [("k1", "nothing"), ("k2", "KL(policy || reference)"), ("k3", "KL(reference || policy)")]
+)
+def test_what_each_kind_is_as_a_loss(kind: KLKind, gradient_of: str) -> None:
+    logits = torch.tensor([0.3, -0.2, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
+    log_p = logits.log_softmax(-1)
+    expected_loss = (log_p.exp().detach() * kl_penalty(log_p, reference, kind=kind)).sum()  # over sampled tokens
+    (gradient,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
+    exact = {
+        "nothing": 0.0 * logits.sum(),
+        "KL(policy || reference)": full_kl(log_p, reference),
+        "KL(reference || policy)": full_kl(reference, log_p),
+    }[gradient_of]
+    torch.testing.assert_close(gradient, *torch.autograd.grad(exact, logits))
+
+
+def test_full_by_hand() -> None:
+    policy = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    reference = torch.tensor([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+    log_p = policy.log().requires_grad_()
+    divergence = full_kl(log_p, reference.log())
+    torch.testing.assert_close(divergence, torch.tensor([0.5 * D - 0.25 * D, D]))  # a token ruled out adds nothing
+    divergence.sum().backward()
+    assert log_p.grad is not None
+    assert log_p.grad.isfinite().all()
 
 
 def test_k3_stays_finite_far_from_the_reference() -> None:

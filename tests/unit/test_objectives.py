@@ -1,7 +1,9 @@
 """The promise of the learner's inputs: the parts of a mini-batch add up to the whole, in loss, metrics and gradient."""
 
+import math
 from dataclasses import replace
 from functools import partial
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
-from megarl.learner.config import ActorSection, CriticSection
-from megarl.objectives import ActorObjective, CriticObjective, SFTObjective
+from megarl.learner.config import ActorSection, CriticSection, PolicyLossSection
+from megarl.objectives import ActorObjective, CriticObjective, SFTObjective, mark
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
+NAMES = [*get_args(get_type_hints(PolicyLossSection)["loss_mode"]), "critic", "sft"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -56,21 +59,32 @@ def contribution(
     name: str, x: Tensor, micro: Experience, totals: Totals, mode: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     match name:
-        case "actor":
-            section = ActorSection(loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1, clip_ratio_high=0.3)
-            policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
-            return ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, totals)
         case "critic":
             return CriticObjective(CriticSection(loss_agg_mode=mode), horizon=NUM_TOKENS)(x, micro, totals)
-        case _:
+        case "sft":
             return SFTObjective()(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+        case _:
+            policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
+            return ActorObjective(actor_section(name, mode), horizon=NUM_TOKENS)(policy, micro, totals)
+
+
+def actor_section(loss_mode: str, mode: str) -> ActorSection:
+    policy_loss = PolicyLossSection(loss_mode=loss_mode, clip_cov_ratio=0.3, clip_cov_lb=0.0, kl_cov_ratio=0.3)
+    return ActorSection(
+        loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1, clip_ratio_high=0.3, policy_loss=policy_loss
+    )
+
+
+def prepared(name: str, mode: str, whole: Experience) -> Experience:
+    """The mini-batch as its objective wants it, before it is divided."""
+    return whole if name in ("critic", "sft") else mark(whole, actor_section(name, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+@pytest.mark.parametrize("name", NAMES)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
 def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int]) -> None:
-    whole, x = experience(), outputs().requires_grad_()
+    whole, x = prepared(name, mode, experience()), outputs().requires_grad_()
     totals = Totals.of(whole.mask)
     loss, metrics = contribution(name, x, whole, totals, mode)
     (gradient,) = torch.autograd.grad(loss, x)
@@ -91,9 +105,9 @@ def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["actor", "critic", "sft"])
+@pytest.mark.parametrize("name", NAMES)
 def test_masked_tokens_never_matter(name: str, mode: str) -> None:
-    clean, dirty = experience(), experience(garbage=float("nan"))
+    clean, dirty = (prepared(name, mode, experience(garbage=garbage)) for garbage in (0.0, float("nan")))
     totals = Totals.of(clean.mask)
     x = outputs(garbage=float("inf")).requires_grad_()
     loss, metrics = contribution(name, x, dirty, totals, mode)
@@ -121,7 +135,7 @@ def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
 
 def test_no_kl_loss_unless_asked_for() -> None:
     micro, x = experience(), outputs()
-    _, metrics = contribution("actor", x, micro, Totals.of(micro.mask), "token-mean")
+    _, metrics = contribution("vanilla", x, micro, Totals.of(micro.mask), "token-mean")
     assert "actor/kl_loss" in metrics
     objective = ActorObjective(ActorSection(), horizon=NUM_TOKENS)
     loss, metrics = objective(PolicyOutputs(log_probs=x, entropy=x), micro, Totals.of(micro.mask))
@@ -142,6 +156,31 @@ def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
     assert clip_fraction(clip_ratio=0.2) == 1.0
     assert clip_fraction(clip_ratio=0.2, clip_ratio_high=0.3) == 0.0
     assert clip_fraction(clip_ratio=0.3, clip_ratio_low=0.2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "loss", "clip_fraction"),  # ratio 1.25, advantage 1, log-probabilities of log(1.25)
+    [
+        ("vanilla", -1.2, 1.0),
+        ("gspo", -1.2, 1.0),
+        ("cispo", -1.2 * math.log(1.25), 1.0),
+        ("gpg", -math.log(1.25), 0.0),
+        ("clip_cov", -1.2 * 14 / 20, 1.0),
+        ("kl_cov", -1.25 + 0.5 * math.log(1.25) * 6 / 20, 0.0),
+    ],
+)
+def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, clip_fraction: float) -> None:
+    zeros = torch.zeros(NUM_SAMPLES, NUM_TOKENS)
+    micro = replace(experience(), advantages=experience().mask.float(), old_log_probs=zeros)
+    settings = PolicyLossSection(
+        loss_mode=loss_mode, clip_cov_ratio=0.3, clip_cov_lb=-1.0, clip_cov_ub=1.0, kl_cov_ratio=0.3, ppo_kl_coef=0.5
+    )
+    section = ActorSection(entropy_coeff=0.0, policy_loss=settings)
+    policy = PolicyOutputs(log_probs=zeros + math.log(1.25), entropy=zeros)
+    objective = ActorObjective(section, horizon=NUM_TOKENS)
+    found, metrics = objective(policy, mark(micro, section), Totals.of(micro.mask))
+    assert found.item() == pytest.approx(loss, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(clip_fraction)
 
 
 def test_critic_metrics_are_means_over_tokens() -> None:

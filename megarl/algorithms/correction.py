@@ -1,0 +1,109 @@
+"""The engine samples from slightly other probabilities than the trainer computes: how far, and what to do about it.
+
+With `rho_t = exp(log_probs_t - rollout_log_probs_t)`, the trainer's probability of a sampled token over the engine's,
+the sampled tokens stand for the trainer's policy once they are weighted by `rho`: of each token, or of the whole
+sequence. The weights multiply the advantages: every policy loss in `losses` is linear in a positive factor of theirs
+(all but the penalty of `kl_cov`).
+
+Shapes: `B` samples, `T` response tokens; `[B, T]` tensors are float32, `mask` is bool. Nothing carries a gradient.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.kl import bounded_exp
+from megarl.algorithms.masked import masked
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+def ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level: Level) -> Tensor:
+    """How much likelier the trainer finds what the engine sampled, `[B, T]`; 1 where masked.
+
+    - `token`: `rho_t`, which leaves the states as the engine visited them: biased, of low variance;
+    - `sequence`: the product of the sequence's `rho_t`, on every token of it: unbiased, of high variance;
+    - `geometric`: the geometric mean of the sequence's `rho_t`, on every token of it: comparable across lengths.
+
+    The logarithms are held within +-20, see `bounded_exp`.
+    """
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    if level != "token":
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    if level == "geometric":
+        log_ratio = log_ratio / mask.sum(-1, keepdim=True).clamp(min=1)
+    return bounded_exp(log_ratio).to(torch.float32).expand(mask.shape).masked_fill(~mask, 1.0)
+
+
+def truncated_weights(weights: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
+    """Importance weights `min(rho, threshold)` `[B, T]`, zero where masked.
+
+    Ionides 2008, "Truncated Importance Sampling"; between engine and trainer: Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training".
+    """
+    return masked(weights.clamp(max=threshold), mask)
+
+
+def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Tensor:
+    """Where the ratio is between the bounds, `[B, T]` bool; the rest should teach nothing.
+
+    Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch": masked
+    importance sampling. A rejected token still counts in the denominators, as in its expectation.
+    """
+    return mask & (weights >= lower) & (weights <= upper)
+
+
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What `mismatch_means` needs of some samples: 0-dim float64 sums, which add up over any split of the samples.
+
+    A sample without a token counts nowhere.
+    """
+    samples = mask.any(-1)
+    log_probs, rollout_log_probs, mask = log_probs[samples], rollout_log_probs[samples], mask[samples]
+    log_ratio, lengths = _log_ratio(log_probs, rollout_log_probs, mask), mask.sum(-1)
+    training = -masked(log_probs, mask).double().sum(-1) / lengths
+    rollout = -masked(rollout_log_probs, mask).double().sum(-1) / lengths
+    of_tokens = {
+        "kl": -log_ratio,
+        "k3_kl": bounded_exp(log_ratio) - log_ratio - 1.0,
+        "chi2_token": bounded_exp(log_ratio) ** 2,
+    }
+    of_sequences = {
+        "training_log_ppl": training,
+        "training_ppl": training.exp(),
+        "rollout_log_ppl": rollout,
+        "rollout_ppl": rollout.exp(),
+        "log_ppl_diff": training - rollout,
+        "log_ppl_abs_diff": (training - rollout).abs(),
+        "ppl_ratio": (training - rollout).exp(),
+        "chi2_seq": bounded_exp(log_ratio.sum(-1)) ** 2,
+    }
+    return (
+        {"num_tokens": mask.sum().double(), "num_sequences": torch.tensor(len(mask), dtype=torch.float64)}
+        | {name: masked(x, mask).sum() for name, x in of_tokens.items()}
+        | {name: x.sum() for name, x in of_sequences.items()}
+    )
+
+
+def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far trainer and engine are apart, as users know it, from the sums over all samples.
+
+    Means over tokens, with `d = log_probs - rollout_log_probs`: `kl` of `-d` and `k3_kl` of `exp(d) - d - 1` estimate
+    `KL(engine || trainer)`; `chi2_token` of `exp(2 d)`, less 1, its chi-square divergence. Means over sequences: the
+    perplexities `training_ppl` and `rollout_ppl` of each sequence under either, their logarithms and differences, and
+    `chi2_seq` of `exp(2 sum of d)`, less 1.
+    """
+    tokens, sequences = sums["num_tokens"].clamp(min=1.0), sums["num_sequences"].clamp(min=1.0)
+    means = {
+        name: float(total / (tokens if name in ("kl", "k3_kl", "chi2_token") else sequences))
+        for name, total in sums.items()
+        if name not in ("num_tokens", "num_sequences")
+    }
+    less_one = {name: means[name] - 1.0 for name in ("chi2_token", "chi2_seq")}
+    return {f"rollout_corr/{name}": value for name, value in (means | less_one).items()}
+
+
+def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    return masked(log_probs, mask).double() - masked(rollout_log_probs, mask).double()
