@@ -1,10 +1,16 @@
 """The rule-based rewards, by the data source of the row."""
 
-from megarl.rewards import countdown, gsm8k
+from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply
 
 REWARDS = {
     "countdown": countdown.compute_score,
+    "format": format.compute_score,
     "gsm8k": gsm8k.compute_score,
     "gsm8k/flexible": gsm8k.compute_score_flexible,
+    "knights_knaves": knights_knaves.compute_score,
+    "math": math.compute_score,
+    "multiply": multiply.compute_score,
     "openai/gsm8k": gsm8k.compute_score,
+    "svamp": gsm8k.compute_score,
+    "svamp/flexible": gsm8k.compute_score_flexible,
 }

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from megarl.rewards.tags import answer_of
+
 CORRECT = 1.0
 WELL_FORMED = 0.1
 """For an answer in its tags, or an expression that parses, which does not solve the problem."""
@@ -17,7 +19,6 @@ MAX_CHARACTERS = 256
 MAX_DEPTH = 16
 MAX_DIGITS = 12
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
 
 
@@ -25,9 +26,7 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
     """Score a response: its last `<answer>...</answer>`, or where it has none, its last line that is not empty."""
-    tagged = _TAGGED.findall(solution_str)
-    lines = solution_str.strip().splitlines()
-    answer = tagged[-1] if tagged else lines[-1] if lines else ""
+    answer, tagged = answer_of(solution_str)
     try:
         value, numbers = evaluate(answer)
     except ValueError:

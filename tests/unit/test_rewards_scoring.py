@@ -107,7 +107,7 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
     record = rollouts()
     record = replace(record, prompts=[replace(prompt, data_source="sudoku") for prompt in record.prompts])
     with pytest.raises(
-        RewardError, match=r"'sudoku' \(there are: countdown, gsm8k.*\); set custom_reward_function.path"
+        RewardError, match=r"'sudoku' \(there are: countdown, .*gsm8k.*\); set custom_reward_function.path"
     ):
         score(record, TEXTS, load_reward(CustomRewardSection()))
 

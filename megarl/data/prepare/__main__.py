@@ -1,17 +1,28 @@
-"""Make the parquet files of a task: `python -m megarl.data.prepare countdown --out DIR`."""
+"""Make the parquet files of a task: `python -m megarl.data.prepare countdown --out DIR`; `--check FILE` reads one."""
 
 import argparse
 from pathlib import Path
 
 from megarl.data.parquet import write_rows
-from megarl.data.prepare import countdown, gsm8k
+from megarl.data.prepare import check, countdown, gsm8k, knights_knaves, math, multiply, svamp
+
+TASKS = {
+    "countdown": countdown,
+    "gsm8k": gsm8k,
+    "knights_knaves": knights_knaves,
+    "math": math,
+    "multiply": multiply,
+    "svamp": svamp,
+}
+SHOWN_FAULTS = 20
 
 
 def main() -> None:
-    """Read the command line, build the rows of every split and write `DIR/SPLIT.parquet`."""
+    """Read the command line; build the rows of every split and write `DIR/SPLIT.parquet`, or check a file."""
     parser = argparse.ArgumentParser(prog="python -m megarl.data.prepare", description=__doc__)
-    tasks = parser.add_subparsers(dest="task", required=True)
-    for name, task in (("countdown", countdown), ("gsm8k", gsm8k)):
+    parser.add_argument("--check", metavar="FILE", help="say what is wrong with a parquet file of prompts, by row")
+    tasks = parser.add_subparsers(dest="task")
+    for name, task in TASKS.items():
         task_parser = tasks.add_parser(
             name, help=task.__doc__, description=task.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
@@ -19,6 +30,11 @@ def main() -> None:
         task.add_arguments(task_parser)
         task_parser.set_defaults(build=task.build)
     arguments = parser.parse_args()
+    if (arguments.check is None) == (arguments.task is None):
+        parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
+    if arguments.check is not None:
+        _check(arguments.check)
+        return
     try:
         splits = arguments.build(arguments)
     except ValueError as error:
@@ -27,6 +43,19 @@ def main() -> None:
         path = arguments.out / f"{split}.parquet"
         write_rows(path, rows)
         print(f"{path}: {len(rows)} rows")
+
+
+def _check(file: str) -> None:
+    """Print the faults of a file; exits with 1 where there are any."""
+    num_faults = 0
+    for num_faults, fault in enumerate(check.faults(file), start=1):
+        if num_faults <= SHOWN_FAULTS:
+            print(fault)
+    if num_faults > SHOWN_FAULTS:
+        print(f"... and {num_faults - SHOWN_FAULTS} more")
+    if num_faults:
+        raise SystemExit(1)
+    print(f"{file}: nothing is wrong")
 
 
 if __name__ == "__main__":

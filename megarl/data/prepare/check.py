@@ -1,0 +1,71 @@
+"""What is wrong with a parquet file of prompts, by row."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.data.parquet import Rows
+from megarl.rewards import REWARDS
+
+ROLES = ("system", "user", "assistant", "tool")
+STYLES = ("rule", "model")
+
+_PROBE = "#### 0\n\\boxed{0}\n<answer>0</answer>"
+"""An answer in the format of every built-in reward, so that the reward looks at the ground truth."""
+
+
+def faults(file: str) -> Iterator[str]:
+    """One line for each fault, beginning with the file and, where it is one row's, the row."""
+    try:
+        rows = Rows(file, columns=("prompt", "data_source", "reward_model"), optional=("ability", "extra_info"))
+    except ValueError as error:
+        yield str(error)
+        return
+    for index, row in enumerate(rows):
+        yield from (f"{rows.place(index)}, {fault}" for fault in _faults_of(row))
+
+
+def _faults_of(row: dict[str, Any]) -> Iterator[str]:
+    yield from _faults_of_prompt(row["prompt"])
+    yield from _faults_of_reward(row)
+    for column, kind in (("ability", str), ("extra_info", dict)):
+        value = row.get(column)
+        if value is not None and not isinstance(value, kind):
+            yield f"{column}: {'a text' if kind is str else 'a struct'} is expected, not {value!r}"
+
+
+def _faults_of_prompt(prompt: Any) -> Iterator[str]:
+    if isinstance(prompt, str):
+        if not prompt:
+            yield "prompt: the text is empty"
+        return
+    if not isinstance(prompt, list) or not prompt:
+        yield f"prompt: {prompt!r} is neither a text nor a list of messages"
+        return
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            yield f"prompt, message {number}: {message!r} is not {{role, content}} with a text as content"
+        elif message.get("role") not in ROLES:
+            yield f"prompt, message {number}: role {message.get('role')!r} is none of {', '.join(ROLES)}"
+
+
+def _faults_of_reward(row: dict[str, Any]) -> Iterator[str]:
+    source, model = row["data_source"], row["reward_model"]
+    if not isinstance(source, str) or not source:
+        yield f"data_source: {source!r} is no text"
+        return
+    if not isinstance(model, dict) or "ground_truth" not in model:
+        yield f"reward_model: {model!r} has no ground_truth"
+        return
+    style = model.get("style", "rule")
+    if style not in STYLES:
+        yield f"reward_model.style: {style!r} is none of {', '.join(STYLES)}"
+    if style != "rule":
+        return
+    if source not in REWARDS:
+        yield f"data_source: no built-in reward for {source!r}; set custom_reward_function.path where this file is used"
+        return
+    truth = model["ground_truth"]
+    try:
+        REWARDS[source](source, _PROBE, truth, row.get("extra_info") or {})
+    except Exception as error:  # whatever a reward stumbles over is a fault of this row
+        yield f"reward_model.ground_truth: {truth!r} does not suit the reward of {source!r} ({error!r})"

@@ -1,0 +1,39 @@
+"""MATH competition problems, from local files in their published format or the Hugging Face hub."""
+
+import argparse
+from typing import Any
+
+from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.rewards.math import last_boxed
+
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    add_source_arguments(parser, "DigitalLearningGmbH/MATH-lighteval")
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The rows of `train` and `val`. Raises ValueError where the files are missing or not MATH."""
+    return rows_of(arguments, _row)
+
+
+def _row(problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+    solution = problem.get("solution", "")
+    answer = problem.get("answer") or last_boxed(solution)
+    if "problem" not in problem or not answer:
+        raise ValueError(f"{place}: a MATH problem has a problem, and a solution with its answer in \\boxed{{...}}")
+    return {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": f"{problem['problem']} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "level": str(problem.get("level", "")),
+            "type": str(problem.get("type", problem.get("subject", ""))),
+            "answer": solution,
+        },
+    }

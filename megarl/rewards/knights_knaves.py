@@ -1,0 +1,32 @@
+"""Knights and knaves: who always tells the truth and who always lies.
+
+The ground truth is `{names, is_knight}`, two lists of the same length. A response has to give every person one role.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rewards.tags import answer_of
+
+CORRECT = 1.0
+WELL_FORMED = 0.1
+"""For an answer in its tags that gives every person one role, but not all of them the right one."""
+
+_ROLE = re.compile(r"\b([^\W\d_]+)\s+is\s+(?:an?\s+|the\s+)?(knight|knave)\b", re.IGNORECASE)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> float:
+    """Score a response: its last `<answer>...</answer>`, or where it has none, its last line that is not empty."""
+    answer, tagged = answer_of(solution_str)
+    truth = {
+        name.lower(): bool(knight)
+        for name, knight in zip(ground_truth["names"], ground_truth["is_knight"], strict=True)
+    }
+    found = {(name.lower(), role.lower() == "knight") for name, role in _ROLE.findall(answer)}
+    if found == set(truth.items()):
+        return CORRECT
+    well_formed = tagged and len(found) == len(truth) and {name for name, _ in found} == set(truth)
+    return WELL_FORMED if well_formed else 0.0

@@ -1,0 +1,27 @@
+"""Multiply: the product of two integers. The ground truth is the product, and the scores are those of TinyZero."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rewards.tags import answer_of
+
+CORRECT = 1.0
+WELL_FORMED = 0.1
+"""For an integer in answer tags that is not the product."""
+
+# the bound keeps a hostile answer cheap; thousands may be set apart by commas
+_INTEGER = re.compile(r"-?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> float:
+    """Score a response: its last `<answer>...</answer>`, or where it has none, what follows `=` in its last line."""
+    answer, tagged = answer_of(solution_str)
+    number = answer.rpartition("=")[2].strip()
+    if not _INTEGER.fullmatch(number):
+        return 0.0
+    if int(number.replace(",", "")) == int(ground_truth):
+        return CORRECT
+    return WELL_FORMED if tagged else 0.0
