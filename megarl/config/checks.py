@@ -7,20 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.faults import Fault
-from megarl.config.model_files import ModelSizes, read_sizes
+from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
+from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SFTDataSection
 from megarl.learner.config import MegatronSection, ModelSection, OptimSection
+from megarl.models.architecture import Architecture, Experts
+from megarl.rollout.config import RolloutSection
 from megarl.tracking.config import TrainerSection
 
 
 def world_size(trainer: TrainerSection) -> int:
     """Return how many ranks the run has."""
     return trainer.nnodes * trainer.n_gpus_per_node
-
-
-def data_parallel_size(megatron: MegatronSection, world: int) -> int:
-    """Return how many replicas of a model `world` ranks hold."""
-    return world // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
 
 
 def launch_faults(trainer: TrainerSection, started: int | None) -> Iterator[Fault]:
@@ -35,26 +33,28 @@ def launch_faults(trainer: TrainerSection, started: int | None) -> Iterator[Faul
 
 def mesh_faults(megatron: MegatronSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
     """The ranks must fall into whole model replicas."""
-    tp, pp, world = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        world_size(trainer),
-    )
-    if world % (tp * pp):
+    yield from size_faults(megatron, world_size(trainer), where)
+    yield from override_faults(megatron, where)
+
+
+def replica_faults(rollout: RolloutSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
+    """The ranks must fall into whole engine replicas."""
+    tp, world = rollout.tensor_model_parallel_size, world_size(trainer)
+    if world % tp:
         yield Fault(
             path=f"{where}.tensor_model_parallel_size",
-            message=f"tensor {tp} x pipeline {pp} = {tp * pp} does not divide the world of {world} ranks "
-            "(trainer.nnodes x trainer.n_gpus_per_node): choose sizes whose product does",
+            message=f"{tp} does not divide the world of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node): "
+            "choose a divisor",
         )
 
 
-def cut_faults(sizes: ModelSizes, model: str, tp_key: str, tp: int) -> Iterator[Fault]:
+def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterator[Fault]:
     """`tp` ranks must be able to share each layer of the model that the key `model` names."""
     if sizes.num_attention_heads % tp:
         yield Fault(
             path=tp_key,
             message=f"{tp} does not divide the {sizes.num_attention_heads} attention heads of {model}: "
-            f"choose one of {_divisors(sizes.num_attention_heads)}",
+            f"choose one of {divisors(sizes.num_attention_heads)}",
         )
     heads = sizes.num_key_value_heads
     if heads % tp and tp % heads:
@@ -63,32 +63,91 @@ def cut_faults(sizes: ModelSizes, model: str, tp_key: str, tp: int) -> Iterator[
             message=f"{tp} and the {heads} key-value heads of {model} do not divide one another: "
             f"choose a divisor or a multiple of {heads}",
         )
-    if sizes.ffn_hidden_size % tp:
+    shared = sizes.experts.shared_ffn_hidden_size if sizes.experts else 0
+    for part, size in (
+        ("feed-forward", sizes.ffn_hidden_size if not sizes.is_sparse(0) else 0),
+        ("shared experts'", shared),
+    ):
+        if size % tp:
+            yield Fault(
+                path=tp_key,
+                message=f"{tp} does not divide the {part} size {size} of {model}: choose a divisor",
+            )
+
+
+def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
+    """The trainer's ranks must be able to share the experts of the model that the key `model` names."""
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if experts is None:
+        if ep > 1:
+            yield Fault(
+                path=f"{where}.expert_model_parallel_size",
+                message=f"{model} has no experts to divide among {ep} ranks: leave it out",
+            )
+        return
+    if experts.num_experts % ep:
         yield Fault(
-            path=tp_key,
-            message=f"{tp} does not divide the feed-forward size {sizes.ffn_hidden_size} of {model}: choose a divisor",
+            path=f"{where}.expert_model_parallel_size",
+            message=f"{ep} does not divide the {experts.num_experts} experts of {model}: "
+            f"choose one of {divisors(experts.num_experts)}",
+        )
+    yield from _expert_cut_faults(
+        experts,
+        model,
+        f"{where}.expert_tensor_parallel_size",
+        etp or megatron.tensor_model_parallel_size,
+        "choose a divisor (1 leaves every expert whole)",
+    )
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        yield Fault(
+            path=f"{where}.sequence_parallel",
+            message=f"is false, and tensor-parallel ranks would send the experts of {model} the same tokens: "
+            "set it true, or tensor_model_parallel_size to 1",
+        )
+
+
+def engine_cut_faults(model: ModelSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
+    """The engine's ranks must be able to share the model at `key`."""
+    if sizes := read_sizes(model):
+        tp_key, tp = f"{where}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+        yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
+        yield from _engine_expert_faults(sizes.experts, f"{key}.path", rollout, where)
+
+
+def _engine_expert_faults(experts: Experts | None, model: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
+    if experts and not rollout.engine_kwargs.get("enable_expert_parallel"):
+        yield from _expert_cut_faults(
+            experts,
+            model,
+            f"{where}.tensor_model_parallel_size",
+            rollout.tensor_model_parallel_size,
+            "choose a divisor, or keep experts whole with engine_kwargs.enable_expert_parallel=true",
+        )
+
+
+def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remedy: str) -> Iterator[Fault]:
+    if experts.ffn_hidden_size % parts:
+        yield Fault(
+            path=key,
+            message=f"{parts} does not divide the size {experts.ffn_hidden_size} of an expert of {model}: {remedy}",
         )
 
 
 def partition_faults(model: ModelSection, key: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """The trainer's ranks must be able to share the model at `key`, in equal pipeline stages."""
+    """The trainer's ranks must be able to share the model at `key`."""
     if not (sizes := read_sizes(model)):
         return
     yield from cut_faults(
         sizes, f"{key}.path", f"{where}.tensor_model_parallel_size", megatron.tensor_model_parallel_size
     )
-    stages = megatron.pipeline_model_parallel_size
-    if sizes.num_layers % stages:
-        yield Fault(
-            path=f"{where}.pipeline_model_parallel_size",
-            message=f"{stages} does not divide the {sizes.num_layers} layers of {key}.path: "
-            f"choose one of {_divisors(sizes.num_layers)}",
-        )
+    yield from expert_faults(sizes.experts, f"{key}.path", megatron, where)
+    if not any(override_faults(megatron, where)):
+        yield from stage_faults(sizes.num_layers, f"{key}.path", megatron, where)
 
 
-def length_faults(sizes: ModelSizes | None, model: str, key: str, length: int) -> Iterator[Fault]:
+def length_faults(sizes: Architecture | None, model: str, key: str, length: int) -> Iterator[Fault]:
     """A whole sequence must fit the positions the model knows."""
-    if sizes and sizes.max_position_embeddings and length > sizes.max_position_embeddings:
+    if sizes and length > sizes.max_position_embeddings:
         yield Fault(
             path=key,
             message=f"a sequence may reach {length} tokens, but {model} knows {sizes.max_position_embeddings} "
@@ -134,7 +193,3 @@ def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fau
         )
     elif check_paths:
         yield from path_faults(trainer.resume_from_path, "trainer.resume_from_path", "give a checkpoint directory")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -3,6 +3,7 @@
 It starts no process, imports no torch, and reports everything that is wrong in one error.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +19,11 @@ from pydantic_core import ErrorDetails
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.ppo_rules import PPO_RULES
-from megarl.config.root import LINKS, Config, SFTConfig
+from megarl.config.root import LINKS, Config, SFTConfig, VerifyConfig
 from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
+from megarl.config.verify_rules import VERIFY_RULES
 
 C = TypeVar("C")
 
@@ -49,6 +51,25 @@ def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths:
     return _load(SFTConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
 
 
+def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
+    """Read the configuration of `megarl.verify`; as `load_config`.
+
+    Where trainer.n_gpus_per_node is not given, it follows the launcher, and without one from the sizes: the fewest
+    ranks that they fit.
+    """
+    facts = Facts(world_size=world_size, check_paths=True)
+    if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
+        asked, _, _ = _read(VerifyConfig, argv)  # any faults are for the second look
+        megatron, rollout = asked.actor_rollout_ref.actor.megatron, asked.actor_rollout_ref.rollout
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
+        fewest = math.lcm(
+            tp * megatron.context_parallel_size * pp, expert_ranks * pp, rollout.tensor_model_parallel_size
+        )
+        argv = [f"trainer.n_gpus_per_node={max(1, (world_size or fewest) // asked.trainer.nnodes)}", *argv]
+    return _load(VerifyConfig, argv, rules=VERIFY_RULES, facts=facts)
+
+
 def to_dict(config: Config | SFTConfig) -> dict[str, Any]:
     """Return every key with its resolved value, nested, in plain types."""
     tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
@@ -61,6 +82,18 @@ def to_yaml(config: Config | SFTConfig) -> str:
 
 
 def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts: Facts) -> C:
+    config, faults, origins = _read(root, argv)
+    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
+    for rule in rules:
+        if not rule.reads_any(doubtful):
+            faults.extend(rule.check(config, facts))
+    if faults:
+        raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
+    return config
+
+
+def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
+    """Return the configuration, with stand-ins for what is faulty, the faults, and where each key was set."""
     schema = Schema.of(root)
     layers, faults = read_layers(argv)
     tree: Any = OmegaConf.create(nest({**schema.leaves, **LINKS[root]}))
@@ -75,14 +108,7 @@ def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
     faults.extend(fault for fault in (*unresolved, *mistyped) if fault.path not in followers)
-
-    doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
-    for rule in rules:
-        if not rule.reads_any(doubtful):
-            faults.extend(rule.check(config, facts))
-    if faults:
-        raise ConfigError([replace(fault, origin=fault.origin or origins.get(fault.path)) for fault in faults])
-    return config
+    return config, faults, origins
 
 
 def _resolve(tree: Any, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:

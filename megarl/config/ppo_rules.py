@@ -1,21 +1,22 @@
-"""What must hold between the sections of a PPO or GRPO run, with the remedy where it does not."""
+"""What must hold between the sections of a run that learns from rewards, with the remedy where it does not."""
 
 from collections.abc import Iterator
 
 from megarl.config.checks import (
-    cut_faults,
     data_faults,
-    data_parallel_size,
+    engine_cut_faults,
     launch_faults,
     length_faults,
     mesh_faults,
     partition_faults,
     path_faults,
+    replica_faults,
     resume_faults,
     schedule_faults,
     world_size,
 )
 from megarl.config.faults import Fault
+from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
@@ -25,8 +26,10 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
-MESH = (f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size")
-FOLLOWING_MESHES = tuple(key.replace(ACTOR, follower) for key in MESH for follower in (REF, "critic"))
+MESH = tuple(f"{ACTOR}.megatron.{size}" for size in SIZES)
+LAYERS = f"{ACTOR}.megatron.override_transformer_config"
+COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk")  # one prompt's responses
+FOLLOWING_MESHES = tuple(key.replace(ACTOR, follower) for key in (*MESH, LAYERS) for follower in (REF, "critic"))
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")
@@ -40,12 +43,12 @@ def _files(config: Config, facts: Facts) -> Iterator[Fault]:
 
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
 def _models(config: Config, facts: Facts) -> Iterator[Fault]:
-    policy, critic, needs_critic = config.actor_rollout_ref.model, config.critic.model, _has_critic(config)
+    policy, critic, needs_critic = config.actor_rollout_ref.model, config.critic.model, config.has_critic
     if needs_critic and not critic.path:
         yield Fault(
             path="critic.model.path",
             message=f"algorithm.adv_estimator=gae trains a critic: name the checkpoint it starts from "
-            f"(for example {policy.path}), or choose adv_estimator=grpo, which needs none",
+            f"(for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
         )
     if needs_critic and critic.tokenizer_path not in (None, config.data.tokenizer, policy.path):
         yield Fault(
@@ -64,26 +67,20 @@ def _launch(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from launch_faults(config.trainer, facts.world_size)
 
 
-@rule(*WORLD, *MESH, f"{ROLLOUT}.tensor_model_parallel_size")
+@rule(*WORLD, *MESH, LAYERS, f"{ROLLOUT}.tensor_model_parallel_size")
 def _mesh(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from mesh_faults(config.actor_rollout_ref.actor.megatron, config.trainer, f"{ACTOR}.megatron")
-    tp, world = config.actor_rollout_ref.rollout.tensor_model_parallel_size, world_size(config.trainer)
-    if world % tp:
-        yield Fault(
-            path=f"{ROLLOUT}.tensor_model_parallel_size",
-            message=f"{tp} does not divide the world of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node): "
-            "choose a divisor",
-        )
+    yield from replica_faults(config.actor_rollout_ref.rollout, config.trainer, ROLLOUT)
 
 
 @rule(*MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator")
 def _one_mesh(config: Config, facts: Facts) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     followers = {f"{REF}.megatron": config.actor_rollout_ref.ref.megatron}
-    if _has_critic(config):
+    if config.has_critic:
         followers["critic.megatron"] = config.critic.megatron
     for where, megatron in followers.items():
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for key in SIZES:
             size, wanted = getattr(megatron, key), getattr(actor, key)
             if size != wanted:
                 yield Fault(
@@ -91,24 +88,35 @@ def _one_mesh(config: Config, facts: Facts) -> Iterator[Fault]:
                     message=f"{size} differs from {ACTOR}.megatron.{key}={wanted}, and one mesh serves all models: "
                     "leave it out, and it follows the actor's",
                 )
+        if megatron.override_transformer_config != actor.override_transformer_config:
+            yield from override_faults(megatron, where)
 
 
-@rule(POLICY, *MESH, f"{ROLLOUT}.tensor_model_parallel_size")
+@rule(
+    POLICY,
+    *MESH,
+    LAYERS,
+    f"{ACTOR}.megatron.sequence_parallel",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    f"{ROLLOUT}.engine_kwargs",
+)
 def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from partition_faults(
         config.actor_rollout_ref.model, POLICY, config.actor_rollout_ref.actor.megatron, f"{ACTOR}.megatron"
     )
-    if sizes := read_sizes(config.actor_rollout_ref.model):
-        engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        yield from cut_faults(sizes, f"{POLICY}.path", f"{ROLLOUT}.tensor_model_parallel_size", engine)
+    yield from engine_cut_faults(config.actor_rollout_ref.model, POLICY, config.actor_rollout_ref.rollout, ROLLOUT)
 
 
-@rule(POLICY, "critic.model", *MESH, "algorithm.adv_estimator")
+@rule(POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
 def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
-    policy = config.actor_rollout_ref
-    if _has_critic(config) and read_sizes(config.critic.model) != read_sizes(policy.model):
+    policy, critic = config.actor_rollout_ref, config.critic
+    if not config.has_critic:
+        return
+    if critic.megatron.override_transformer_config != policy.actor.megatron.override_transformer_config:
+        yield from partition_faults(critic.model, "critic.model", critic.megatron, "critic.megatron")
+    elif read_sizes(critic.model) != read_sizes(policy.model):
         # The mesh is the actor's (`_one_mesh`), so that is the place to correct.
-        yield from partition_faults(config.critic.model, "critic.model", policy.actor.megatron, f"{ACTOR}.megatron")
+        yield from partition_faults(critic.model, "critic.model", policy.actor.megatron, f"{ACTOR}.megatron")
 
 
 @rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "algorithm.adv_estimator")
@@ -116,7 +124,7 @@ def _mini_batches(config: Config, facts: Facts) -> Iterator[Fault]:
     prompts = config.data.train_batch_size
     sizes = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     # The default of the critic's is the actor's: one fault is enough.
-    if _has_critic(config) and config.critic.ppo_mini_batch_size not in sizes.values():
+    if config.has_critic and config.critic.ppo_mini_batch_size not in sizes.values():
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     for key, size in sizes.items():
         if size > prompts:
@@ -147,7 +155,7 @@ def _work_for_all(config: Config, facts: Facts) -> Iterator[Fault]:
         yield Fault(
             path=f"{ACTOR}.ppo_mini_batch_size",
             message=f"{actor.ppo_mini_batch_size} prompts x {ROLLOUT}.n={n} are fewer sequences than the {ranks} "
-            "data-parallel ranks: raise it, or raise the tensor or pipeline parallel size",
+            "data-parallel ranks: raise it, or raise the tensor, pipeline or context parallel size",
         )
 
 
@@ -161,7 +169,7 @@ def _micro_batches(config: Config, facts: Facts) -> Iterator[Fault]:
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         return
     sizes = {f"{ACTOR}.ppo_micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size}
-    if _has_critic(config):
+    if config.has_critic:
         sizes["critic.ppo_micro_batch_size"] = config.critic.ppo_micro_batch_size
     for key, size in sizes.items():
         if size is None:
@@ -178,12 +186,13 @@ def _lengths(config: Config, facts: Facts) -> Iterator[Fault]:
     budgets = {f"{ACTOR}.ppo_max_token_len_per_gpu": policy.actor.ppo_max_token_len_per_gpu}
     if policy.ref.log_prob_max_token_len_per_gpu is not None:
         budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = policy.ref.log_prob_max_token_len_per_gpu
+    ranks = policy.actor.megatron.context_parallel_size  # share the tokens of a sequence
     for key, budget in budgets.items():
-        if longest > budget and policy.actor.use_dynamic_bsz:
+        if longest > budget * ranks and policy.actor.use_dynamic_bsz:
             yield Fault(
                 path=key,
                 message=f"{budget} tokens cannot hold one sequence of data.max_prompt_length + "
-                f"data.max_response_length = {longest}: write at least {longest}",
+                f"data.max_response_length = {longest}: write at least {-(-longest // ranks)}",
             )
     yield from length_faults(read_sizes(policy.model), f"{POLICY}.path", "data.max_response_length", longest)
 
@@ -212,25 +221,66 @@ def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("algorithm.adv_estimator", f"{ROLLOUT}.n", f"{ROLLOUT}.do_sample", "trainer.critic_warmup")
-def _group_advantages(config: Config, facts: Facts) -> Iterator[Fault]:
-    rollout = config.actor_rollout_ref.rollout
-    if config.algorithm.adv_estimator != "grpo":
-        return
-    if rollout.n == 1:
+def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
+    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    if estimator in COMPARING and rollout.n == 1:
         yield Fault(
             path=f"{ROLLOUT}.n",
-            message="algorithm.adv_estimator=grpo compares the responses to one prompt: write n=2 or more (5 is usual)",
+            message=f"algorithm.adv_estimator={estimator} compares the responses to one prompt: write n=2 or more "
+            "(5 is usual)",
         )
-    if not rollout.do_sample:
+    if estimator in COMPARING and not rollout.do_sample:
         yield Fault(
             path=f"{ROLLOUT}.do_sample",
-            message="greedy responses to one prompt are all the same, and algorithm.adv_estimator=grpo compares them: "
-            "write true",
+            message="greedy responses to one prompt are all the same, and algorithm.adv_estimator="
+            f"{estimator} compares them: write true",
         )
-    if config.trainer.critic_warmup:
+    if not config.has_critic and config.trainer.critic_warmup:
         yield Fault(
             path="trainer.critic_warmup",
-            message="algorithm.adv_estimator=grpo has no critic to warm up: write 0",
+            message=f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0",
+        )
+
+
+@rule("algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
+def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
+    buffer = config.algorithm.overlong_buffer
+    if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
+        yield Fault(
+            path="algorithm.overlong_buffer.len",
+            message=f"{buffer.len} is not a part of the {buffer.max_resp_len} tokens of a response, over which the "
+            "penalty could grow: write between 1 and that",
+        )
+
+
+@rule("algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs")
+def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
+    correction = config.algorithm.rollout_correction
+    asked = correction.rollout_is or correction.rollout_rs
+    if asked and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield Fault(
+            path=f"{ROLLOUT}.calculate_log_probs",
+            message="algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: "
+            "write true",
+        )
+    upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
+    lower = correction.rollout_rs_threshold_lower
+    lower = 1.0 / upper if lower is None else lower
+    if correction.rollout_rs and lower >= upper:
+        yield Fault(
+            path="algorithm.rollout_correction.rollout_rs_threshold",
+            message=f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "
+            "rollout_rs_threshold_lower",
+        )
+
+
+@rule(f"{ACTOR}.policy_loss")
+def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield Fault(
+            path=f"{ACTOR}.policy_loss.clip_cov_lb",
+            message=f"no covariance lies between {loss.clip_cov_lb:g} and clip_cov_ub={loss.clip_cov_ub:g}: lower it",
         )
 
 
@@ -252,10 +302,6 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from schedule_faults(config.critic.optim, "critic.optim")
 
 
-def _has_critic(config: Config) -> bool:
-    return config.algorithm.adv_estimator == "gae"
-
-
 PPO_RULES: tuple[Rule[Config], ...] = (
     _files,
     _models,
@@ -269,7 +315,10 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _micro_batches,
     _lengths,
     _engine,
-    _group_advantages,
+    _estimator,
+    _overlong,
+    _correction,
+    _policy_loss,
     _validation,
     _resume,
     _schedules,

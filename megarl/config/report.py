@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.checks import data_parallel_size, world_size
+from megarl.config.checks import world_size
+from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.root import Config
 
 
@@ -20,10 +21,15 @@ def batch_table(config: Config) -> list[BatchRow]:
     """Return how one iteration's prompts become samples, mini-batches, micro-batches and the ranks' shares."""
     policy, prompts = config.actor_rollout_ref, config.data.train_batch_size
     megatron, rollout, world = policy.actor.megatron, policy.rollout, world_size(config.trainer)
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tp, pp, cp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    context = f" x context {cp}" if cp > 1 else ""
     ranks, engines = data_parallel_size(megatron, world), world // rollout.tensor_model_parallel_size
     rows = [
-        BatchRow("ranks", f"{world}", f"trainer: tensor {tp} x pipeline {pp} x data {ranks}"),
+        BatchRow("ranks", f"{world}", f"trainer: tensor {tp} x pipeline {pp}{context} x data {ranks}"),
         BatchRow(
             "engine replicas",
             f"{engines}",
@@ -39,7 +45,7 @@ def batch_table(config: Config) -> list[BatchRow]:
             policy.actor.ppo_micro_batch_size,
         ),
     ]
-    if config.algorithm.adv_estimator == "gae":
+    if config.has_critic:
         critic = config.critic
         rows += _update_rows(
             config, "critic", critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_micro_batch_size
@@ -62,6 +68,16 @@ def remarks(config: Config) -> Iterator[str]:
         )
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield "both actor.use_kl_loss and algorithm.use_kl_in_reward are on: the divergence is penalised twice"
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield (
+            f"actor.kl_loss_type={actor.kl_loss_type} has no gradient in the mean, as a loss it only adds noise: "
+            "mse and low_var_kl keep the policy near the reference"
+        )
+    if actor.policy_loss.loss_mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield (
+            f"gspo's ratio is that of a whole sequence, but actor.loss_agg_mode={actor.loss_agg_mode} does not weigh "
+            "all sequences the same, as seq-mean-token-mean does"
+        )
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     if actor.ppo_mini_batch_size < ranks:
         yield (
@@ -76,9 +92,13 @@ def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     share = ceil(mini_batch * n / ranks)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    fit = actor.ppo_max_token_len_per_gpu // longest if actor.use_dynamic_bsz else share
+    tokens = actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
+    fit = tokens // longest if actor.use_dynamic_bsz else share
     sequences = min(fit, micro_batch or fit, share)
-    bounds = [f"{actor.ppo_max_token_len_per_gpu} tokens"] if actor.use_dynamic_bsz else []
+    # The schedule of a virtual pipeline goes by whole rounds of one micro-batch for each stage.
+    virtual = actor.megatron.virtual_pipeline_model_parallel_size
+    round_size = actor.megatron.pipeline_model_parallel_size if virtual else 1
+    bounds = [f"{tokens} tokens"] if actor.use_dynamic_bsz else []
     bounds += [f"{micro_batch} sequences"] if micro_batch else []
     return [
         BatchRow(
@@ -89,7 +109,7 @@ def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro
         BatchRow(f"{model} share of a rank", f"{share}", f"samples of a mini-batch, over {ranks} data-parallel ranks"),
         BatchRow(
             f"{model} micro-batches",
-            f"<= {ceil(share / sequences)}",
+            f"<= {ceil(share / sequences / round_size) * round_size}",
             f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
         ),
     ]

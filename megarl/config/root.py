@@ -1,4 +1,4 @@
-"""The roots: which sections make up a PPO/GRPO run and a supervised run, and which keys follow which.
+"""The roots: which sections make up a run that learns from rewards and a supervised run, and which keys follow which.
 
 A key that follows another is an interpolation underneath the user's files, so that whatever a user sets wins.
 """
@@ -43,7 +43,7 @@ class ActorRolloutRefSection:
 
 @section
 class Config:
-    """The root of a PPO or GRPO run."""
+    """The root of a run that learns from rewards."""
 
     data: DataSection
     """Prompts."""
@@ -57,6 +57,18 @@ class Config:
     """A reward of the user's own."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """The run as a whole."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantages need a value model."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether something asks for the divergence from the frozen policy."""
+        algorithm = self.algorithm
+        in_reward = algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0
+        return self.actor_rollout_ref.actor.use_kl_loss or bool(in_reward)
 
 
 @section
@@ -79,6 +91,36 @@ class SFTConfig:
     """The run as a whole."""
 
 
+@section
+class VerifiedActorSection:
+    """`actor_rollout_ref.actor.*`, as far as weights go."""
+
+    megatron: MegatronSection = field(default_factory=lambda: MegatronSection(dtype="float32"))
+    """The partition of the trainer's model; float32 unless set, so that rounding neither hides nor feigns a fault."""
+
+
+@section
+class VerifiedPolicySection:
+    """`actor_rollout_ref.*`, as far as weights go."""
+
+    model: ModelSection
+    """The checkpoint to try, or a directory with only its config.json."""
+    actor: VerifiedActorSection = field(default_factory=VerifiedActorSection)
+    """The trainer."""
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    """The engine."""
+
+
+@section
+class VerifyConfig:
+    """The root of `megarl.verify`: the keys that a run has for model, trainer and engine."""
+
+    actor_rollout_ref: VerifiedPolicySection
+    """The policy."""
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    """The ranks."""
+
+
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
     for key in fields(MegatronSection):
         yield f"{section_path}.{key.name}", f"${{{leader}.{key.name}}}"
@@ -95,7 +137,9 @@ LINKS: Mapping[type, Mapping[str, str]] = {
         # One Megatron mesh serves all models.
         **dict(_follow("actor_rollout_ref.ref.megatron", "actor_rollout_ref.actor.megatron")),
         **dict(_follow("critic.megatron", "actor_rollout_ref.actor.megatron")),
+        "algorithm.overlong_buffer.max_resp_len": "${actor_rollout_ref.rollout.response_length}",
         **RUN_DIRECTORY,
     },
     SFTConfig: RUN_DIRECTORY,
+    VerifyConfig: {"actor_rollout_ref.rollout.dtype": "${actor_rollout_ref.actor.megatron.dtype}"},
 }

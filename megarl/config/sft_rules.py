@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from megarl.config.checks import (
     data_faults,
-    data_parallel_size,
     launch_faults,
     length_faults,
     mesh_faults,
@@ -14,6 +13,7 @@ from megarl.config.checks import (
     world_size,
 )
 from megarl.config.faults import Fault
+from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import SFTConfig
 from megarl.config.rule import Facts, Rule, rule
@@ -40,18 +40,18 @@ def _work_for_all(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
         yield Fault(
             path="data.train_batch_size",
             message=f"{config.data.train_batch_size} pairs are fewer than the {ranks} data-parallel ranks: raise it, "
-            "or raise the tensor or pipeline parallel size",
+            "or raise the tensor, pipeline or context parallel size",
         )
 
 
 @rule("data.max_length", "max_token_len_per_gpu", "model")
 def _lengths(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
-    longest = config.data.max_length
-    if longest > config.max_token_len_per_gpu:
+    longest, ranks = config.data.max_length, config.megatron.context_parallel_size  # share the tokens of a sequence
+    if longest > config.max_token_len_per_gpu * ranks:
         yield Fault(
             path="max_token_len_per_gpu",
             message=f"{config.max_token_len_per_gpu} tokens cannot hold one sequence of data.max_length={longest}: "
-            f"write at least {longest}",
+            f"write at least {-(-longest // ranks)}",
         )
     yield from length_faults(read_sizes(config.model), "model.path", "data.max_length", longest)
 

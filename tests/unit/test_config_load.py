@@ -197,7 +197,7 @@ def test_what_has_no_value_is_named() -> None:
         ("actor_rollout_ref.model.override_config", "5", "should be a valid dictionary"),
         ("critic", "5", "is a section with keys of its own"),
         ("data.seed", "${nope}", "cannot be resolved"),
-        ("algorithm.adv_estimator", "rloo", "should be 'gae' or 'grpo', not 'rloo'"),
+        ("algorithm.adv_estimator", "vtrace", "should be 'gae', 'grpo', 'rloo'"),
     ],
 )
 def test_wrong_values_are_named_with_what_is_allowed(key: str, value: str, message: str) -> None:

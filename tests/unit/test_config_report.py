@@ -55,6 +55,25 @@ def test_the_table_divides_a_batch_as_by_hand() -> None:
     assert meanings["engine replicas"] == "tensor 4; at most 32 prompts each"
 
 
+def test_the_table_counts_ranks_that_share_sequences_and_rounds_of_a_virtual_pipeline() -> None:
+    config = load(
+        "trainer.n_gpus_per_node=8",
+        f"{ACTOR}.megatron.context_parallel_size=2",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+        f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=3",
+        f"{ACTOR}.ppo_mini_batch_size=18",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
+        "data.train_batch_size=36",
+        "critic.ppo_mini_batch_size=36",
+    )
+    # 8 ranks = context 2 x pipeline 2 x data 2: 9 samples a rank, 2 x 1024 // 1024 = 2 at a time: 5, in pairs 6.
+    rows = {row.stage: row for row in batch_table(config)}
+    assert rows["ranks"].meaning == "trainer: tensor 1 x pipeline 2 x context 2 x data 2"
+    assert rows["actor share of a rank"].size == "9"
+    assert rows["actor micro-batches"].size == "<= 6"
+    assert rows["actor micro-batches"].meaning.startswith("at most 2048 tokens each; 2 samples")
+
+
 def test_the_table_has_no_critic_where_there_is_none() -> None:
     config = load("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5")
     assert not [stage for stage in sizes(config) if stage.startswith("critic")]
@@ -78,6 +97,11 @@ def test_fixed_micro_batches_ignore_the_token_budget() -> None:
         ([f"{ROLLOUT}.top_k=50"], "cut the distribution"),
         ([f"{ROLLOUT}.top_p=0.9"], "cut the distribution"),
         ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "penalised twice"),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k1"],
+            "actor.kl_loss_type=k1 has no gradient in the mean",
+        ),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "actor.loss_agg_mode=token-mean does not weigh"),
         ([f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2", "trainer.n_gpus_per_node=8"], "without work"),
     ],
 )

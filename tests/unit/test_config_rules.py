@@ -10,7 +10,9 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
 
 SIZES = {
-    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "vocab_size": 100,
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
@@ -21,6 +23,11 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+CP = "context_parallel_size"
+EP = "expert_model_parallel_size"
+OVERRIDE = f"{ACTOR}.megatron.override_transformer_config"
+FIRST, LAST = f"{OVERRIDE}.num_layers_in_first_pipeline_stage", f"{OVERRIDE}.num_layers_in_last_pipeline_stage"
 
 
 def make_model(directory: Path, **changes: Any) -> Path:
@@ -71,6 +78,28 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         ([f"{ACTOR}.megatron.{PP}=4"], f"{ACTOR}.megatron.{PP}", "4 does not divide the 6 layers"),
         ([f"critic.megatron.{TP}=2"], f"critic.megatron.{TP}", "one mesh serves all models"),
         ([f"actor_rollout_ref.ref.megatron.{PP}=2"], f"actor_rollout_ref.ref.megatron.{PP}", "follows the actor's"),
+        ([f"critic.megatron.{CP}=2"], f"critic.megatron.{CP}", "one mesh serves all models"),
+        ([f"{ACTOR}.megatron.{CP}=3"], f"{ACTOR}.megatron.{TP}", "pipeline 1 x context 3 = 3 does not divide"),
+        ([f"{ACTOR}.megatron.{EP}=3"], f"{ACTOR}.megatron.{EP}", "tensor 1 x expert 3 x pipeline 1 = 3 does not"),
+        (
+            [f"{ACTOR}.megatron.{TP}=4", f"{ACTOR}.megatron.{EP}=4"],
+            f"{ACTOR}.megatron.{EP}",
+            "expert tensor 4 x expert 4 x pipeline 1 = 16 does not divide the world of 8 ranks",
+        ),
+        ([f"{ACTOR}.megatron.{VPP}=2"], f"{ACTOR}.megatron.{VPP}", "only where pipeline_model_parallel_size > 1"),
+        ([f"{ACTOR}.megatron.{VPP}=1"], f"{ACTOR}.megatron.{VPP}", "greater than or equal to 2"),
+        (
+            [f"{ACTOR}.megatron.{PP}=2", f"{ACTOR}.megatron.{VPP}=2"],
+            f"{ACTOR}.megatron.{VPP}",
+            "2 does not divide the 3 layers that a stage has",
+        ),
+        ([f"{ACTOR}.megatron.{PP}=4", f"{FIRST}=1"], OVERRIDE, "leave 5 of the 6 layers"),
+        ([f"{ACTOR}.megatron.{PP}=2", f"{FIRST}=1", f"{LAST}=4"], OVERRIDE, "leave 1 of the 6 layers"),
+        ([f"{ACTOR}.megatron.{PP}=4", f"{FIRST}=5"], OVERRIDE, "for 3 stages"),
+        ([f"{ACTOR}.megatron.{PP}=2", f"{FIRST}=0"], OVERRIDE, "0 is not a number of layers"),
+        ([f"{FIRST}=6"], OVERRIDE, "no meaning with pipeline_model_parallel_size=1"),
+        ([f"{OVERRIDE}.{CP}=2"], OVERRIDE, f"write {ACTOR}.megatron.{CP}"),
+        ([f"{OVERRIDE}.pipeline_model_parallel_layout=Et|t"], OVERRIDE, "is not understood"),
         (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size", "more than data.train_batch_size=100"),
         (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size", "train_batch_size=256 or 512"),
         (["critic.ppo_mini_batch_size=96"], "critic.ppo_mini_batch_size", "96 does not divide"),
@@ -86,6 +115,34 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         ([f"{ROLLOUT}.response_length=600"], f"{ROLLOUT}.response_length", "more than data.max_response_length=512"),
         ([f"{ROLLOUT}.max_num_seqs=9000"], f"{ROLLOUT}.max_num_batched_tokens", "cannot serve"),
         (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n", "write n=2 or more"),
+        (["algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", "adv_estimator=rloo compares the responses"),
+        (["algorithm.adv_estimator=opo", f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample", "write true"),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=2"],
+            "trainer.critic_warmup",
+            "reinforce_plus_plus has no critic to warm up",
+        ),
+        (["algorithm.overlong_buffer.enable=true"], "algorithm.overlong_buffer.len", "0 is not a part of the 512"),
+        (
+            ["algorithm.overlong_buffer.enable=true", "algorithm.overlong_buffer.len=600"],
+            "algorithm.overlong_buffer.len",
+            "600 is not a part of the 512 tokens",
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+            f"{ROLLOUT}.calculate_log_probs",
+            "write true",
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=0.5"],
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            "no ratio lies between 2 and 0.5",
+        ),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=6"],
+            f"{ACTOR}.policy_loss.clip_cov_lb",
+            "between 6 and clip_cov_ub=5",
+        ),
         (["critic.model.path="], "critic.model.path", "should be a valid string"),
         (["critic.model.path=''"], "critic.model.path", "gae trains a critic"),
         (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path", "the critic reads the actor's"),
@@ -109,6 +166,18 @@ def test_a_combination_that_cannot_run_is_named_with_its_remedy(
     argv: list[str], arguments: list[str], key: str, message: str
 ) -> None:
     assert message in faults(argv, *arguments)[key]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"{ACTOR}.megatron.{PP}=4", f"{FIRST}=1", f"{LAST}=1"],  # 1 + 2 + 2 + 1
+        [f"{ACTOR}.megatron.{PP}=2", f"{FIRST}=2", f"{ACTOR}.megatron.{VPP}=2"],  # chunks of 1 and of 2 layers
+        [f"{ACTOR}.megatron.{CP}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512"],  # 1024 tokens on two ranks
+    ],
+)
+def test_stages_and_chunks_may_differ_and_sequences_be_shared(argv: list[str], arguments: list[str]) -> None:
+    assert faults(argv, *arguments) == {}
 
 
 def test_tensor_parallelism_must_divide_the_heads_of_policy_and_critic(argv: list[str], tmp_path: Path) -> None:
@@ -190,7 +259,63 @@ def test_a_model_directory_must_be_complete(
 
 def test_a_model_config_must_have_sizes(argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
-    assert "num_hidden_layers" in faults(argv)["actor_rollout_ref.model.path"]
+    assert "model_type is vit; known are llama" in faults(argv)["actor_rollout_ref.model.path"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES | {"num_hidden_layers": None}))
+    assert "has no num_hidden_layers" in faults(argv)["actor_rollout_ref.model.path"]
+
+
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 36}
+ETP = "expert_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "key", "message"),
+    [
+        ({}, [f"{ACTOR}.megatron.{EP}=2"], f"{ACTOR}.megatron.{EP}", "no experts to divide among 2 ranks"),
+        (MIXTRAL, [f"{ACTOR}.megatron.{EP}=4"], f"{ACTOR}.megatron.{EP}", "4 does not divide the 6 experts"),
+        (MIXTRAL, [f"{ACTOR}.megatron.{ETP}=8"], f"{ACTOR}.megatron.{ETP}", "8 does not divide the size 36 of an"),
+        (
+            MIXTRAL,
+            [f"{ACTOR}.megatron.{TP}=2", f"{ACTOR}.megatron.sequence_parallel=false"],
+            f"{ACTOR}.megatron.sequence_parallel",
+            "the same tokens",
+        ),
+        (
+            MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8},
+            [f"{ROLLOUT}.{TP}=8"],
+            f"{ROLLOUT}.{TP}",
+            "engine_kwargs.enable_expert_parallel=true",
+        ),
+        (
+            {
+                "model_type": "qwen2_moe",
+                "num_experts": 4,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 9,
+            },
+            [f"{ROLLOUT}.{TP}=2"],
+            f"{ROLLOUT}.{TP}",
+            "2 does not divide the shared experts' size 9",
+        ),
+    ],
+)
+def test_experts_must_divide(
+    argv: list[str], tmp_path: Path, changes: dict[str, Any], more: list[str], key: str, message: str
+) -> None:
+    path = make_model(tmp_path / "experts", **changes)
+    arguments = [*argv, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", f"actor_rollout_ref.model.path={path}", *more]
+    found = faults(arguments)
+    assert found.keys() == {key}, found
+    assert message in found[key]
+
+
+def test_whole_experts_need_not_be_cut(argv: list[str], tmp_path: Path) -> None:
+    """8 ranks cannot cut experts of 36, but can have some of the 6 whole, as can 2 trainer ranks."""
+    path = make_model(tmp_path / "experts", **MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8})
+    whole = [f"{ROLLOUT}.{TP}=8", f"{ROLLOUT}.engine_kwargs.enable_expert_parallel=true"]
+    trainer = [f"{ACTOR}.megatron.{TP}=4", f"{ACTOR}.megatron.{EP}=2", f"{ACTOR}.megatron.{ETP}=1"]
+    model = [f"actor_rollout_ref.model.path={path}", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
+    assert faults(argv, *model, *whole, *trainer) == {}
 
 
 def test_uris_and_hub_ids_are_left_to_whoever_opens_them(argv: list[str]) -> None:
