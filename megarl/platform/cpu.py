@@ -1,9 +1,10 @@
 """Megatron-Core asks for CUDA by name even where nothing needs it; here those calls are answered by the CPU.
 
 Megatron-Core 0.16 to 0.19 creates small tensors with `device="cuda"`, asks `torch.cuda.current_device()` where to put
-buffers, keeps CUDA generator states and recognises parameters by `tensor.type() == "torch.cuda.FloatTensor"`. On a
-machine without CUDA, `cuda_calls_on_cpu` redirects exactly these while the block runs. Outside the block torch is
-untouched: vLLM, which lives in the same process, never sees a redirected call.
+buffers, keeps CUDA generator states, copies on side streams and recognises parameters by
+`tensor.type() == "torch.cuda.FloatTensor"`. On a machine without CUDA, `cuda_calls_on_cpu` redirects exactly these
+while the block runs. Outside the block torch is untouched: vLLM, which lives in the same process, never sees a
+redirected call.
 """
 
 import functools
@@ -27,6 +28,20 @@ FACTORIES = (
     "ones_like",
     "empty_strided",
 )
+
+
+class NoStream:
+    """A CUDA stream, and an event on it, where everything is done when the call returns."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing is under way."""
+
+    def record_event(self) -> "NoStream":
+        """An event that has already happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
 
 
 def megatron_platform() -> AbstractContextManager[None]:
@@ -57,6 +72,8 @@ def cuda_calls_on_cpu() -> Iterator[None]:
             "synchronize": lambda *args: None,
             "set_device": lambda device: None,
             "current_stream": lambda *args: None,
+            "Stream": NoStream,
+            "stream": lambda stream: nullcontext(),
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         yield

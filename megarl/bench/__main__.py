@@ -1,0 +1,23 @@
+"""Measurements: `python -m megarl.bench reshard [...]` and `python -m megarl.bench plan [...]`.
+
+Each prints a table for people or, with `--json`, one JSON object.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+COMMANDS = ("reshard", "plan")
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Run one measurement."""
+    if not argv or argv[0] not in COMMANDS:
+        print(f"usage: python -m megarl.bench {{{','.join(COMMANDS)}}} [--help] [...]", file=sys.stderr)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    command: Callable[[Sequence[str]], int] = import_module(f"megarl.bench.{argv[0]}").main
+    return command(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""One measurement on its ranks: `python -m megarl.bench.case DIRECTORY times|peaks`.
+
+DIRECTORY holds `case.json` and the model's `config.json`; `times.json` or `peaks.json` is written beside them. Every
+repeat changes the trainer's weights, and before each way the engine's are set to zero. Afterwards the engine must
+answer fixed prompts with the very same log-probabilities whichever way filled it, so no way is fast by being wrong.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megarl.bench.cases import Case, Split
+from megarl.bench.memory import peak_extra_bytes
+from megarl.distributed.launch import Launch
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+if TYPE_CHECKING:
+    from megarl.bench.subject import Subject
+    from megarl.bench.ways import Direct, FullTensors
+
+GROWTH = 1.01  # of all weights from one repeat to the next
+LARGEST_DIFFERENCE = 0.01  # mean, between the probabilities that trainer and engine give to a token
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure, and where it is described."""
+
+    case: Case
+    directory: Path
+    what: str
+    trainer: TrainerSection
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Measure one case."""
+    run("megarl.bench.case", argv, read_arguments, measure)
+
+
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Read the case; it says how many ranks there are."""
+    directory, what = Path(argv[0]), argv[1]
+    case = Case(**json.loads((directory / "case.json").read_text()))
+    num_ranks = Split.read(case.layout).num_ranks
+    return Arguments(case, directory, what, TrainerSection(n_gpus_per_node=num_ranks, device=case.device))
+
+
+def measure(arguments: Arguments, launch: Launch) -> None:
+    """Build trainer and engine, run the ways, and write what every rank found, rank by rank.
+
+    Raises:
+        ValueError: a way left other weights in the engine than the trainer has.
+    """
+    from megarl.bench.subject import Subject
+    from megarl.bench.ways import Direct, FullTensors
+    from megarl.distributed.exchange import together
+
+    case = arguments.case
+    subject = Subject.build(case, arguments.directory)
+    direct = Direct(subject, bucket_bytes=case.bucket_megabytes << 20, ranks_per_node=launch.local_world_size)
+    full = FullTensors(subject, json.loads((arguments.directory / "config.json").read_text()))
+    for way in (direct, full):
+        way.run()
+        subject.ask()
+    if arguments.what == "times":
+        mine = times(subject, direct, full, repeats=case.repeats)
+    else:
+        device = subject.learner.device
+        peaks = {
+            "megarl": peak_extra_bytes(direct.run_with_new_buckets, device),
+            "mbridge": peak_extra_bytes(full.run, device),
+        }
+        mine = {"peak_extra_bytes": peaks}
+    ranks = together(lambda: mine)
+    if launch.rank == 0:
+        (arguments.directory / f"{arguments.what}.json").write_text(json.dumps(ranks))
+    subject.engine.close()
+
+
+def times(subject: "Subject", direct: "Direct", full: "FullTensors", *, repeats: int) -> dict[str, Any]:
+    """The seconds of every way, repeat by repeat, and what the ways move.
+
+    Raises:
+        ValueError: a way left other weights in the engine than the trainer has.
+    """
+    from megarl.bench.ways import PlainCopy, Repack
+
+    copy, repack = PlainCopy(subject), Repack(subject)
+    ways: dict[str, Callable[[], None]] = {"megarl": direct.run, "mbridge": full.run}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "copy", "repack")}
+    differences = []
+    for repeat in range(repeats):
+        subject.scale(GROWTH)
+        answers = {}
+        for name in sorted(ways, reverse=bool(repeat % 2)):
+            seconds["repack"].append(timed(repack.run) - repack.seconds_to_ignore)
+            seconds["copy"].append(timed(copy.run))
+            seconds[name].append(timed(ways[name]))
+            answers[name] = subject.ask()
+        check_equal(answers, repeat)
+        differences.append(subject.difference(answers["megarl"]))
+    if max(differences) > LARGEST_DIFFERENCE:
+        raise ValueError(f"engine and trainer give the same tokens probabilities that differ by {max(differences):.3f}")
+    return {
+        "seconds": seconds,
+        "bytes_received": {"megarl": direct.bytes_received, "mbridge": full.bytes_received},
+        "bytes_lower_bound": direct.bytes_lower_bound,
+        "engine_bytes": copy.num_bytes,
+        "mean_probability_difference": max(differences),
+    }
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds that the work takes on this rank, all ranks starting together."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def check_equal(answers: dict[str, Any], repeat: int) -> None:
+    """ValueError where the engine answers differently after one way than after the other."""
+    first, second = answers.values()
+    same = first.responses.equal(second.responses) and first.rollout_log_probs.equal(second.rollout_log_probs)
+    if not same:
+        raise ValueError(f"repeat {repeat}: the engine answers otherwise after {' than after '.join(answers)}")
+
+
+if __name__ == "__main__":
+    main()

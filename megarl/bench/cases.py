@@ -1,0 +1,93 @@
+"""What is measured: a model shape, cut one way by the trainer and another way by the engine.
+
+A layout is written `TRAINER-ENGINE`, each side as its sizes: `tp2pp2-tp2` is a trainer of four ranks (TP 2, PP 2) that
+fills two engine replicas of TP 2; `dp2-dp2` are two whole trainers and two whole engines.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SIDE = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?(?:pp(?P<pp>[1-9]\d*))?(?:dp(?P<dp>[1-9]\d*))?")
+LAYOUTS = ("tp2-tp2", "tp1pp2-tp2", "tp2-tp1", "dp2-dp2", "tp2pp2-tp2")
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "tie_word_embeddings": False,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "bos_token_id": 1}
+COMMON |= {"eos_token_id": 2, "initializer_range": 0.02, "attention_dropout": 0.0}
+
+
+def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, key_value_heads: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": 64 if hidden < 3584 else 128,
+    }
+
+
+# Qwen2.5's sizes are those of its published config.json.
+MODELS: Mapping[str, dict[str, Any]] = {
+    "llama-1m": COMMON | LLAMA | _sizes(1024, 256, 512, 2, 4, 2),
+    "llama-100m": COMMON | LLAMA | _sizes(16384, 768, 2048, 12, 12, 4),
+    "qwen3-moe-1m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | {"moe_intermediate_size": 64},
+    "qwen3-moe-100m": COMMON | QWEN3_MOE | _sizes(16384, 512, 1024, 6, 8, 4) | {"moe_intermediate_size": 512},
+    "qwen2.5-0.5b": COMMON | QWEN2 | _sizes(151936, 896, 4864, 24, 14, 2) | {"tie_word_embeddings": True},
+    "qwen2.5-7b": COMMON | QWEN2 | _sizes(152064, 3584, 18944, 28, 28, 4) | {"tie_word_embeddings": False},
+}
+DEFAULT_MODELS = {"cpu": ("llama-100m", "qwen3-moe-100m"), "cuda": ("qwen2.5-0.5b", "qwen2.5-7b")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A layout as numbers."""
+
+    tp: int
+    pp: int
+    num_ranks: int
+    engine_tp: int
+
+    @classmethod
+    def read(cls, layout: str) -> "Split":
+        """Parse `TRAINER-ENGINE`.
+
+        Raises:
+            ValueError: it is no layout, or the engine's ranks do not divide the trainer's.
+        """
+        sides = [SIDE.fullmatch(side) for side in layout.split("-")]
+        if len(sides) != 2 or not all(sides) or "" in layout.split("-"):
+            raise ValueError(f"--layout {layout}: write TRAINER-ENGINE, as in {', '.join(LAYOUTS)}")
+        trainer, engine = ({key: int(size or 1) for key, size in side.groupdict().items()} for side in sides if side)
+        num_ranks = trainer["tp"] * trainer["pp"] * trainer["dp"]
+        if engine["pp"] > 1 or num_ranks % (engine["tp"] * engine["dp"]):
+            raise ValueError(
+                f"--layout {layout}: the trainer has {num_ranks} ranks; the engine needs a tp that divides them, and "
+                "has no pp"
+            )
+        return cls(tp=trainer["tp"], pp=trainer["pp"], num_ranks=num_ranks, engine_tp=engine["tp"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement."""
+
+    model: str
+    layout: str
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["bfloat16", "float32"]
+    repeats: int
+    bucket_megabytes: int

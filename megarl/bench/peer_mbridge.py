@@ -1,0 +1,112 @@
+"""The field's usual way to gather weights, as a yardstick: mbridge's `export_weights`.
+
+It yields every full Hugging Face tensor on every rank: a broadcast over the pipeline, then a gather over the tensor
+ranks. Written for mbridge 0.15.1 with Megatron-Core 0.16.1; nothing of it is changed but what is listed here.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.platform.cpu import CPU, megatron_platform
+
+EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+
+
+class TransformerEngineNames:
+    """A GPTModel of Megatron's local layers under the names that Transformer Engine's layers have.
+
+    mbridge 0.15.1 knows only those. It asks a model for nothing but what is here.
+    """
+
+    def __init__(self, module: Any, *, has_experts: bool) -> None:
+        self.decoder = module.decoder
+        self._module, self._has_experts = module, has_experts
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As of the module."""
+        return ((self._name(name), parameter) for name, parameter in self._module.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As of the module."""
+        return {self._name(name): tensor for name, tensor in self._module.state_dict().items()}
+
+    def _name(self, name: str) -> str:
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        if not self._has_experts:
+            name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        return EXPERT.sub(r".mlp.experts.\2.weight\1", name)
+
+
+class Exporter:
+    """mbridge's bridge for one model.
+
+    Args:
+        hf_config: the parsed config.json.
+        dtype: of the parameters.
+        padded_vocab_size: rows of the trainer's embedding over all tensor ranks; mbridge has another rule.
+    """
+
+    def __init__(self, hf_config: dict[str, Any], *, dtype: torch.dtype, padded_vocab_size: int) -> None:
+        from mbridge import AutoBridge
+        from transformers import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(hf_config)
+        with megatron_platform():
+            self._bridge = AutoBridge.from_config(config, dtype=dtype)
+        # What its own model builder would have noted.
+        self._bridge.make_vocab_size_divisible_by = padded_vocab_size
+        self._bridge.vocab_size, self._bridge.padded_vocab_size = hf_config["vocab_size"], padded_vocab_size
+        self._has_experts = "num_experts" in hf_config
+
+    def export(self, modules: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+        """Every Hugging Face parameter, full, from the chunks of a model. Collective, `on_this_platform`."""
+        named = [TransformerEngineNames(module, has_experts=self._has_experts) for module in modules]
+        exported: Iterator[tuple[str, Tensor]] = self._bridge.export_weights(named)
+        return exported
+
+
+@contextmanager
+def on_this_platform() -> Iterator[None]:
+    """Where mbridge may run: it makes its receive buffers on `torch.cuda.current_device()`, CUDA or not."""
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(patch.object(torch.cuda, "current_device", lambda: CPU))
+        yield
+
+
+class Counter:
+    """Counts the tensor bytes that collectives bring to this rank while it is entered."""
+
+    def __init__(self) -> None:
+        self.bytes_received = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Counter":
+        for name, count in (("all_gather", self._of_gather), ("broadcast", self._of_broadcast)):
+            self._stack.enter_context(patch.object(dist, name, self._counted(getattr(dist, name), count)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _counted(self, collective: Callable[..., Any], count: Callable[..., int]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.bytes_received += count(*args, **kwargs)
+            return collective(*args, **kwargs)
+
+        return call
+
+    @staticmethod
+    def _of_gather(tensor_list: Iterable[Tensor], tensor: Tensor, **_: Any) -> int:
+        return sum(part.nbytes for part in tensor_list) - tensor.nbytes
+
+    @staticmethod
+    def _of_broadcast(tensor: Tensor, src: int, **_: Any) -> int:
+        return 0 if src == dist.get_rank() else tensor.nbytes

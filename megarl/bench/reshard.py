@@ -1,0 +1,116 @@
+"""`python -m megarl.bench reshard`: how long new weights take from trainer to engine, and what it costs.
+
+One run per model and layout, on ranks that it starts itself; in each, three ways take turns on one trainer and engine:
+megarl's, mbridge's `export_weights` into vLLM's own reload, and a plain copy of the bytes the engine must end up with.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from megarl.bench import memory, report
+from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
+from megarl.platform.device import device_type
+
+BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print what was found."""
+    options = _parser().parse_args(argv)
+    try:
+        cases = list(_cases(options))
+        results = []
+        for number, case in enumerate(cases, 1):
+            print(f"{number} of {len(cases)}: {case.model} {case.layout}", file=sys.stderr, flush=True)
+            results.append(report.summary(run_case(case, logs=options.logs)))
+    except ValueError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 1
+    found = {
+        "command": shlex.join(["python", "-m", "megarl.bench", "reshard", *argv]),
+        "machine": report.machine(cases[0].device),
+        "versions": report.versions(),
+        "cases": results,
+    }
+    if options.json:
+        print(json.dumps(found))
+    elif options.markdown:
+        print(report.markdown(found), end="")
+    else:
+        report.show(found, Console())
+    return 0
+
+
+def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
+    """Measure one case on ranks of its own: times first, then, in a run of their own, the peaks of memory.
+
+    What the ranks print goes to standard error, or to files in `logs`.
+
+    Raises:
+        ValueError: the ranks failed.
+    """
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(MODELS[case.model]))
+        (directory / "case.json").write_text(json.dumps(asdict(case)))
+        for what, settings in (("times", {}), ("peaks", memory.ENVIRONMENT)):
+            command = [sys.executable, "-m", "megarl.bench.case", name, what]
+            with ExitStack() as stack:
+                output = sys.stderr
+                if logs:
+                    logs.mkdir(parents=True, exist_ok=True)
+                    output = stack.enter_context((logs / f"{case.model}_{case.layout}_{what}.log").open("w"))
+                done = subprocess.run(command, env=environment | settings, stdout=output, stderr=output, check=False)
+            if done.returncode:
+                raise ValueError(
+                    f"{case.model} {case.layout}: measuring {what} failed with exit code {done.returncode}; the ranks' "
+                    f"own messages are {f'in {logs}' if logs else 'above'}"
+                )
+        times, peaks = (json.loads((directory / f"{what}.json").read_text()) for what in ("times", "peaks"))
+    return {"case": asdict(case), "ranks": [one | other for one, other in zip(times, peaks, strict=True)]}
+
+
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    if importlib.util.find_spec("mbridge") is None:
+        raise ValueError("mbridge is not installed: pip install --no-deps 'mbridge==0.15.1' (extra `bench`)")
+    device: Literal["cpu", "cuda"] = "cuda" if device_type(options.device) == "cuda" else "cpu"
+    for model in options.model or DEFAULT_MODELS[device]:
+        for layout in options.layout or LAYOUTS:
+            Split.read(layout)  # a typo ends the program before the first measurement
+            yield Case(
+                model=model,
+                layout=layout,
+                device=device,
+                dtype=options.dtype,
+                repeats=options.repeats,
+                bucket_megabytes=options.bucket_megabytes or BUCKET_MEGABYTES[device],
+            )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megarl.bench reshard", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
+    parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda runs with CUDA graphs")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way (default: %(default)s)")
+    parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
+    parser.add_argument("--logs", type=Path, help="directory that keeps what the ranks print, a file per case")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/benchmarks/reshard.md")
+    return parser

@@ -1,0 +1,131 @@
+"""The ways to bring a trainer's weights into an engine, side by side: each a collective `run` on all ranks."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.bench.peer_mbridge import Counter, Exporter, on_this_platform
+from megarl.bench.subject import Subject
+from megarl.distributed.exchange import together
+from megarl.learner.model import padded_vocab_size
+from megarl.reshard.executor import Destination, Reshard
+from megarl.reshard.layout import placement_of
+from megarl.reshard.planner import lower_bound, make_plan
+from megarl.rollout.full_tensors import load_full_tensors
+
+
+class Direct:
+    """megarl: every box goes from the shard that has it to the shard that needs it."""
+
+    def __init__(self, subject: Subject, *, bucket_bytes: int, ranks_per_node: int) -> None:
+        learner, engine = subject.learner, subject.engine
+        self._learner, self._engine = learner, engine
+        rank = torch.distributed.get_rank()
+        sources, destinations = together(learner.layout), together(engine.weights.layout)
+        source, destination = placement_of(sources), placement_of(destinations)
+        self._plan = make_plan(
+            source,
+            destination,
+            held=sources[rank],
+            needed=destinations[rank],
+            rank=rank,
+            world_size=len(sources),
+            ranks_per_node=ranks_per_node,
+            bucket_bytes=bucket_bytes,
+        )
+        self.bytes_lower_bound = lower_bound(source, destination, rank=rank)
+        self.bytes_received = self._plan.bytes_received
+        self.reshard = Reshard(self._plan, device=learner.device)
+
+    def run(self) -> None:
+        """Bring the engine up to date."""
+
+        def sync(destination: Destination) -> None:
+            with self._learner.weights() as tensors:
+                self.reshard.run(tensors, destination)
+
+        with self._engine.awake(sync):
+            pass
+
+    def run_with_new_buckets(self) -> None:
+        """As `run`, with the buckets taken within, so that they count."""
+        del self.reshard
+        self.reshard = Reshard(self._plan, device=self._learner.device)
+        self.run()
+
+
+class FullTensors:
+    """The field's usual way: mbridge gathers the full tensors on every rank, vLLM's loaders keep what the rank needs.
+
+    What trainers put between the two (buckets, handles of shared memory, a server) is left out, in its favour.
+    """
+
+    def __init__(self, subject: Subject, hf_config: Mapping[str, Any]) -> None:
+        learner = subject.learner
+        self._learner, self._engine = learner, subject.engine
+        self._exporter = Exporter(
+            dict(hf_config),
+            dtype=learner.modules[0].config.params_dtype,
+            padded_vocab_size=padded_vocab_size(learner.architecture.vocab_size, learner.mesh.tp_size),
+        )
+        with Counter() as counter:
+            self.run()
+        self.bytes_received = counter.bytes_received
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Bring the engine up to date."""
+        with self._learner.weights(), on_this_platform():
+            load_full_tensors(self._engine, self._exporter.export(self._learner.modules))
+
+
+class PlainCopy:
+    """A copy, within this rank's memory, of as many bytes as its engine must end up with, tensor by tensor."""
+
+    def __init__(self, subject: Subject) -> None:
+        sizes: dict[str, int] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for piece in subject.engine.weights.layout():
+            sizes[piece.param] = sizes.get(piece.param, 0) + piece.box.numel
+            dtypes[piece.param] = piece.dtype
+        self._source, self._destination = (
+            [torch.zeros(size, dtype=dtypes[param], device=subject.learner.device) for param, size in sizes.items()]
+            for _ in range(2)
+        )
+        self.num_bytes = sum(tensor.nbytes for tensor in self._source)
+
+    def run(self) -> None:
+        """Copy."""
+        torch._foreach_copy_(self._destination, self._source)
+        synchronize(self._destination)
+
+
+class Repack:
+    """What the engine itself does to weights that are in place: packs them for its kernels.
+
+    It leaves the engine with zeros, so that a way that forgets something afterwards cannot hide it.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._weights = subject.engine.weights
+        self._params = list(dict.fromkeys(piece.param for piece in self._weights.layout()))
+        self.seconds_to_ignore = 0.0
+
+    def run(self) -> None:
+        """Pack every parameter; the time that filling them took is in `seconds_to_ignore`."""
+        self.seconds_to_ignore = 0.0
+        with self._weights.update():
+            for param in self._params:
+                start = time.perf_counter()
+                synchronize([self._weights.open(param).zero_()])
+                self.seconds_to_ignore += time.perf_counter() - start
+                self._weights.close(param)
+
+
+def synchronize(tensors: list[Tensor]) -> None:
+    """Wait for the device of these tensors."""
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)

@@ -1,0 +1,85 @@
+"""What a run would need, before there are ranks or weights: `python -m megarl.plan CONFIG.yaml [a.b.c=value ...]`.
+
+Of the models only `config.json` is read. Exit code 1: the run does not fit, or a model cannot be planned; 2: the
+configuration is faulty.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megarl.config.faults import ConfigError
+from megarl.planning.planner import Planner
+from megarl.planning.report import show, to_dict
+from megarl.planning.traffic import Links
+from megarl.train import show_plan
+
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Print the plan; return 1 if the run does not fit, else 0."""
+    options, configuration = _parser().parse_known_args(argv)
+    try:
+        planner = Planner(
+            configuration,
+            device_bytes=options.gpu_memory,
+            ranks_per_node=options.gpus_per_node,
+            links=Links(inside=options.intra_node_bandwidth, between=options.inter_node_bandwidth),
+        )
+        plan = planner.plan()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(to_dict(plan)))
+    else:
+        show_plan(plan.workload.config)
+        show(plan, Console())
+    return 1 if plan.shortfalls else 0
+
+
+def amount(text: str) -> int:
+    """The bytes (or bytes per second) of `80GB`, `79.6GiB`, `45GB/s`."""
+    match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(UNITS)})(/s)?\s*", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number with one of the units {', '.join(UNITS)}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.plan",
+        usage="%(prog)s CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [options]",
+        description="Batches, memory and weight traffic of a run, without starting it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu-memory", type=amount, default="80GB", help="memory of a device (default: %(default)s)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="ranks that share a node's links (default: trainer.n_gpus_per_node)"
+    )
+    parser.add_argument(
+        "--intra-node-bandwidth",
+        type=amount,
+        default="400GB/s",
+        help="of one rank to the others of its node, per direction (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--inter-node-bandwidth",
+        type=amount,
+        default="45GB/s",
+        help="of one rank to other nodes, per direction (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What a forward and backward pass takes on one rank of the trainer: an estimate, from the sizes alone.
+
+The counting is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198), of the tensors that the backward pass reads, adapted to what runs here: a packed row of tokens
+instead of sequences, SwiGLU, grouped or latent attention in a flash kernel, no dropout, experts with balanced routing,
+and a head that sees one chunk of the vocabulary's logits at a time. Not counted: what kernels and the allocator need
+for themselves.
+"""
+
+from dataclasses import dataclass
+
+from megarl.learner.config import MegatronSection
+from megarl.learner.heads import CHUNK_TOKENS
+from megarl.models.architecture import Architecture
+from megarl.models.grid import Grid
+from megarl.planning.states import DTYPE_BYTES, FLOAT32
+
+# Float32 numbers per logit that `learner/heads.py` has at its fullest moment, forward (logits, their exponentials, the
+# product of both, the logits before the division) and backward (log p, p, their products and the gradient).
+HEAD_FORWARD, HEAD_BACKWARD = 4, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a model computes in one phase."""
+
+    num_tokens: int  # of a micro-batch, on one rank
+    num_micro_batches: int
+    role: str  # policy or value
+    recompute: bool
+
+
+def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: int, num_tokens: int) -> int:
+    """Bytes that one layer keeps for its backward pass.
+
+    Per token, of hidden size h: 4 h (the inputs of both norms and their outputs, which the linear layers read; divided
+    by TP under sequence parallelism), then, divided by TP, queries, keys, values and the output of the attention with
+    its normaliser, and 3 f of the feed-forward (gate, up and their product).
+    """
+    a, tp = architecture, section.tensor_model_parallel_size
+    hidden = 4 * a.hidden_size / (tp if section.sequence_parallel else 1)
+    attention, replicated = _attention(a)
+    elements = hidden + replicated + attention / tp
+    if a.experts is not None and a.is_sparse(layer):
+        etp = section.expert_tensor_parallel_size or tp
+        elements += 3 * a.experts.shared_ffn_hidden_size / tp
+        # Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
+        elements += a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size) / tp
+    else:
+        elements += 3 * a.ffn_hidden_size / tp
+    normaliser = FLOAT32 * a.num_attention_heads / tp
+    return int(num_tokens * (elements * DTYPE_BYTES[section.dtype] + normaliser))
+
+
+def training_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
+    """Peak bytes of activations of an update on a pipeline stage.
+
+    The micro-batches whose backward pass is still to come, each with what the layers of the stage keep (with full
+    recomputation only their inputs), and either a layer in the middle of its backward pass or the head.
+    """
+    chunks = grid.layers(stage, architecture.num_layers)
+    layers = [layer for chunk in chunks for layer in chunk]
+    kept = [layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers]
+    largest = max(kept, default=0)
+    stored = len(layers) * _hidden_bytes(architecture, section, work.num_tokens) if work.recompute else sum(kept)
+    in_flight = chunks_in_flight(grid, stage=stage, num_micro_batches=work.num_micro_batches) / len(chunks)
+    working = largest * (2 if work.recompute else 1)  # the layer computed again, and the gradients of one
+    if stage == grid.pp - 1:
+        working = max(working, head_bytes(architecture, section, work=work, training=True))
+    return int(stored * in_flight) + working
+
+
+def inference_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
+    """Peak bytes of a pass without gradients on a pipeline stage: one layer at work, or the head."""
+    layers = [layer for chunk in grid.layers(stage, architecture.num_layers) for layer in chunk]
+    working = max(
+        (layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers), default=0
+    )
+    if stage == grid.pp - 1:
+        working = max(working, head_bytes(architecture, section, work=work, training=False))
+    return working
+
+
+def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Work, training: bool) -> int:
+    """Peak bytes of the head of the last stage, in which every token may be asked for.
+
+    The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), the float32 numbers
+    of one chunk of one rank's slice of the vocabulary, and in training the gradient of that slice of the output
+    embedding, in float32 and in the type of the weights. A value head has one logit.
+    """
+    itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
+    states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
+    if work.role == "value":
+        return states
+    rows = -(-architecture.vocab_size // tp)
+    chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * (HEAD_BACKWARD if training else HEAD_FORWARD)
+    return states + chunk + (rows * architecture.hidden_size * (FLOAT32 + itemsize) if training else 0)
+
+
+def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
+    """Model chunks that have gone forward and not yet backward at the fullest moment of Megatron's schedules.
+
+    One forward, one backward: one micro-batch more than there are stages behind. Interleaved over v chunks: 2 (stages
+    behind) + (v - 1) (stages), and one more.
+    """
+    behind = grid.pp - stage - 1
+    warmup = behind if grid.vpp == 1 else 2 * behind + (grid.vpp - 1) * grid.pp
+    return min(warmup + 1, num_micro_batches * grid.vpp)
+
+
+def _attention(a: Architecture) -> tuple[int, int]:
+    """Elements per token of one attention layer: those that TP divides, and those that every rank has."""
+    if (latent := a.latent) is None:
+        norms = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim if a.qk_norm else 0
+        return 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim + norms, 0
+    # Queries and keys of all heads, values and output; the latents before and after their norms.
+    per_head = 2 * (latent.qk_nope_head_dim + latent.qk_rope_head_dim) + 2 * latent.v_head_dim
+    latents = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
+    return a.num_attention_heads * per_head, latents
+
+
+def _hidden_bytes(architecture: Architecture, section: MegatronSection, num_tokens: int) -> int:
+    parts = section.tensor_model_parallel_size if section.sequence_parallel else 1
+    return num_tokens * architecture.hidden_size * DTYPE_BYTES[section.dtype] // parts

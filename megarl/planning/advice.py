@@ -1,0 +1,122 @@
+"""Where a run does not fit, and which changes of its configuration would make it: each is tried, none is guessed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megarl.planning.memory import PHASES, Phase, RankMemory
+from megarl.planning.workload import Workload
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SHARES = 20  # steps in which gpu_memory_utilization is proposed
+Trial = Callable[[Sequence[str]], tuple[Workload, RankMemory] | None]  # None: the configuration would be faulty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """A phase that does not fit."""
+
+    phase: Phase
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Changes that help."""
+
+    overrides: tuple[str, ...]  # a.b.c=value
+    missing: int  # bytes still missing, over all phases; 0: it fits
+
+
+def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> list[Shortfall]:
+    """What does not fit, by phase."""
+    found = []
+    for phase in PHASES:
+        moment = memory.fullest[phase]
+        if (missing := moment.total - device_bytes) > 0:
+            reason = f"the device of a rank of stage {memory.stage} is too small while the {moment.worker} is at work"
+            found.append(Shortfall(phase=phase, num_bytes=missing, reason=reason))
+    if missing := memory.engine.lacks(workload.longest):
+        share = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization
+        reason = (
+            f"gpu_memory_utilization={share:g} gives the engine too little for its weights, its largest step and the "
+            f"keys and values of one sequence of {workload.longest} tokens"
+        )
+        found.append(Shortfall(phase="generate", num_bytes=missing, reason=reason))
+    return found
+
+
+def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial) -> list[Remedy]:
+    """The changes that are enough alone, the cheapest first; where there are none, the first few that are together.
+
+    The last resort is what comes closest.
+    """
+
+    def missing(overrides: Sequence[str]) -> int | None:
+        tried = trial(overrides)
+        return None if tried is None else _total(*tried, device_bytes)
+
+    now = _total(workload, memory, device_bytes)
+    helpful: dict[str, Remedy] = {}  # by key; of several values the first that is enough, else the last that helps
+    for candidate in candidates(workload, memory, device_bytes):
+        key = candidate.partition("=")[0]
+        if key in helpful and not helpful[key].missing:
+            continue
+        if (after := missing([candidate])) is not None and after < now:
+            helpful[key] = Remedy(overrides=(candidate,), missing=after)
+    if enough := [remedy for remedy in helpful.values() if not remedy.missing]:
+        return enough
+    together: tuple[str, ...] = ()
+    for remedy in helpful.values():
+        if (after := missing([*together, *remedy.overrides])) is not None and after < now:
+            together, now = (*together, *remedy.overrides), after
+        if not now:
+            break
+    return [Remedy(overrides=together, missing=now)] if together else []
+
+
+def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
+    """Changes worth trying, as `a.b.c=value`, those that cost the least time first."""
+    config = workload.config
+    policy, critic = config.actor_rollout_ref, config.critic
+    actor, rollout = policy.actor, policy.rollout
+    if not rollout.free_cache_engine:
+        yield f"{ROLLOUT}.free_cache_engine=true"
+    if not actor.megatron.use_distributed_optimizer:
+        yield f"{ACTOR}.megatron.use_distributed_optimizer=true"
+    for flag in ("optimizer_offload", "grad_offload", "param_offload"):
+        for model in workload.models:
+            where = {"actor": ACTOR, "reference": "actor_rollout_ref.ref", "critic": "critic"}[model.name]
+            if not getattr(model.section, flag) and (model.updates or flag == "param_offload"):
+                yield f"{where}.megatron.{flag}=true"
+    if not policy.model.enable_gradient_checkpointing:
+        yield "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    if "critic" in memory.states and not critic.model.enable_gradient_checkpointing:
+        yield "critic.model.enable_gradient_checkpointing=true"
+    yield from _shares(workload, memory, device_bytes)
+    budget = actor.ppo_max_token_len_per_gpu // 2
+    while budget >= workload.longest:
+        yield f"{ACTOR}.ppo_max_token_len_per_gpu={budget}"
+        budget //= 2
+    for key, size in (
+        (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size),
+        (f"{ACTOR}.megatron.pipeline_model_parallel_size", actor.megatron.pipeline_model_parallel_size),
+    ):
+        yield f"{key}={2 * size}"
+
+
+def _shares(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
+    """The engine's share of the device that the models at rest leave, or that its own needs ask for."""
+    share, engine = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization, memory.engine
+    at_rest = memory.fullest["generate"].total - engine.weights - engine.activations - engine.kv_cache
+    left = (device_bytes - at_rest) * SHARES // device_bytes / SHARES
+    needed = -(-(engine.budget + engine.lacks(workload.longest)) * SHARES // device_bytes) / SHARES
+    if 0 < left < share:
+        yield f"{ROLLOUT}.gpu_memory_utilization={left:g}"
+    elif share < needed < 1:
+        yield f"{ROLLOUT}.gpu_memory_utilization={needed:g}"
+
+
+def _total(workload: Workload, memory: RankMemory, device_bytes: int) -> int:
+    return sum(shortfall.num_bytes for shortfall in shortfalls(workload, memory, device_bytes))

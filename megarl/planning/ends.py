@@ -1,0 +1,57 @@
+"""A sync as a run is configured: what every rank of the actor holds, what every rank's engine needs, and the plan."""
+
+import torch
+
+from megarl.distributed.launch import Launch
+from megarl.learner.config import MegatronSection
+from megarl.learner.grid import grid_of
+from megarl.models.architecture import Architecture
+from megarl.models.engine import engine_placement
+from megarl.models.trainer import trainer_placement
+from megarl.reshard.layout import Layout, Placement
+from megarl.reshard.plan import RankPlan
+from megarl.reshard.planner import make_plan
+from megarl.rollout.config import RolloutSection
+
+
+def actor_end(architecture: Architecture, section: MegatronSection, *, num_ranks: int) -> Placement:
+    """Who holds the policy."""
+    return trainer_placement(architecture, grid_of(section, num_ranks), dtype=getattr(torch, section.dtype))
+
+
+def engine_end(architecture: Architecture, section: RolloutSection, *, num_ranks: int) -> Placement:
+    """Who must hold what to sample, in as many engines as the ranks make."""
+    return engine_placement(
+        architecture,
+        num_ranks=num_ranks,
+        tp_size=section.tensor_model_parallel_size,
+        expert_parallel=bool(section.engine_kwargs.get("enable_expert_parallel")),
+        dtype=getattr(torch, section.dtype),
+    )
+
+
+def plan_sync(
+    architecture: Architecture,
+    megatron: MegatronSection,
+    rollout: RolloutSection,
+    *,
+    held: Layout,
+    needed: Layout,
+    launch: Launch,
+) -> RankPlan:
+    """This rank's plan, from sizes alone but for its own two layouts.
+
+    Raises:
+        ValueError: the layouts are not what the sizes say of this rank, or the bucket is too small.
+    """
+    return make_plan(
+        actor_end(architecture, megatron, num_ranks=launch.world_size),
+        engine_end(architecture, rollout, num_ranks=launch.world_size),
+        held=held,
+        needed=needed,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        ranks_per_node=launch.local_world_size,
+        bucket_bytes=rollout.sync.bucket_megabytes << 20,
+        two_level=rollout.sync.two_level,
+    )

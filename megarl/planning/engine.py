@@ -1,0 +1,77 @@
+"""What the engine takes on one rank: weights, the room of its largest step, and what is left for the KV cache.
+
+The KV cache follows vLLM's rule: `gpu_memory_utilization` of the device is the engine's, and what weights and the
+largest step leave of it holds keys and values. The engine starts before the trainer's models, on an empty device.
+"""
+
+from dataclasses import dataclass
+
+from megarl.models.architecture import Architecture
+from megarl.planning.states import DTYPE_BYTES, FLOAT32
+from megarl.rollout.config import RolloutSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Bytes on one rank."""
+
+    weights: int
+    activations: int
+    budget: int  # what the engine may have in all
+    bytes_per_token: int  # of the KV cache
+
+    @property
+    def kv_cache(self) -> int:
+        """What is left for keys and values."""
+        return max(0, self.budget - self.weights - self.activations)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache of one replica holds."""
+        return self.kv_cache // self.bytes_per_token
+
+    def lacks(self, num_tokens: int) -> int:
+        """Bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 where they fit."""
+        return max(0, self.weights + self.activations + num_tokens * self.bytes_per_token - self.budget)
+
+
+def engine_memory(
+    architecture: Architecture, section: RolloutSection, *, weights: int, device_bytes: int
+) -> EngineMemory:
+    """The engine on a rank that holds `weights` bytes of the model, on a device of `device_bytes`."""
+    return EngineMemory(
+        weights=weights,
+        activations=step_bytes(architecture, section),
+        budget=int(device_bytes * section.gpu_memory_utilization),
+        bytes_per_token=cache_bytes_per_token(architecture, section),
+    )
+
+
+def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -> int:
+    """Keys and values of one token on one rank, over all layers.
+
+    A rank holds its share of the key-value heads, and at least one; latent attention stores one latent with the rotary
+    part of the key, the same on every rank.
+    """
+    if latent := architecture.latent:
+        elements = latent.kv_lora_rank + latent.qk_rope_head_dim
+    else:
+        heads = max(1, architecture.num_key_value_heads // section.tensor_model_parallel_size)
+        elements = 2 * heads * architecture.head_dim
+    return architecture.num_layers * elements * DTYPE_BYTES[section.dtype]
+
+
+def step_bytes(architecture: Architecture, section: RolloutSection) -> int:
+    """Estimate of the largest step without its cache; CUDA graphs and the libraries' own memory come on top.
+
+    `max_num_batched_tokens` tokens have hidden states, their residual and the widest pair of tensors of a layer;
+    `max_num_seqs` of them have logits over the whole vocabulary, in the weights' type, in float32, and as float32
+    log-probabilities.
+    """
+    a, tp, itemsize = architecture, section.tensor_model_parallel_size, DTYPE_BYTES[section.dtype]
+    heads = 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim / tp  # queries, keys, values and output
+    widths = [heads, 3 * a.ffn_hidden_size / tp]  # gate, up and their product
+    if experts := a.experts:
+        widths.append(experts.top_k * (3 * experts.ffn_hidden_size / tp + a.hidden_size))
+    tokens = section.max_num_batched_tokens * (2 * a.hidden_size + max(widths)) * itemsize
+    return int(tokens + section.max_num_seqs * a.vocab_size * (itemsize + 2 * FLOAT32))

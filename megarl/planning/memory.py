@@ -1,0 +1,146 @@
+"""What the fullest rank has on its device at each moment of an iteration.
+
+At every moment the models that are not at work are parked: they have on the device what their offload flags leave
+there. Nothing here knows a process or a tensor: it is arithmetic on the configuration and the shapes of the parameters.
+Not counted: what the CUDA context, the communication libraries and the allocator's fragmentation take.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megarl.models.trainer import parameter_shapes
+from megarl.planning.activations import inference_bytes, training_bytes
+from megarl.planning.ends import engine_end
+from megarl.planning.engine import EngineMemory, engine_memory
+from megarl.planning.states import States, frozen_states, held_bytes, trained_states
+from megarl.planning.workload import TrainerModel, Workload
+
+Phase = Literal["sync", "generate", "infer", "update"]
+PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")
+BUCKETS = 4  # of `reshard/executor.py`: two to send and two to receive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a rank has on its device while the engine, or one model, is at work."""
+
+    phase: Phase
+    worker: str  # who is at work
+    parts: Mapping[str, int]  # bytes by name
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's moments."""
+
+    rank: int
+    stage: int
+    states: Mapping[str, States]  # by model, with nothing offloaded
+    engine: EngineMemory
+    moments: tuple[Moment, ...]
+
+    @cached_property
+    def fullest(self) -> dict[Phase, Moment]:
+        """The fullest moment of each phase."""
+        return {
+            phase: max((moment for moment in self.moments if moment.phase == phase), key=lambda moment: moment.total)
+            for phase in PHASES
+        }
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment of all."""
+        return max(moment.total for moment in self.moments)
+
+
+def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) -> RankMemory:
+    """The memory of the rank that has the fullest moment: the ranks of a pipeline stage are alike, the stages are not.
+
+    Of several, the one that is fuller in all phases together.
+    `bucket_bytes` is the size of one of the sync's buckets.
+    """
+    engine = engine_memory(
+        workload.policy,
+        workload.config.actor_rollout_ref.rollout,
+        weights=max(engine_weights(workload)),
+        device_bytes=device_bytes,
+    )
+    memories = [rank_memory(workload, stage, engine, bucket_bytes=bucket_bytes) for stage in range(workload.grid.pp)]
+    return max(memories, key=lambda memory: (memory.peak, sum(moment.total for moment in memory.fullest.values())))
+
+
+def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_bytes: int) -> RankMemory:
+    """The memory of the first rank of a pipeline stage."""
+    rank = stage * (workload.grid.num_ranks // workload.grid.pp)
+    states = {model.name: model_states(workload, model, rank) for model in workload.models}
+    moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
+    return RankMemory(rank=rank, stage=stage, states=states, engine=engine, moments=moments)
+
+
+def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
+    """Weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
+    shapes = parameter_shapes(model.architecture, workload.grid, rank, value_head=model.infers.role == "value")
+    if model.updates is None:
+        return frozen_states(shapes, model.section)
+    return trained_states(shapes, model.section, workload.grid)
+
+
+def engine_weights(workload: Workload) -> list[int]:
+    """Bytes of the engine's weights on each rank of an engine, without the padding of the vocabulary."""
+    section = workload.config.actor_rollout_ref.rollout
+    placement = engine_end(workload.policy, section, num_ranks=section.tensor_model_parallel_size)
+    weights: list[int] = held_bytes(placement, section.tensor_model_parallel_size).tolist()
+    return weights
+
+
+def _moments(
+    workload: Workload, stage: int, states: Mapping[str, States], engine: EngineMemory, *, bucket_bytes: int
+) -> Iterator[Moment]:
+    parked: dict[str, int] = {}
+    for model in workload.models:
+        parked |= _parked(model, states[model.name])
+    weights = {"engine weights": engine.weights}
+    cache = {"engine activations": engine.activations, "KV cache": engine.kv_cache}
+    actor = {"actor weights": states["actor"].weights}
+    yield Moment(
+        phase="sync", worker="engine", parts=parked | actor | weights | {"sync buckets": BUCKETS * bucket_bytes}
+    )
+    yield Moment(phase="generate", worker="engine", parts=parked | weights | cache)
+    if not workload.config.actor_rollout_ref.rollout.free_cache_engine:
+        parked |= weights | cache
+    for model in workload.models:
+        present, activations = states[model.name], f"{model.name} activations"
+        here = {f"{model.name} weights": present.weights}
+        work = {
+            activations: inference_bytes(
+                model.architecture, model.section, workload.grid, stage=stage, work=model.infers
+            )
+        }
+        yield Moment(phase="infer", worker=model.name, parts=parked | here | work)
+        if model.updates:
+            here |= {f"{model.name} gradients": present.gradients, f"{model.name} optimizer": present.optimizer}
+            work = {
+                activations: training_bytes(
+                    model.architecture, model.section, workload.grid, stage=stage, work=model.updates
+                )
+            }
+            yield Moment(phase="update", worker=model.name, parts=parked | here | work)
+
+
+def _parked(model: TrainerModel, states: States) -> dict[str, int]:
+    """What stays on the device while a model is not at work."""
+    section = model.section
+    # A trained model's weights leave the device as one buffer, which only the distributed optimizer has.
+    weights_leave = section.param_offload and (model.updates is None or section.use_distributed_optimizer)
+    present = {"weights": 0 if weights_leave else states.weights}
+    if model.updates:
+        present["gradients"] = 0 if section.grad_offload else states.gradients
+        present["optimizer"] = 0 if section.optimizer_offload else states.optimizer
+    return {f"{model.name} {part}": num_bytes for part, num_bytes in present.items()}

@@ -1,0 +1,134 @@
+"""The plan of a run: what it needs, what else could be done, and what to change where it does not fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
+from megarl.learner.config import ModelSection
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.hub import read_config
+from megarl.planning.advice import Remedy, Shortfall, remedies, shortfalls
+from megarl.planning.memory import RankMemory, fullest_rank
+from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
+from megarl.planning.workload import Workload, workload_of
+
+ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Another way to place the run, and what its sync would send."""
+
+    change: str
+    configurable: bool
+    traffic: SyncTraffic | None  # None: the engine would not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is printed."""
+
+    workload: Workload
+    device_bytes: int
+    memory: RankMemory
+    traffic: SyncTraffic
+    options: list[Option]
+    shortfalls: list[Shortfall]
+    remedies: list[Remedy]
+
+
+class Planner:
+    """Plans a configuration, and the same with other values."""
+
+    def __init__(self, argv: Sequence[str], *, device_bytes: int, ranks_per_node: int | None, links: Links) -> None:
+        self._argv, self._device_bytes, self._links = argv, device_bytes, links
+        self._workload = self._load([])
+        self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
+        self._bucket_bytes = 0
+
+    def plan(self) -> Plan:
+        """The plan of the configuration itself.
+
+        Raises:
+            ConfigError: the configuration is faulty.
+            ValueError: a model cannot be found, or is none that megarl knows.
+        """
+        workload = self._workload
+        traffic = self._traffic(workload)
+        full_bucket = workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
+        self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
+        memory = self._memory(workload)
+        missing = shortfalls(workload, memory, self._device_bytes)
+        return Plan(
+            workload=workload,
+            device_bytes=self._device_bytes,
+            memory=memory,
+            traffic=traffic,
+            options=list(self._options(workload)),
+            shortfalls=missing,
+            remedies=remedies(workload, memory, self._device_bytes, self._trial) if missing else [],
+        )
+
+    def _options(self, workload: Workload) -> Iterator[Option]:
+        """Every possible engine size up to a node's, and Megatron's other rank order."""
+        grid, current = workload.grid, workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        for size in range(1, max(self._ranks_per_node, current) + 1):
+            change = f"{ENGINE_TP}={size}"
+            if size == current or grid.num_ranks % size or (tried := self._try([change])) is None:
+                continue
+            fits = not self._memory(tried).engine.lacks(tried.longest)
+            yield Option(change=change, configurable=True, traffic=self._traffic(tried) if fits else None)
+        if grid.pp > 1 and grid.dp > 1 and workload.policy.experts is None:
+            yield Option(
+                change="rank order tp-cp-ep-pp-dp",
+                configurable=False,
+                traffic=self._traffic(workload, data_last=True),
+            )
+
+    def _load(self, overrides: Sequence[str]) -> Workload:
+        config = load_config([*self._argv, *overrides], world_size=None, check_paths=False)
+        policy = architecture_of(config.actor_rollout_ref.model)
+        critic = architecture_of(config.critic.model) if config.has_critic else None
+        return workload_of(config, policy=policy, critic=critic)
+
+    def _try(self, overrides: Sequence[str]) -> Workload | None:
+        try:
+            return self._load(overrides)
+        except ConfigError:  # a value that this model or world does not allow
+            return None
+
+    def _trial(self, overrides: Sequence[str]) -> tuple[Workload, RankMemory] | None:
+        tried = self._try(overrides)
+        return (tried, self._memory(tried)) if tried else None
+
+    def _memory(self, workload: Workload) -> RankMemory:
+        return fullest_rank(workload, device_bytes=self._device_bytes, bucket_bytes=self._bucket_bytes)
+
+    def _traffic(self, workload: Workload, *, data_last: bool = False) -> SyncTraffic:
+        return sync_traffic(workload, ranks_per_node=self._ranks_per_node, links=self._links, data_last=data_last)
+
+
+def architecture_of(section: ModelSection) -> Architecture:
+    """What the `config.json` of a model describes; of a Hugging Face id nothing else is downloaded.
+
+    Raises:
+        ValueError: there is none, or it describes a model that megarl does not know.
+    """
+    directory = Path(section.path).expanduser()
+    if not directory.is_dir():
+        from huggingface_hub import hf_hub_download  # half a second that local models need not wait
+
+        try:
+            directory = Path(hf_hub_download(section.path, "config.json")).parent
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{section.path} is no local directory, and as a Hugging Face id it failed: {error}"
+            ) from error
+    try:
+        return read_architecture(read_config(directory, section.override_config))
+    except FileNotFoundError:
+        raise ValueError(f"{directory} has no config.json") from None
+    except ValueError as error:  # it begins with the name of the file
+        raise ValueError(f"{directory}/{error}") from error

@@ -1,0 +1,143 @@
+"""A plan for people, as tables, and for programs, as plain types. Bytes are shown in GB of 10^9."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.report import batch_table
+from megarl.planning.memory import PHASES, RankMemory
+from megarl.planning.planner import ENGINE_TP, Plan
+from megarl.planning.traffic import SyncTraffic
+
+GB = 10**9
+NOTICEABLE = 0.95  # of the seconds as configured: what saves less is not worth a note
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """The whole plan in plain types: bytes, seconds, and ratios, which are null where nothing travels."""
+    grid, memory = plan.workload.grid, plan.memory
+    return {
+        "fits": not plan.shortfalls,
+        "gpu_memory_bytes": plan.device_bytes,
+        "batch": [row._asdict() for row in batch_table(plan.workload.config)],
+        "grid": {**asdict(grid), "dp": grid.dp},
+        "memory": {
+            "rank": memory.rank,
+            "stage": memory.stage,
+            "states": {name: asdict(states) for name, states in memory.states.items()},
+            "kv_cache_tokens": memory.engine.num_tokens,
+            "moments": [
+                {"phase": moment.phase, "worker": moment.worker, "total": moment.total, "parts": dict(moment.parts)}
+                for moment in memory.moments
+            ],
+        },
+        "sync": _sync_to_dict(plan.traffic),
+        "options": [
+            {
+                "change": option.change,
+                "configurable": option.configurable,
+                "sync": option.traffic and _sync_to_dict(option.traffic),
+            }
+            for option in plan.options
+        ],
+        "shortfalls": [asdict(shortfall) for shortfall in plan.shortfalls],
+        "remedies": [asdict(remedy) for remedy in plan.remedies],
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the tables of memory and traffic and the verdict."""
+    console.print(_memory_table(plan))
+    engine, longest = plan.memory.engine, plan.workload.longest
+    console.print(
+        f"KV cache of an engine replica: {engine.num_tokens:,} tokens, {engine.num_tokens // longest:,} sequences of "
+        f"{longest:,} at a time"
+    )
+    console.print(_traffic_table(plan))
+    ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
+    console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
+    for better in _cheaper(plan):
+        console.print(f"[yellow]note:[/] {better}")
+    for shortfall in plan.shortfalls:
+        console.print(f"[red]{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:[/] {shortfall.reason}")
+    for remedy in plan.remedies:
+        effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
+        console.print(f"  {' '.join(remedy.overrides)} {effect}", highlight=False)
+    if not plan.shortfalls:
+        free = plan.device_bytes - plan.memory.peak
+        console.print(
+            f"[green]It fits:[/] {_gb(free)} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the "
+            "CUDA context, the communication libraries and fragmentation"
+        )
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table("", title=f"GB on rank {memory.rank} (stage {memory.stage}), the fullest, at its fullest moments")
+    moments = [memory.fullest[phase] for phase in PHASES]
+    for moment in moments:
+        table.add_column(
+            moment.phase if moment.worker == "engine" else f"{moment.phase} {moment.worker}", justify="right"
+        )
+    for part in _parts(memory):
+        table.add_row(part, *(_gb(moment.parts[part]) if part in moment.parts else "" for moment in moments))
+    table.add_section()
+    table.add_row("total", *(_gb(moment.total) for moment in moments))
+    table.add_row(f"free of {_gb(plan.device_bytes)}", *(_gb(plan.device_bytes - moment.total) for moment in moments))
+    return table
+
+
+def _parts(memory: RankMemory) -> list[str]:
+    """The names of what takes memory at one of the moments shown, in the order in which it first does."""
+    names = {name for phase in PHASES for name, num_bytes in memory.fullest[phase].parts.items() if num_bytes}
+    order = [name for moment in memory.moments for name in moment.parts]
+    return sorted(names, key=order.index)
+
+
+def _traffic_table(plan: Plan) -> Table:
+    table = Table(title="a sync of the engine: GB that a rank receives, at most")
+    table.add_column("", no_wrap=True)
+    for column in ("in all", "of its node", "of others", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_row("as configured", *_cells(plan.traffic))
+    table.add_section()
+    for option in plan.options:
+        label = option.change.replace(ENGINE_TP + "=", "engine tensor ")
+        if option.traffic:
+            table.add_row(label, *_cells(option.traffic))
+        else:
+            table.add_row(f"{label}: no room")
+    return table
+
+
+def _cells(traffic: SyncTraffic) -> Iterator[str]:
+    yield _gb(traffic.received_max)
+    yield _gb(traffic.inside_max)
+    yield _gb(traffic.between_max)
+    yield f"{traffic.seconds:.3f}"
+
+
+def _cheaper(plan: Plan) -> Iterator[str]:
+    """The cheapest option of those that are possible, where it is cheaper than the configuration."""
+    for configurable in (True, False):
+        seconds = {
+            option.change: option.traffic.seconds
+            for option in plan.options
+            if option.configurable == configurable and option.traffic
+        }
+        best = min(seconds, key=seconds.__getitem__, default=None)
+        if best and seconds[best] < NOTICEABLE * plan.traffic.seconds:
+            where = "" if configurable else ", which megarl does not offer,"
+            yield f"{best}{where} would sync in {seconds[best]:.3f} s instead of {plan.traffic.seconds:.3f} s"
+
+
+def _sync_to_dict(traffic: SyncTraffic) -> dict[str, Any]:
+    return {**asdict(traffic), "ratio": traffic.ratio if math.isfinite(traffic.ratio) else None}
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f}"

@@ -1,0 +1,102 @@
+"""What a model takes on one rank of the trainer for as long as it lives: weights, gradients and optimizer state.
+
+These are the sizes that `learner/optimizer.py` and Megatron-Core allocate, element for element: a test builds real
+learners and compares.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.learner.config import MegatronSection
+from megarl.models.grid import Grid
+from megarl.models.trainer import ROUTER_BIAS
+from megarl.reshard.layout import Holding, Integers, Placement
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT32 = 4
+MOMENTS = 2 * FLOAT32  # Adam's two, per weight
+PARAM_ALIGNMENT, BUFFER_ALIGNMENT = 64, 128  # elements; Megatron-Core's `_ParamAndGradBuffer`
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes of one model on one rank."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+
+
+def frozen_states(chunks: Sequence[Shapes], section: MegatronSection) -> States:
+    """A model that only answers; `chunks` are the parameters of the rank's model chunks."""
+    numel = sum(math.prod(shape) for chunk in chunks for shape in chunk.values())
+    return States(weights=numel * DTYPE_BYTES[section.dtype])
+
+
+def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> States:
+    """A model with an optimizer, on a rank whose data-parallel shard is a full one.
+
+    Gradients are float32 and so are Adam's moments; in bfloat16 the optimizer has a float32 copy of the weights too, in
+    float32 it works on the weights themselves. The distributed optimizer keeps weights and gradients in flat buffers,
+    padded so that they divide by the data-parallel ranks, and a rank has the optimizer state of its part alone.
+    Experts have buffers of their own, shared by the ranks that hold the same experts.
+    """
+    itemsize = DTYPE_BYTES[section.dtype]
+    per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
+    total, shard = 0, 0
+    for chunk in chunks:
+        for shapes, num_ranks in _buffers(chunk, grid):
+            if section.use_distributed_optimizer:
+                numel = _padded(shapes, num_ranks)
+                shard += numel // num_ranks
+            else:
+                numel = sum(map(math.prod, shapes))
+                shard += numel
+            total += numel
+    return States(weights=total * itemsize, gradients=total * FLOAT32, optimizer=shard * per_weight)
+
+
+def held_bytes(placement: Placement, num_ranks: int) -> Integers:
+    """[num_ranks] int64: the bytes of a model that each rank has."""
+    alike: dict[int, tuple[Holding, int]] = {}
+    for holding in placement.values():
+        alike[id(holding)] = holding, alike.get(id(holding), (holding, 0))[1] + 1
+    held = np.zeros(num_ranks, dtype=np.int64)
+    for holding, num_params in alike.values():
+        for place in holding.places:
+            held[list(place.ranks)] += place.box.numel * holding.dtype.itemsize * num_params
+    return held
+
+
+def is_expert(name: str) -> bool:
+    """Whether a Megatron parameter belongs to one of the routed experts."""
+    return ".experts." in name
+
+
+def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int]]:
+    """The shapes of each buffer, and how many ranks add their gradients in it.
+
+    The router's bias, a few hundred numbers that no gradient changes, is in none of them.
+    """
+    apart = {name for name in chunk if is_expert(name)}
+    dense = [shape for name, shape in chunk.items() if name not in apart and not name.endswith(ROUTER_BIAS)]
+    experts = [shape for name, shape in chunk.items() if name in apart]
+    buffers = [(dense, grid.dp * grid.cp), (experts, grid.num_ranks // (grid.etp * grid.ep * grid.pp))]
+    return [(shapes, num_ranks) for shapes, num_ranks in buffers if shapes]
+
+
+def _padded(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
+    """Elements of a buffer of the distributed optimizer; Megatron lays the parameters down in reverse order."""
+    end = 0
+    for shape in reversed(shapes):
+        end = _round_up(end, PARAM_ALIGNMENT) + math.prod(shape)
+    return _round_up(end, math.lcm(num_ranks, BUFFER_ALIGNMENT))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,101 @@
+"""What a sync of the engine sends over the wires, for the plan that a run would carry out, and for others.
+
+Bytes are those of the plan itself. Seconds are the least they can be: every link is full from the first byte to the
+last, links inside and between nodes work at the same time, and reading and writing the memory costs nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.models.architecture import hf_shapes
+from megarl.models.grid import Grid
+from megarl.planning.ends import actor_end, engine_end
+from megarl.planning.states import held_bytes
+from megarl.planning.workload import Workload
+from megarl.reshard.layout import Holding, Place, Placement
+from megarl.reshard.planner import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bytes per second and direction that one rank has to the others."""
+
+    inside: float  # its node
+    between: float  # nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncTraffic:
+    """Bytes per rank of one sync."""
+
+    received_max: int
+    received_mean: int
+    sent_max: int
+    inside_max: int  # received from the own node
+    inside_mean: int
+    between_max: int  # received from other nodes
+    between_mean: int
+    gathered_mean: int  # what a rank would receive if every rank put all full tensors together
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times more gathering full tensors would receive; infinite where nothing has to travel."""
+        return self.gathered_mean / self.received_mean if self.received_mean else math.inf
+
+
+def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_last: bool = False) -> SyncTraffic:
+    """The traffic of a run; with `data_last` as it would be in Megatron's rank order tp-cp-ep-pp-dp.
+
+    That order puts the stages of a model next to each other instead of its replicas.
+    """
+    policy, grid = workload.config.actor_rollout_ref, workload.grid
+    rollout, world = policy.rollout, grid.num_ranks
+    source = actor_end(workload.policy, policy.actor.megatron, num_ranks=world)
+    destination = engine_end(workload.policy, rollout, num_ranks=world)
+    if data_last:
+        source = _renumbered(source, _ranks_with_data_last(grid))
+    traffic = Schedule(
+        source,
+        destination,
+        world_size=world,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=rollout.sync.bucket_megabytes << 20,
+        two_level=rollout.sync.two_level,
+    ).traffic()
+    inside = traffic.received - traffic.crossing
+    full = sum(math.prod(shape) * source[name].dtype.itemsize for name, shape in hf_shapes(workload.policy).items())
+    return SyncTraffic(
+        received_max=int(traffic.received.max()),
+        received_mean=round(traffic.received.mean()),
+        sent_max=int(traffic.sent.max()),
+        inside_max=int(inside.max()),
+        inside_mean=round(inside.mean()),
+        between_max=int(traffic.crossing.max()),
+        between_mean=round(traffic.crossing.mean()),
+        gathered_mean=full - round(held_bytes(source, world).mean()),
+        seconds=float(max(inside.max() / links.inside, traffic.crossing.max() / links.between)),
+    )
+
+
+def _ranks_with_data_last(grid: Grid) -> list[int]:
+    """The number that each rank of the default order tp-cp-ep-dp-pp has in tp-cp-ep-pp-dp."""
+    inner = grid.tp * grid.cp
+    return [
+        (rank // inner % grid.dp * grid.pp + rank // (inner * grid.dp)) * inner + rank % inner
+        for rank in range(grid.num_ranks)
+    ]
+
+
+def _renumbered(placement: Placement, number: list[int]) -> Placement:
+    known: dict[int, Holding] = {}
+    renumbered: Mapping[str, Holding] = {
+        name: known.setdefault(id(holding), _renumber(holding, number)) for name, holding in placement.items()
+    }
+    return renumbered
+
+
+def _renumber(holding: Holding, number: list[int]) -> Holding:
+    places = (Place(place.box, tuple(sorted(number[rank] for rank in place.ranks))) for place in holding.places)
+    return Holding(tuple(places), holding.dtype)

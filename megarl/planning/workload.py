@@ -1,0 +1,123 @@
+"""From the configuration to the models of a run: what each is, how it is cut, and how much it computes at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from megarl.config.checks import world_size
+from megarl.config.root import Config
+from megarl.learner.config import MegatronSection
+from megarl.learner.grid import grid_of
+from megarl.models.architecture import Architecture
+from megarl.models.grid import Grid
+from megarl.planning.activations import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerModel:
+    """Actor, critic or reference."""
+
+    name: str
+    architecture: Architecture
+    section: MegatronSection
+    infers: Work
+    updates: Work | None  # None: it never learns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """All models of a run and the ranks that share them."""
+
+    config: Config
+    grid: Grid
+    policy: Architecture
+    models: tuple[TrainerModel, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return rollout.prompt_length + rollout.response_length
+
+
+def workload_of(config: Config, *, policy: Architecture, critic: Architecture | None) -> Workload:
+    """The models that a run of `config` has; `critic` is that of adv_estimator=gae."""
+    grid = grid_of(config.actor_rollout_ref.actor.megatron, world_size(config.trainer))
+    models = (*_policies(config, grid, policy), *_critics(config, grid, critic))
+    return Workload(config=config, grid=grid, policy=policy, models=models)
+
+
+def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterator[TrainerModel]:
+    policy = config.actor_rollout_ref
+    actor, ref = policy.actor, policy.ref
+    recompute = _recomputes(policy.model.enable_gradient_checkpointing, actor.megatron)
+    infers = _work(config, grid, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size)
+    yield TrainerModel(
+        name="actor",
+        architecture=architecture,
+        section=actor.megatron,
+        infers=infers,
+        updates=_work(
+            config, grid, actor.ppo_micro_batch_size, num_prompts=actor.ppo_mini_batch_size, recompute=recompute
+        ),
+    )
+    if config.has_reference:
+        max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
+        infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
+        yield TrainerModel(
+            name="reference", architecture=architecture, section=ref.megatron, infers=infers, updates=None
+        )
+
+
+def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> Iterator[TrainerModel]:
+    critic = config.critic
+    if architecture is not None:
+        yield TrainerModel(
+            name="critic",
+            architecture=architecture,
+            section=critic.megatron,
+            infers=_work(config, grid, critic.forward_micro_batch_size or critic.ppo_micro_batch_size, role="value"),
+            updates=_work(
+                config,
+                grid,
+                critic.ppo_micro_batch_size,
+                num_prompts=critic.ppo_mini_batch_size,
+                recompute=_recomputes(critic.model.enable_gradient_checkpointing, critic.megatron),
+                role="value",
+            ),
+        )
+
+
+def _work(
+    config: Config,
+    grid: Grid,
+    max_sequences: int | None,
+    *,
+    num_prompts: int | None = None,
+    max_tokens: int | None = None,
+    recompute: bool = False,
+    role: str = "policy",
+) -> Work:
+    """The micro-batches of `num_prompts` prompts (default: all of an iteration) whose sequences are all the longest.
+
+    The token budget is that of one rank; the ranks of a context-parallel group put theirs together.
+    """
+    policy = config.actor_rollout_ref
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    num_samples = ceil((num_prompts or config.data.train_batch_size) * policy.rollout.n / grid.dp)
+    bounds = [num_samples * longest]
+    if policy.actor.use_dynamic_bsz or max_sequences is None:
+        bounds.append((max_tokens or policy.actor.ppo_max_token_len_per_gpu) * grid.cp)
+    if max_sequences is not None:
+        bounds.append(max_sequences * longest)
+    num_tokens = min(bounds)
+    round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule goes by whole rounds
+    num_micro_batches = ceil(ceil(num_samples / max(1, num_tokens // longest)) / round_size) * round_size
+    return Work(
+        num_tokens=ceil(num_tokens / grid.cp), num_micro_batches=num_micro_batches, role=role, recompute=recompute
+    )
+
+
+def _recomputes(enabled: bool, section: MegatronSection) -> bool:
+    """Whether whole layers are computed again; Megatron's own field has the last word."""
+    return bool(section.override_transformer_config.get("recompute_granularity", "full" if enabled else None) == "full")

@@ -1,0 +1,149 @@
+"""Do the weights arrive: `python -m megarl.verify MODEL_DIR [a.b.c=value ...] [--json]`, under any launcher.
+
+Loads a checkpoint into the given Megatron split, brings it to the given engine split, and compares what trainer, engine
+and `transformers` say to the same tokens; then changes every weight and does it again. MODEL_DIR may hold nothing but a
+`config.json`: the weights are random then. The keys are those of a training run for model, trainer and engine
+(`actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2`). Exit code 1: something is not as it must be; 2: the
+configuration is faulty. Types are float32 unless asked otherwise.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.load import load_verify_config
+from megarl.config.root import VerifyConfig
+from megarl.distributed.launch import Launch, detect
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to verify, and for whom to print."""
+
+    config: VerifyConfig
+    as_json: bool
+
+    @property
+    def trainer(self) -> TrainerSection:
+        """How many ranks there are."""
+        return self.config.trainer
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Verify on every rank of the job."""
+    if "--json" in argv and detect(os.environ):
+        keep_stdout_for_the_report()
+    run("megarl.verify", argv, read_arguments, verify)
+
+
+def keep_stdout_for_the_report() -> None:
+    """Send what any library prints to the standard error, whatever language it is written in."""
+    report = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(report, "w")
+
+
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: naming every fault by its dotted key, with the remedy.
+    """
+    parser = argparse.ArgumentParser(prog="python -m megarl.verify", description=__doc__)
+    parser.add_argument("model_dir", help="Hugging Face directory or id; a directory may hold only config.json")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys of a training run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_intermixed_args(argv)
+    keys = [f"actor_rollout_ref.model.path={arguments.model_dir}", *arguments.overrides]
+    return Arguments(load_verify_config(keys, world_size=world_size), arguments.json)
+
+
+def verify(arguments: Arguments, launch: Launch) -> None:
+    """Verify, print the report on rank 0, and end the program with code 1 where something is wrong."""
+    from megarl.distributed.exchange import together
+    from megarl.verification import Subject, look
+
+    with scratch_directory() as scratch:
+        subject = Subject.build(arguments.config, scratch, launch)
+        found = look(subject, scratch)
+        limit = arguments.config.actor_rollout_ref.rollout.sync.logprob_stop
+        report = together(lambda: found.report(probability_limit=limit))[0]  # rank 0 alone has asked transformers
+    if launch.rank == 0:
+        if arguments.as_json:
+            print(json.dumps(report), flush=True)
+        else:
+            show(report)
+    subject.engine.close()
+    if not report["ok"]:
+        sys.exit(1)
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """An empty directory that all ranks see, gone afterwards.
+
+    Raises:
+        ValueError: some rank does not see what rank 0 made.
+    """
+    import torch.distributed as dist
+
+    from megarl.distributed.exchange import together
+
+    is_main = dist.get_rank() == 0
+    path = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-verify-") if is_main else "")[0])
+
+    def see() -> None:
+        if not path.is_dir():
+            raise ValueError(
+                f"rank {dist.get_rank()} does not see {path}: set TMPDIR to a directory that all hosts share"
+            )
+
+    try:
+        together(see)
+        yield path
+        dist.barrier()
+    finally:
+        if is_main:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the report as a table, and what is wrong below it."""
+    table = Table("what", "found")
+    for pair, difference in report["differences"].items():
+        one, other = pair.split("-")
+        table.add_row(
+            f"{one} and {other}",
+            f"log-probabilities within {difference['max_abs_logprob']:.1e}, "
+            f"probabilities {difference['mean_prob']:.1e} apart on average",
+        )
+    table.add_row("loaded and exported again", "bit for bit the same" if report["roundtrip_exact"] else "changed")
+    table.add_row(
+        "bytes received by a rank",
+        f"{report['bytes_received_max']:,} at most, {report['bytes_received_mean']:,.0f} on average; "
+        f"lower bound {report['bytes_lower_bound']:,}",
+    )
+    table.add_row("memory of a sync", f"{report['peak_extra_bytes']:,} bytes beside both models")
+    table.add_row("seconds of a sync", f"{report['seconds']:.4f}")
+    console = Console()
+    console.print(table)
+    for fault in report["faults"]:
+        console.print(f"[red]wrong:[/] {fault}", highlight=False)
+    console.print("ok" if report["ok"] else "not ok")
+
+
+if __name__ == "__main__":
+    main()

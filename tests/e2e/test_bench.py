@@ -1,0 +1,38 @@
+"""The benchmarks run as a command, and count what can be counted by hand."""
+
+import json
+from math import prod
+
+import pytest
+
+from megarl.bench.cases import MODELS
+from megarl.models.architecture import hf_shapes, read_architecture
+from tests.programs import run_python
+
+pytestmark = pytest.mark.e2e
+
+BYTES_PER_ELEMENT = 2  # bfloat16
+SECONDS = {"megarl", "mbridge", "copy", "repack"}
+
+
+@pytest.mark.timeout(600)  # two jobs of two ranks, each with trainer, engine and peer
+def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
+    pytest.importorskip("mbridge")
+    arguments = ["reshard", "--model", "llama-1m", "--layout", "tp2-tp2", "--repeats", "2", "--device", "cpu", "--json"]
+    printed = run_python("-m", "megarl.bench", *arguments, timeout_s=560)
+    found = json.loads(printed.splitlines()[-1])
+    assert found["command"] == f"python -m megarl.bench {' '.join(arguments)}"
+    assert {"torch", "megatron-core", "mbridge"} < found["versions"].keys()
+    [case] = found["cases"]
+    shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
+    model_bytes = BYTES_PER_ELEMENT * sum(map(prod, shapes.values()))
+    norm_bytes = BYTES_PER_ELEMENT * sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
+    assert case["num_ranks"] == 2
+    assert case["engine_bytes_max"] == (model_bytes - norm_bytes) / 2 + norm_bytes
+    # Equal splits: nothing has to move; mbridge gathers the other half of every matrix.
+    assert case["bytes_received_max"] == {"megarl": 0, "mbridge": (model_bytes - norm_bytes) / 2}
+    assert case["bytes_lower_bound_max"] == 0
+    assert case["seconds"].keys() == SECONDS
+    assert all(seconds > 0 for seconds in case["seconds"].values())
+    assert case["times_faster"] == case["seconds"]["mbridge"] / case["seconds"]["megarl"]
+    assert case["mean_probability_difference"] < 0.01

@@ -1,0 +1,86 @@
+"""Where a run does not fit, and what would make it fit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.planning.advice import Remedy
+from megarl.planning.planner import Plan, Planner
+from megarl.planning.traffic import Links
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+GB = 10**9
+
+
+def plan(*argv: str, gigabytes: int = 80) -> Plan:
+    """GRPO without a reference: Llama-3-8B on eight ranks, tensor 4 x data 2, engines of 4."""
+    arguments = [
+        "data.train_files=train.parquet",
+        f"actor_rollout_ref.model.path={MODELS / 'llama-3-8b'}",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.kl_ctrl.kl_coef=0",
+        f"{ROLLOUT}.n=8",
+        f"{MEGATRON}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        *argv,
+    ]
+    links = Links(inside=400e9, between=45e9)
+    return Planner(arguments, device_bytes=gigabytes * GB, ranks_per_node=None, links=links).plan()
+
+
+def changes(remedies: Sequence[Remedy]) -> list[tuple[str, ...]]:
+    return [remedy.overrides for remedy in remedies]
+
+
+def test_what_fits_needs_no_remedy() -> None:
+    found = plan("actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    assert found.shortfalls == found.remedies == []
+    assert found.memory.peak <= 80 * GB
+
+
+def test_a_trainer_that_leaves_the_engine_no_room() -> None:
+    """At rest 4 + 8 + 12 GB of the actor and 0.9 x 80 of the engine: more than 80 by what is left of them."""
+    found = plan(f"{ROLLOUT}.gpu_memory_utilization=0.9", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    states = found.memory.states["actor"]
+    (shortfall,) = found.shortfalls
+    assert shortfall.phase == "generate"
+    assert shortfall.num_bytes == states.weights + states.gradients + states.optimizer + 72 * GB - 80 * GB
+    # 16 GB are missing, so no single part of the actor is enough; a smaller engine is.
+    assert changes(found.remedies) == [(f"{ROLLOUT}.gpu_memory_utilization=0.65",)]
+    assert all(remedy.missing == 0 for remedy in found.remedies)
+
+
+def test_offloading_is_named_first_where_it_is_enough() -> None:
+    found = plan(f"{ROLLOUT}.gpu_memory_utilization=0.75", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    flags = [f"{MEGATRON}.{part}_offload=true" for part in ("optimizer", "grad")]  # 12 or 8 GB; the weights are but 4.0
+    assert [(flag,) for flag in flags] == changes(found.remedies)[:2]
+    assert (f"{MEGATRON}.param_offload=true",) not in changes(found.remedies)
+
+
+def test_an_engine_too_small_for_one_sequence() -> None:
+    found = plan(f"{ROLLOUT}.gpu_memory_utilization=0.05", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    (shortfall,) = found.shortfalls
+    assert shortfall.phase == "generate"
+    assert "one sequence of 1024 tokens" in shortfall.reason
+    assert changes(found.remedies)[0] == (f"{ROLLOUT}.gpu_memory_utilization=0.1",)
+
+
+def test_what_no_single_change_mends_is_mended_together() -> None:
+    found = plan("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536", gigabytes=24)
+    (remedy,) = found.remedies
+    assert len(remedy.overrides) > 1
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in remedy.overrides
+    repaired = plan("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536", *remedy.overrides, gigabytes=24)
+    assert sum(shortfall.num_bytes for shortfall in repaired.shortfalls) == remedy.missing
+    assert len(remedy.overrides) == len({override.partition("=")[0] for override in remedy.overrides})
+
+
+def test_engines_that_are_possible_are_compared() -> None:
+    found = plan("trainer.nnodes=2", f"{MEGATRON}.pipeline_model_parallel_size=2")
+    tried = {option.change.rpartition("=")[2]: option for option in found.options}
+    assert set(tried) == {"1", "2", "8", "rank order tp-cp-ep-pp-dp"}
+    assert tried["8"].traffic is not None
+    assert tried["8"].traffic.received_max == pytest.approx(2.0 * GB, rel=0.02)
+    assert [option.configurable for option in found.options] == [True, True, True, False]

@@ -1,0 +1,56 @@
+"""`python -m megarl.plan` as a user calls it: exit codes, the table, and the one JSON object."""
+
+import argparse
+import json
+
+import pytest
+
+from megarl.plan import amount, main
+
+EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # from the root of the repository, where pytest runs
+SMALL = (EXAMPLE, "trainer.nnodes=1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1")
+LLAMA_8B = "actor_rollout_ref.model.path=configs/models/llama-3-8b"
+
+
+def test_json_is_one_object_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, LLAMA_8B, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert not plan["shortfalls"]
+    assert plan["gpu_memory_bytes"] == 80 * 10**9
+    assert plan["grid"]["num_ranks"] == 8
+    assert {moment["phase"] for moment in plan["memory"]["moments"]} == {"sync", "generate", "infer", "update"}
+    for moment in plan["memory"]["moments"]:
+        assert moment["total"] == sum(moment["parts"].values())
+    # Tensor 8 on both sides: only rows of the vocabulary travel, which Megatron pads to 8 x 64 and the engine to 64.
+    assert plan["sync"]["received_max"] == 2 * 7 * 32 * 4096 * 2
+
+
+def test_a_run_that_does_not_fit_ends_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, LLAMA_8B, "--gpu-memory", "8GB"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "GB short: the device of a rank of stage 0 is too small while the" in shown
+    assert "GB missing" in shown or "is enough" in shown
+
+
+def test_2048_ranks_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs/plans/deepseek-v3_2048gpu.yaml", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["grid"]["num_ranks"] == 2048
+    assert plan["sync"]["ratio"] == pytest.approx(30.6, abs=0.1)
+    assert all(option["sync"] is None for option in plan["options"])  # an engine of 16 ranks has no room for the model
+
+
+def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([EXAMPLE, "trainer.nnodes=3"]) == 2
+    assert "does not divide" in capsys.readouterr().err
+    assert main([*SMALL, "actor_rollout_ref.model.path=configs"]) == 1
+    assert "configs has no config.json" in capsys.readouterr().err
+
+
+def test_amounts_have_units() -> None:
+    assert amount("80GB") == 80 * 10**9
+    assert amount("79.5 GiB") == int(79.5 * 2**30)
+    assert amount("45GB/s") == 45 * 10**9
+    with pytest.raises(argparse.ArgumentTypeError, match="units"):
+        amount("80")

@@ -1,0 +1,221 @@
+"""The memory model against numbers worked by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.learner.config import MegatronSection
+from megarl.learner.grid import grid_of
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.grid import Grid
+from megarl.models.trainer import parameter_shapes
+from megarl.planning.activations import Work, chunks_in_flight, head_bytes, layer_bytes, training_bytes
+from megarl.planning.engine import cache_bytes_per_token, engine_memory
+from megarl.planning.memory import RankMemory, fullest_rank
+from megarl.planning.states import States, frozen_states, trained_states
+from megarl.planning.workload import Workload, workload_of
+from megarl.rollout.config import RolloutSection
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GB = 10**9
+
+# Llama-3-8B, tensor 4 x pipeline 2. A layer: 6144 x 4096 / 4 of queries, keys and values, 4096 x 4096 / 4 of their
+# projection, 28672 x 4096 / 4 of gate and up, 4096 x 14336 / 4 of down, and two norms; 16 of them on a stage, with a
+# quarter of 128,256 embeddings (64 x 4 divides them) and on the last the final norm.
+LLAMA_LAYER = 6_291_456 + 4_194_304 + 29_360_128 + 14_680_064 + 2 * 4_096
+LLAMA_FIRST_STAGE = 16 * LLAMA_LAYER + 32_064 * 4_096
+LLAMA_SPLIT = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+
+
+def architecture(name: str) -> Architecture:
+    return read_architecture(json.loads((MODELS / name / "config.json").read_text()))
+
+
+def llama_states(num_ranks: int, rank: int, **settings: Any) -> States:
+    section = MegatronSection(**LLAMA_SPLIT, **settings)
+    grid = grid_of(section, num_ranks)
+    return trained_states(parameter_shapes(architecture("llama-3-8b"), grid, rank), section, grid)
+
+
+def test_weights_of_llama_3_8b() -> None:
+    section = MegatronSection(**LLAMA_SPLIT)
+    grid = grid_of(section, 8)
+    for rank, numel in ((0, LLAMA_FIRST_STAGE), (3, LLAMA_FIRST_STAGE), (4, LLAMA_FIRST_STAGE + 4_096)):
+        shapes = parameter_shapes(architecture("llama-3-8b"), grid, rank)
+        assert frozen_states(shapes, section) == States(weights=2 * numel)
+
+
+def test_a_trained_model_has_float32_gradients_moments_and_weights() -> None:
+    n = LLAMA_FIRST_STAGE
+    assert llama_states(8, 0) == States(weights=2 * n, gradients=4 * n, optimizer=12 * n)
+    assert llama_states(8, 0, dtype="float32") == States(weights=4 * n, gradients=4 * n, optimizer=8 * n)
+    assert llama_states(32, 0) == States(weights=2 * n, gradients=4 * n, optimizer=3 * n)
+    assert llama_states(32, 0, use_distributed_optimizer=False) == llama_states(8, 0)
+
+
+def test_buffers_are_padded_to_whole_shares() -> None:
+    section = MegatronSection()
+    shapes = {"a": (3,), "b": (70,), "c": (5,)}  # laid down from the back: 0..5, 64..134, 192..195; then up to 3 x 128
+    states = trained_states([shapes], section, Grid(num_ranks=3))
+    assert states == States(weights=2 * 384, gradients=4 * 384, optimizer=12 * 128)
+
+
+def test_experts_are_shared_by_fewer_ranks_than_the_rest() -> None:
+    section = MegatronSection(expert_model_parallel_size=4)
+    grid = grid_of(section, 8)  # 8 ranks share the dense optimizer, 2 that of each expert
+    shapes = {"mlp.router.weight": (1024,), "mlp.experts.local_experts.0.linear_fc1.weight": (2048,)}
+    assert trained_states([shapes], section, grid).optimizer == 12 * (1024 // 8 + 2048 // 2)
+
+
+def test_a_layer_keeps_what_korthikanti_counts() -> None:
+    """With f = 8/3 h and as many key-value heads as query heads: 34 bytes s b h less the two dropout masks."""
+    model = replace(architecture("llama-3-8b"), num_key_value_heads=32, ffn_hidden_size=4096 * 8 // 3)
+    normaliser = 4 * 32  # of the flash kernel, in place of the 5 a s / h of the attention matrix
+    kept = layer_bytes(model, MegatronSection(), layer=0, num_tokens=100)
+    assert kept == pytest.approx(100 * (32 * 4096 + normaliser), rel=1e-4)
+
+    split = MegatronSection(tensor_model_parallel_size=8)
+    assert layer_bytes(model, split, layer=0, num_tokens=100) == pytest.approx(kept / 8, rel=1e-4)
+    whole_norms = replace(split, sequence_parallel=False)
+    assert layer_bytes(model, whole_norms, layer=0, num_tokens=100) == pytest.approx(
+        100 * (2 * 4 * 4096 + (2 * 12 * 4096 + normaliser) / 8), rel=1e-4
+    )
+
+
+def test_experts_keep_a_copy_of_a_token_for_each_that_is_chosen() -> None:
+    model = architecture("qwen3-30b-a3b")
+    assert model.experts is not None
+    hidden, attention = 4 * 2048, 2 * (32 + 4) * 128 + (32 + 4) * 128
+    chosen = 8 * (2048 + 3 * 768)
+    assert layer_bytes(model, MegatronSection(), layer=0, num_tokens=10) == 10 * (
+        2 * (hidden + attention + chosen) + 4 * 32
+    )
+
+
+def test_recomputation_keeps_the_inputs_of_layers() -> None:
+    model, section = architecture("llama-3-8b"), MegatronSection(pipeline_model_parallel_size=2)
+    grid = grid_of(section, 2)
+    work = Work(num_tokens=1000, num_micro_batches=8, role="policy", recompute=False)
+    layer = layer_bytes(model, section, layer=0, num_tokens=1000)
+    # The first of two stages has two micro-batches on their way, each with 16 layers, and the gradients of one layer.
+    assert training_bytes(model, section, grid, stage=0, work=work) == 2 * 16 * layer + layer
+    again = replace(work, recompute=True)
+    assert training_bytes(model, section, grid, stage=0, work=again) == 2 * 16 * 1000 * 4096 * 2 + 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("vpp", "stage", "num_micro_batches", "expected"),
+    [(1, 0, 8, 4), (1, 3, 8, 1), (1, 0, 2, 2), (2, 0, 8, 11), (2, 3, 8, 5), (2, 0, 4, 8)],
+)
+def test_micro_batches_on_their_way(vpp: int, stage: int, num_micro_batches: int, expected: int) -> None:
+    grid = Grid(num_ranks=4, pp=4, vpp=vpp)
+    assert chunks_in_flight(grid, stage=stage, num_micro_batches=num_micro_batches) == expected
+
+
+def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
+    model, section = architecture("llama-3-8b"), MegatronSection(tensor_model_parallel_size=4)
+    work = Work(num_tokens=4096, num_micro_batches=1, role="policy", recompute=False)
+    rows, states = 128_256 // 4, 4096 * 4096 * 2
+    assert head_bytes(model, section, work=work, training=False) == 2 * states + 1024 * rows * 4 * 4
+    assert head_bytes(model, section, work=work, training=True) == (
+        3 * states + 1024 * rows * 4 * 5 + rows * 4096 * (4 + 2)
+    )
+    assert head_bytes(model, section, work=replace(work, role="value"), training=False) == 2 * states
+
+
+def test_the_cache_gets_what_the_engines_share_leaves() -> None:
+    model = architecture("llama-3-8b")
+    section = RolloutSection(gpu_memory_utilization=0.5, tensor_model_parallel_size=4)
+    engine = engine_memory(model, section, weights=4 * GB, device_bytes=80 * GB)
+    assert engine.bytes_per_token == 32 * 2 * (8 // 4) * 128 * 2
+    assert engine.kv_cache == 40 * GB - 4 * GB - engine.activations
+    assert engine.num_tokens == engine.kv_cache // engine.bytes_per_token
+    assert engine.lacks(1000) == 0
+    assert engine_memory(model, section, weights=40 * GB, device_bytes=80 * GB).lacks(1000) == (
+        engine.activations + 1000 * engine.bytes_per_token
+    )
+
+
+def test_a_rank_has_one_key_value_head_at_least_and_latents_on_every_rank() -> None:
+    sixteen = RolloutSection(tensor_model_parallel_size=16)
+    assert cache_bytes_per_token(architecture("llama-3-8b"), sixteen) == 32 * 2 * 128 * 2
+    assert cache_bytes_per_token(architecture("deepseek-v3"), sixteen) == 61 * (512 + 64) * 2
+
+
+def workload(*argv: str, model: str = "llama-3-8b") -> Workload:
+    path = MODELS / model
+    config = load_config(
+        [
+            "data.train_files=train.parquet",
+            f"actor_rollout_ref.model.path={path}",
+            f"critic.model.path={path}",
+            f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+            f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+            f"{ROLLOUT}.tensor_model_parallel_size=4",
+            *argv,
+        ],
+        world_size=None,
+        check_paths=False,
+    )
+    return workload_of(config, policy=architecture(model), critic=architecture(model))
+
+
+def memory(*argv: str) -> RankMemory:
+    return fullest_rank(workload(*argv), device_bytes=80 * GB, bucket_bytes=0)
+
+
+def test_models_at_rest_keep_what_is_not_offloaded() -> None:
+    n = LLAMA_FIRST_STAGE  # the first stage has more micro-batches on their way
+    resting = {"weights": 2 * n, "gradients": 4 * n, "optimizer": 12 * n}
+    parts = memory().fullest["generate"].parts
+    assert {part: parts[f"actor {part}"] for part in resting} == resting
+    assert parts["reference weights"] == resting["weights"]
+    assert parts["engine weights"] + parts["engine activations"] + parts["KV cache"] == 40 * GB
+
+    offloaded = memory(*(f"{ACTOR}.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")))
+    assert offloaded.fullest["generate"].total == 40 * GB
+    update = offloaded.fullest["update"].parts  # the engine sleeps, the others rest, the one at work is complete
+    assert {part: update[f"actor {part}"] for part in resting} == resting
+    assert update["critic weights"] == update["reference weights"] == 0
+    assert "KV cache" not in update
+
+
+def test_an_engine_that_stays_awake_stays_on_the_device() -> None:
+    asleep, awake = memory(), memory(f"{ROLLOUT}.free_cache_engine=false")
+    assert awake.fullest["update"].total == asleep.fullest["update"].total + 40 * GB
+
+
+def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:
+    found = fullest_rank(workload(f"{ACTOR}.megatron.param_offload=true"), device_bytes=80 * GB, bucket_bytes=GB)
+    parts = found.fullest["sync"].parts
+    assert parts["actor weights"] == found.states["actor"].weights
+    assert parts["critic weights"] == 0
+    assert parts["engine weights"] == pytest.approx(2 * 8_030_261_248 / 4, rel=1e-3)
+    assert parts["sync buckets"] == 4 * GB
+
+
+def test_without_the_distributed_optimizer_trained_weights_cannot_leave() -> None:
+    found = memory(f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.megatron.use_distributed_optimizer=false")
+    parts = found.fullest["generate"].parts
+    assert parts["actor weights"] == found.states["actor"].weights
+    assert parts["reference weights"] == 0
+
+
+def test_work_is_bounded_by_the_budget_and_by_what_there_is() -> None:
+    def updates(*argv: str) -> Work | None:
+        return workload("trainer.n_gpus_per_node=16", *argv).models[0].updates
+
+    work = updates(f"{ACTOR}.ppo_mini_batch_size=256")  # 128 samples of 1024 tokens on each of 2 data-parallel ranks
+    assert work is not None
+    assert (work.num_tokens, work.num_micro_batches) == (16_384, 8)
+    work = updates(f"{ACTOR}.ppo_mini_batch_size=16")
+    assert work is not None
+    assert (work.num_tokens, work.num_micro_batches) == (8 * 1024, 1)
+    work = updates(f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.ppo_mini_batch_size=64")
+    assert work is not None  # one data-parallel group of 2 x 16,384 tokens
+    assert (work.num_tokens, work.num_micro_batches) == (16_384, 2)
