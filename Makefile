@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make test         what CI runs: check, then the unit, distributed and end-to-end tests"
 	@echo "make test-unit    the unit tests"
-	@echo "make test-newest  the unit and distributed tests with the newest Megatron-Core"
+	@echo "make test-newest  the tests of what touches Megatron-Core, with the newest one"
 	@echo "make check        ruff, mypy, import contracts"
 	@echo "make clean        remove environments, caches and runs/"
 
@@ -36,7 +36,8 @@ test: check
 
 test-newest:
 	@scripts/setup.sh newest
-	.venv-newest/bin/python -m pytest tests/unit tests/dist
+	.venv-newest/bin/python -m pytest tests/unit/test_models_grid.py tests/unit/test_learner_*.py \
+		tests/dist/test_learner_*.py tests/dist/test_plan_memory.py tests/dist/test_roles.py tests/dist/test_sync.py
 
 clean:
 	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info runs

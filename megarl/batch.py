@@ -1,4 +1,4 @@
-"""The records that flow through one step: `Prompts < Rollouts < Scored < Experience`.
+"""The records that flow through one step: `Prompts < Rollouts < Scored < Experience < Marked`.
 
 A record only ever gains fields: each later stage is a new type built from the one before by `extend`, and nothing is
 written twice. Every record is the same on every rank and lives in host memory; what is sharded is the models.
@@ -71,6 +71,11 @@ class Rollouts(Prompts):
         """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
         return self._with({name: tensor[samples] for name, tensor in self._tensors()})
 
+    def without_responses(self, samples: Tensor) -> Self:
+        """The record in which the given samples (bool `[B]`) have no response tokens: nothing learns from them."""
+        kept = ~samples[:, None]
+        return self._with({name: tensor * kept for name, tensor in self._tensors() if tensor.ndim == 2})
+
     def to(self, device: torch.device) -> Self:
         """The record with its tensors on `device`."""
         return self._with({name: tensor.to(device) for name, tensor in self._tensors()})
@@ -104,3 +109,10 @@ class Experience(Scored):
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
     returns: Tensor  # [B, T] float32: the critic's target; zeros without a critic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marked(Experience):
+    """A mini-batch for a loss that treats some tokens differently, chosen from all of them."""
+
+    marked: Tensor  # [B, T] bool

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,23 @@ from megarl.config.load import to_dict, to_yaml
 from megarl.config.root import Config, SFTConfig
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
+from megarl.learner.config import ActorSection, CriticSection
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner
+from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.loop import KL, Job, Schedule
 from megarl.models.architecture import hf_shapes
-from megarl.objectives import ActorObjective, CriticObjective
+from megarl.objectives import ActorObjective, CriticObjective, mark
+from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
 from megarl.reshard.executor import Reshard
-from megarl.reshard.planner import make_plan
 from megarl.rewards.scoring import load_reward
 from megarl.roles import Model, Sampler, Scorer, Updates
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import stop_token_ids
+from megarl.selfcheck import SelfCheck
 from megarl.source import Source
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.tracker import Tracker, make_tracker
@@ -198,15 +200,22 @@ def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngi
 
 
 def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Launch) -> Sampler:
-    rollout = config.actor_rollout_ref.rollout
-    plan = make_plan(
-        together(actor.layout),
-        together(engine.weights.layout),
-        rank=launch.rank,
-        ranks_per_node=launch.local_world_size,
-        bucket_bytes=rollout.sync.bucket_megabytes << 20,
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    plan = plan_sync(
+        actor.architecture,
+        policy.actor.megatron,
+        rollout,
+        held=actor.layout(),
+        needed=engine.weights.layout(),
+        launch=launch,
     )
-    return Sampler(engine=engine, actor=actor, reshard=Reshard(plan, device=actor.device), section=rollout)
+    return Sampler(
+        engine=engine,
+        actor=actor,
+        reshard=Reshard(plan, device=actor.device),
+        section=rollout,
+        check=SelfCheck(rollout.sync, engine, actor, _budget(config, None)),
+    )
 
 
 def _actor(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Model[Any]:
@@ -227,21 +236,17 @@ def _actor(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Mod
         name="actor",
         learner=learner,
         budget=_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
-        updates=Updates(
-            objective=ActorObjective(actor, horizon=config.data.max_response_length),
-            budget=_budget(config, actor.ppo_micro_batch_size),
-            num_prompts=actor.ppo_mini_batch_size,
-            num_epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=config.data.seed,
+        updates=replace(
+            _updates(config, actor, ActorObjective(actor, horizon=config.data.max_response_length)),
+            prepare=partial(mark, section=actor),
         ),
     )
 
 
 def _reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
     """The frozen policy, where something asks for the KL to it."""
-    policy, algorithm = config.actor_rollout_ref, config.algorithm
-    if not policy.actor.use_kl_loss and not (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0):
+    policy = config.actor_rollout_ref
+    if not config.has_reference:
         return None
     learner = make_learner(
         source.directory,
@@ -265,7 +270,7 @@ def _reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
 def _critic(config: Config, mesh: Mesh, *, last_step: int) -> Model[Any] | None:
     """The value model, where the advantages need one."""
     critic = config.critic
-    if config.algorithm.adv_estimator != "gae":
+    if not config.has_critic:
         return None
     source = Source.read(critic.model)
     learner = make_learner(
@@ -283,14 +288,19 @@ def _critic(config: Config, mesh: Mesh, *, last_step: int) -> Model[Any] | None:
         name="critic",
         learner=learner,
         budget=_budget(config, critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
-        updates=Updates(
-            objective=CriticObjective(critic, horizon=config.data.max_response_length),
-            budget=_budget(config, critic.ppo_micro_batch_size),
-            num_prompts=critic.ppo_mini_batch_size,
-            num_epochs=critic.ppo_epochs,
-            shuffle=config.actor_rollout_ref.actor.shuffle,
-            seed=config.data.seed,
-        ),
+        updates=_updates(config, critic, CriticObjective(critic, horizon=config.data.max_response_length)),
+    )
+
+
+def _updates(config: Config, section: ActorSection | CriticSection, objective: Objective) -> Updates:
+    """How the actor or the critic goes through a batch."""
+    return Updates(
+        objective=objective,
+        budget=_budget(config, section.ppo_micro_batch_size),
+        num_prompts=section.ppo_mini_batch_size,
+        num_epochs=section.ppo_epochs,
+        shuffle=config.actor_rollout_ref.actor.shuffle,
+        seed=config.data.seed,
     )
 
 

@@ -8,9 +8,21 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import gae, grpo, token_rewards, whiten
-from megarl.algorithms.config import AlgorithmSection
-from megarl.algorithms.masked import masked_moments
+from megarl.algorithms.advantages import (
+    gae,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    token_rewards,
+    whiten,
+)
+from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
+from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
+from megarl.algorithms.masked import masked, masked_mean, masked_moments
+from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
 
 Metrics = dict[str, float]
@@ -37,42 +49,98 @@ def estimate(
     """
     mask = scored.mask
     reference = old_log_probs if ref_log_probs is None else ref_log_probs
+    scores = scored.scores + _length_penalty(mask, algorithm.overlong_buffer)
     rewards, kl = token_rewards(
-        scored.scores, old_log_probs, reference, mask, kl_coef=kl_coef or 0.0, kl_type=algorithm.kl_penalty
+        scores, old_log_probs, reference, mask, kl_coef=kl_coef or 0.0, kl_type=algorithm.kl_penalty
     )
-    match algorithm.adv_estimator:
-        case "gae":
-            assert values is not None, "GAE without a critic"
-            advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.lam)
-            mean, var = masked_moments(advantages, mask)
-            advantages = whiten(advantages, mask, mean=mean, var=var)
-        case "grpo":
-            advantages = grpo(rewards.sum(-1), scored.groups, mask, normalize_by_std=algorithm.norm_adv_by_std_in_grpo)
-            returns = torch.zeros_like(advantages)
-        case unknown:
-            assert_never(unknown)
+    advantages, returns = _advantages(rewards, values, scored.groups, mask, algorithm)
+    weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
         old_log_probs=old_log_probs,
         ref_log_probs=reference,
         values=torch.zeros_like(advantages) if values is None else values,
-        advantages=advantages,
+        advantages=advantages * weights,
         returns=returns,
     )
-    metrics = _reward_metrics(experience, rewards) | _length_metrics(experience)
+    metrics = _reward_metrics(scored, rewards, advantages) | _length_metrics(experience) | weight_metrics
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
         # The mean over samples of their mean per token: what the KL controller is told.
         mean_kl = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
         metrics |= {"actor/reward_kl_penalty": float(mean_kl), "actor/reward_kl_penalty_coeff": kl_coef}
+    if algorithm.mask_truncated_completions:
+        experience = experience.without_responses(scored.truncated)
     return experience, metrics
+
+
+def _length_penalty(mask: Tensor, section: OverlongBufferSection) -> Tensor | float:
+    if not section.enable:
+        return 0.0
+    return overlong_penalty(
+        mask.sum(-1), max_length=section.max_resp_len, buffer=section.len, factor=section.penalty_factor
+    )
+
+
+def _advantages(
+    rewards: Tensor, values: Tensor | None, groups: Tensor, mask: Tensor, algorithm: AlgorithmSection
+) -> tuple[Tensor, Tensor]:
+    """[B, T] advantages of the estimator that is asked for, and returns, which are zero without a critic."""
+    scores, by_std = rewards.sum(-1), algorithm.norm_adv_by_std_in_grpo
+    no_returns = torch.zeros_like(rewards)
+    match algorithm.adv_estimator:
+        case "gae":
+            assert values is not None, "GAE without a critic"
+            advantages, returns = gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.lam)
+            return _whitened(advantages, mask), returns
+        case "grpo":
+            return grpo(scores, groups, mask, normalize_by_std=by_std), no_returns
+        case "rloo":
+            return rloo(scores, groups, mask), no_returns
+        case "reinforce_plus_plus":
+            return _whitened(reinforce_plus_plus(rewards, mask, gamma=algorithm.gamma), mask), no_returns
+        case "reinforce_plus_plus_baseline":
+            return _whitened(reinforce_plus_plus_baseline(scores, groups, mask), mask), no_returns
+        case "opo":
+            return opo(scores, groups, mask), no_returns
+        case "grpo_passk":
+            return grpo_passk(scores, groups, mask, normalize_by_std=by_std), no_returns
+        case unknown:
+            assert_never(unknown)
+
+
+def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    mean, var = masked_moments(advantages, mask)
+    return whiten(advantages, mask, mean=mean, var=var)
+
+
+def _correction(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, section: RolloutCorrectionSection
+) -> tuple[Tensor, Metrics]:
+    """[B, T] factors of the advantages that make up for the engine's probabilities, and what they come to."""
+    weights, metrics = mask.to(torch.float32), Metrics()
+    if section.rollout_is:
+        ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
+        weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
+        truncated = (ratio > section.rollout_is_threshold).to(torch.float32)
+        metrics["rollout_corr/rollout_is_mean"] = float(masked_mean(weights, mask))
+        metrics["rollout_corr/rollout_is_ratio_fraction_high"] = float(masked_mean(truncated, mask))
+    if section.rollout_rs:
+        upper = section.rollout_rs_threshold or section.rollout_is_threshold
+        lower = section.rollout_rs_threshold_lower
+        ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_rs)
+        kept = accepted(ratio, mask, lower=1.0 / upper if lower is None else lower, upper=upper)
+        weights = masked(weights, kept)
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(masked_mean(kept.to(torch.float32), mask))
+    return weights, metrics
 
 
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
     """How far the trainer's probabilities of the sampled tokens `[B, T]` are from the engine's.
 
-    Under 0.005 in the mean is usual in bfloat16; in float32 the two should agree to many digits.
+    A mean difference under 0.005 is usual in bfloat16; in float32 the two should agree to many digits. The measures
+    under `rollout_corr` are explained at `mismatch_means`.
     """
     difference = (old_log_probs.exp() - rollout_log_probs.exp()).abs()
     mean, var = masked_moments(difference, mask)
@@ -80,7 +148,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
         "training/rollout_probs_diff_max": float(difference[mask].max()),
         "training/rollout_probs_diff_mean": float(mean),
         "training/rollout_probs_diff_std": float(var.sqrt()),
-    }
+    } | mismatch_means(mismatch_sums(old_log_probs, rollout_log_probs, mask))
 
 
 def _spread(name: str, x: Tensor) -> Metrics:
@@ -88,11 +156,11 @@ def _spread(name: str, x: Tensor) -> Metrics:
     return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
 
 
-def _reward_metrics(experience: Experience, rewards: Tensor) -> Metrics:
+def _reward_metrics(scored: Scored, rewards: Tensor, advantages: Tensor) -> Metrics:
     return (
-        _spread("critic/score", experience.scores)
+        _spread("critic/score", scored.scores)
         | _spread("critic/rewards", rewards.sum(-1))
-        | _spread("critic/advantages", experience.advantages[experience.mask])
+        | _spread("critic/advantages", advantages[scored.mask])
     )
 
 

@@ -85,7 +85,7 @@ def export_policy(learner: "Learner", source: "Source", tokenizer: "Tokenizer", 
     from megarl.models.architecture import hf_shapes
     from megarl.reshard.files import export
 
-    dtype = learner.module.config.params_dtype
+    dtype = learner.modules[0].config.params_dtype
     if launch.rank == 0:
         source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
     with learner.weights() as tensors:

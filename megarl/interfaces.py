@@ -24,8 +24,11 @@ class PromptSource(Protocol):
 class Sampler(Protocol):
     """The rollout engine, with the actor's weights."""
 
-    def awake(self, timers: Timers) -> AbstractContextManager[None]:
-        """Bring the actor's weights into the engine; within the block it generates."""
+    def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[dict[str, float]]:
+        """Bring the actor's weights of `step` finished steps into the engine; within the block it generates.
+
+        Gives metrics of the engine's agreement with the trainer, complete when the block has ended.
+        """
 
     def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Samples to learn from."""

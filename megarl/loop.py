@@ -74,9 +74,9 @@ def train(job: Job, kl: KL) -> None:
 
 
 def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL]:
-    """One iteration of PPO or GRPO; returns its metrics and the KL controller of the next."""
+    """One iteration; returns its metrics and the KL controller of the next."""
     prompts = job.prompts.take(step)
-    with timers("gen"), job.sampler.awake(timers):
+    with timers("gen"), job.sampler.awake(timers, step=step) as sync_metrics:
         rollouts = job.sampler.generate(prompts, step=step)
     with timers("reward"):
         scored = job.scorer.score(rollouts)
@@ -109,4 +109,4 @@ def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL
     metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(scored.lengths().sum())
-    return metrics, kl
+    return metrics | sync_metrics, kl

@@ -1,6 +1,6 @@
 """The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples, who scores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
@@ -18,9 +17,11 @@ from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.reshard.executor import Destination, Reshard
 from megarl.rewards.scoring import RewardFn, score
+from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Generation, Sampling
+from megarl.selfcheck import SelfCheck
 from megarl.tracking.timers import Timers
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
@@ -36,6 +37,7 @@ class Updates:
     num_epochs: int
     shuffle: bool
     seed: int
+    prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,15 @@ class Model(Generic[Outputs]):
     def update(self, experience: Experience, *, step: int) -> dict[str, float]:
         """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ..."""
         assert self.updates is not None, f"the {self.name} does not learn"
-        batches = minibatches(
+        batches: Iterator[Experience] = minibatches(
             experience,
             num_prompts=self.updates.num_prompts,
             num_epochs=self.updates.num_epochs,
             shuffle=self.updates.shuffle,
             seed=self.updates.seed + step,
         )
+        if self.updates.prepare:
+            batches = map(self.updates.prepare, batches)
         metrics = self.learner.update(batches, self.updates.objective, self.updates.budget)
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
@@ -74,17 +78,26 @@ class Sampler:
     actor: Learner
     reshard: Reshard
     section: RolloutSection
+    check: SelfCheck
 
     @contextmanager
-    def awake(self, timers: Timers) -> Iterator[None]:
-        """Bring the actor's weights into the engine, and its memory back afterwards."""
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
+        """Bring the actor's weights into the engine, and its memory back afterwards; both checked where that is due.
+
+        The metrics of a check are there when the block has ended: the trainer has its say once the engine sleeps.
+        """
+        due, metrics = self.check.is_due(step), dict[str, float]()
 
         def sync(destination: Destination) -> None:
             with timers("sync"), self.actor.weights() as tensors:
-                self.reshard.run(tensors, destination)
+                self.reshard.run(tensors, destination, check=due)
 
         with self.engine.awake(sync):
-            yield
+            answers = self.check.ask(step=step) if due else None
+            yield metrics
+        if answers:
+            with timers("sync_check"):
+                metrics |= self.check.compare(answers)
 
     def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Draw the training samples of a step."""
@@ -111,22 +124,6 @@ class Sampler:
         ]
         placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
         return as_rollouts(prompts, [place for place, _ in placed], [generation for _, generation in placed])
-
-
-def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation]) -> Rollouts:
-    """The record of generated samples; `groups[i]` is the prompt that sample `i` answers."""
-    responses = [torch.tensor(generation.token_ids) for generation in generations]
-    log_probs = [torch.tensor(generation.log_probs or [0.0] * len(generation.token_ids)) for generation in generations]
-    lengths = torch.tensor([len(response) for response in responses])
-    padded = pad_sequence(responses, batch_first=True)
-    return prompts.extend(
-        Rollouts,
-        groups=torch.tensor(groups),
-        responses=padded,
-        mask=torch.arange(padded.shape[1]) < lengths[:, None],
-        rollout_log_probs=pad_sequence(log_probs, batch_first=True),
-        truncated=torch.tensor([generation.truncated for generation in generations]),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class Validation:
         """Mean score of each data source as `val/test_score/SOURCE`; logs the scores and the first answers."""
         scores: dict[str, list[float]] = defaultdict(list)
         rows: list[Mapping[str, Any]] = []
-        with self.sampler.awake(Timers()):
+        with self.sampler.awake(Timers(), step=step) as metrics:
             for prompts in self.prompts.batches():
                 scored = self.scorer.score(self.sampler.validate(prompts, step=step))
                 for sample, (text, score) in enumerate(zip(scored.texts, scored.scores.tolist(), strict=True)):
@@ -32,4 +32,4 @@ class Validation:
                     scores[prompt.data_source].append(score)
                     rows.append({"prompt": prompt.text, "response": text, "score": score})
         self.tracker.log_table("val/generations", rows[: self.num_shown], step=step)
-        return {f"val/test_score/{source}": sum(found) / len(found) for source, found in scores.items()}
+        return metrics | {f"val/test_score/{source}": sum(found) / len(found) for source, found in scores.items()}

@@ -66,7 +66,8 @@ class RankPool:
     """Processes that wait for functions to run as the ranks of a world."""
 
     def __init__(self, num_processes: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
         self._connections, self._processes = [], []
         for rank in range(num_processes):
             ours, theirs = context.Pipe()

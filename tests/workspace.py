@@ -7,6 +7,7 @@ from tests.programs import run_python
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint
 
+MAX_RESPONSE_LENGTH = 8
 NUM_TOKENS = 200  # of the tokenizer; the model has more, and not a multiple of 64
 DIGITS_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -37,3 +38,24 @@ def make_workspace(root: Path) -> Workspace:
     reward = root / "reward.py"
     reward.write_text(DIGITS_REWARD)
     return Workspace(model=model, train=data / "train.parquet", val=data / "val.parquet", reward=reward)
+
+
+def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """Two float32 ranks and a reward that random weights earn something of; how models are cut is left open."""
+    return [
+        f"data.train_files={workspace.train}",
+        f"data.val_files={workspace.val}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={MAX_RESPONSE_LENGTH}",
+        f"actor_rollout_ref.model.path={workspace.model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        f"custom_reward_function.path={workspace.reward}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=[jsonl,mlflow]",
+        f"trainer.default_local_dir={run_dir}",
+    ]

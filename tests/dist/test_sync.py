@@ -72,9 +72,11 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.models.architecture import hf_shapes, read_architecture
     from megarl.objectives import SFTObjective
     from megarl.reshard.executor import Reshard
+    from megarl.reshard.layout import placement_of
     from megarl.reshard.planner import make_plan
     from megarl.roles import Sampler
-    from megarl.rollout.config import RolloutSection
+    from megarl.rollout.config import RolloutSection, SyncSection
+    from megarl.selfcheck import SelfCheck
     from megarl.tracking.timers import Timers
 
     section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -91,18 +93,29 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     )
     sources, destinations = together(learner.layout), together(engine.weights.layout)
     rank = torch.distributed.get_rank()
-    plan = make_plan(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
+    plan = make_plan(
+        placement_of(sources),
+        placement_of(destinations),
+        held=sources[rank],
+        needed=destinations[rank],
+        rank=rank,
+        world_size=WORLD_SIZE,
+        ranks_per_node=2,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    budget = Budget(max_tokens=400, max_sequences=None)
     sampler = Sampler(
         engine=engine,
         actor=learner,
         reshard=Reshard(plan, device=learner.device),
         section=RolloutSection(tensor_model_parallel_size=engine.tp_size, **SAMPLING),
+        check=SelfCheck(SyncSection(check_every=2, logprob_stop=1e-5), engine, learner, budget),
     )
     rounds = []
     for step in range(3):
-        with sampler.awake(Timers()):
+        with sampler.awake(Timers(), step=step) as metrics:
             rollouts = sampler.generate(Prompts(prompts=PROMPTS), step=step)
-        budget = Budget(max_tokens=400, max_sequences=None)
+        assert bool(metrics) == (step != 1), "checked at the start and every second step"
         before = learner.infer(rollouts, budget)
         learner.update([rollouts], SFTObjective(), budget)
         after = learner.infer(rollouts, budget)

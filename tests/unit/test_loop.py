@@ -47,9 +47,11 @@ class World:
         yield prompts([4, 6])
 
     @contextmanager
-    def awake(self, timers: Timers) -> Iterator[None]:
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
         self.diary.calls.append("wake")
-        yield
+        metrics: dict[str, float] = {}
+        yield metrics
+        metrics["sync/check_probs_diff_mean"] = step / 100
         self.diary.calls.append("sleep")
 
     def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
@@ -147,6 +149,7 @@ def test_an_iteration_of_ppo_in_order() -> None:
     assert metrics["critic/score/mean"] == 1.5
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
     assert metrics["training/rollout_probs_diff_max"] == 0.0
+    assert metrics["sync/check_probs_diff_mean"] == 0.0
     assert metrics["actor/lr"] == metrics["critic/lr"] == 0.5
     phases = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step")
     assert {f"timing_s/{phase}" for phase in phases} <= metrics.keys()

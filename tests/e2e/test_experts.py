@@ -1,0 +1,58 @@
+"""Models with experts train and sample end to end, whole experts or slices of them on each rank."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from megarl.tracking.jsonl import read_jsonl
+from tests.programs import succeed
+from tests.tiny import write_checkpoint
+from tests.workspace import Workspace, train_arguments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+ROUTER_LOSSES = "moe_router_load_balancing_type: aux_loss, moe_aux_loss_coeff: 0.01, moe_z_loss_coeff: 0.001"
+RUNS = {
+    "qwen3_moe": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+        f"actor_rollout_ref.actor.megatron.override_transformer_config={{{ROUTER_LOSSES}}}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ],
+    "mixtral": [
+        "critic.model.path={model}",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("variant", RUNS)
+def test_experts_train_and_sample(variant: str, workspace: Workspace, tmp_path: Path):
+    model = write_checkpoint(tmp_path / "model", variant)
+    tokenizer = "tokenizer.model"
+    (model / tokenizer).write_bytes((workspace.model / tokenizer).read_bytes())
+    run_dir, exported = tmp_path / "run", tmp_path / "exported"
+    arguments = [
+        *train_arguments(workspace, run_dir),
+        f"actor_rollout_ref.model.path={model}",
+        *(argument.format(model=model) if "{model}" in argument else argument for argument in RUNS[variant]),
+        "actor_rollout_ref.rollout.sync.check_every=1",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        "trainer.test_freq=2",
+    ]
+    succeed(sys.executable, "-m", "megarl.train", *arguments, timeout_s=400)
+    steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "actor/grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in steps)
+    succeed(sys.executable, "-m", "megarl.export", run_dir, exported, timeout_s=200)
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, exported))
+    assert before.keys() == after.keys()
+    experts = [name for name in before if ".experts." in name]
+    assert experts
+    assert all(not before[name].equal(after[name]) for name in experts)
