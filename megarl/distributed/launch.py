@@ -4,6 +4,7 @@ Invariant: when `join_or_launch` returns, the environment holds torch's own name
 `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) whatever started the process, so nothing after it knows launchers.
 """
 
+import atexit
 import ctypes
 import os
 import re
@@ -97,6 +98,8 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int) -> L
 def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
     """Create torch's default process group; on CUDA it carries host tensors too (gloo).
 
+    A process that ends without destroying it has failed, and ends with code 1.
+
     Args:
         launch: what `join_or_launch` returned.
         device_type: `cpu` or `cuda`, what this job trains on.
@@ -120,6 +123,7 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    atexit.register(_leave)
 
 
 def _place(environ: Mapping[str, str], *names: str) -> Launch:
@@ -163,6 +167,14 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)
+
+
+def _leave() -> None:
+    """End a process that failed before the interpreter unloads: gloo's threads would abort it (SIGABRT), not always."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _die_with_parent() -> None:
