@@ -28,6 +28,8 @@ class Prompt:
     data_source: str  # picks the rule-based reward
     ground_truth: Any
     extra_info: dict[str, Any]
+    raw_prompt: Any = None  # the column as it was read: a text or messages, for whoever has another chat template
+    prompt_id: str | None = None  # names the prompt in logs and dumps, where the data have such a column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,18 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 
 
 class PromptSource(Protocol):
-    """Prompts as a pure function of the step."""
+    """Prompts as a pure function of a position."""
 
-    def take(self, step: int) -> Prompts:
-        """The prompts of one iteration, counted from 0."""
+    def position_of(self, step: int) -> Position:
+        """Where a run stands that has taken the prompts of `step` iterations."""
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        """The next `count` prompts, those of one iteration where it is None, and the position behind them."""
 
     def batches(self) -> Iterator[Prompts]:
         """Every prompt once, for validation."""

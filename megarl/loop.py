@@ -75,7 +75,7 @@ def train(job: Job, kl: KL) -> None:
 
 def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL]:
     """One iteration; returns its metrics and the KL controller of the next."""
-    prompts = job.prompts.take(step)
+    prompts, _ = job.prompts.take(job.prompts.position_of(step))
     with timers("gen"), job.sampler.awake(timers, step=step) as sync_metrics:
         rollouts = job.sampler.generate(prompts, step=step)
     with timers("reward"):

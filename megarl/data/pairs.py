@@ -36,7 +36,8 @@ class PairStream:
 
     def take(self, step: int) -> Rollouts:
         """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
-        return self._record(self._order.batch(step))
+        rows, _ = self._order.take(self._order.position_of(step), self._section.train_batch_size)
+        return self._record(rows)
 
     def batches(self) -> Iterator[Rollouts]:
         """Every pair once, in file order; the last batch may be smaller."""

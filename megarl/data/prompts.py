@@ -1,6 +1,7 @@
-"""Prompts from parquet files, in an order that is a pure function of seed and step.
+"""Prompts from parquet files, in an order that is a pure function of seed and position.
 
-Every rank reads the same files and takes the same prompts for the same step, with no messages and no state to save.
+Every rank reads the same files and takes the same prompts from the same position, with no messages; two integers say
+where a run stands.
 """
 
 import logging
@@ -9,7 +10,7 @@ from typing import Any
 
 from megarl.batch import Prompt, Prompts
 from megarl.data.config import DataSection
-from megarl.data.order import Order
+from megarl.data.order import Order, Position
 from megarl.data.parquet import Rows
 from megarl.data.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ class PromptDataset:
             data_source=str(row[self._section.reward_fn_key]),
             ground_truth=self._ground_truth(row, row_number),
             extra_info=row.get("extra_info") or {},
+            raw_prompt=row[self._section.prompt_key],
         )
 
     def _encode(self, row: dict[str, Any], row_number: int) -> list[int]:
@@ -125,9 +127,17 @@ class PromptStream:
         """Full batches in one pass. Raises ValueError where there is not one."""
         return self._order.steps_per_epoch
 
-    def take(self, step: int) -> Prompts:
-        """The prompts of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
-        return self._prompts(self._order.batch(step))
+    def position_of(self, step: int) -> Position:
+        """Where a run stands that has taken `step` batches."""
+        return self._order.position_of(step)
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        """The next `count` prompts (default: a batch), and the position behind them.
+
+        All are of one epoch; what fills no batch at its end is left out. Raises ValueError where no epoch has so many.
+        """
+        rows, behind = self._order.take(position, self._order.batch_size if count is None else count)
+        return self._prompts(rows), behind
 
     def batches(self) -> Iterator[Prompts]:
         """Every prompt once, in file order; the last batch may be smaller."""

@@ -1,4 +1,4 @@
-"""Prompts: real parquet files, what is refused and how it is said, and an order that depends on seed and step only."""
+"""Prompts: real parquet files, what is refused and how it is said, and an order of seed and position alone."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.config import DataSection
+from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream, truncate
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from tests.sentencepieces import train_sentencepiece
@@ -63,6 +64,8 @@ def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokeni
     assert list(prompts[2].token_ids) == tokenizer.chat([{"role": "user", "content": "ab"}])
     assert prompts[2].text.strip() == "user: ab"
     assert prompts[2].extra_info == {}
+    assert prompts[0].raw_prompt == "3 5 = 8"
+    assert prompts[2].raw_prompt == [{"role": "user", "content": "ab"}]
 
 
 def test_a_missing_column_is_named_with_the_file_and_its_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -136,7 +139,8 @@ def ten(tmp_path: Path, tokenizer: Tokenizer) -> PromptDataset:
 
 
 def texts(stream: PromptStream, step: int) -> list[str]:
-    return [prompt.text for prompt in stream.take(step).prompts]
+    prompts, _ = stream.take(stream.position_of(step))
+    return [prompt.text for prompt in prompts.prompts]
 
 
 def test_each_epoch_shows_full_batches_in_an_order_of_its_own(ten: PromptDataset) -> None:
@@ -147,7 +151,7 @@ def test_each_epoch_shows_full_batches_in_an_order_of_its_own(ten: PromptDataset
     assert epochs[0] != epochs[1]
 
 
-def test_the_order_is_a_function_of_seed_and_step(ten: PromptDataset) -> None:
+def test_the_order_is_a_function_of_seed_and_position(ten: PromptDataset) -> None:
     stream = PromptStream(ten, batch_size=3, shuffle=True, seed=1)
     later = texts(stream, 7)
     assert texts(PromptStream(ten, batch_size=3, shuffle=True, seed=1), 7) == later
@@ -166,4 +170,4 @@ def test_validation_goes_once_through_everything(ten: PromptDataset) -> None:
 
 def test_a_batch_larger_than_the_data_is_refused(ten: PromptDataset) -> None:
     with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 rows"):
-        PromptStream(ten, batch_size=11, shuffle=True, seed=1).take(0)
+        PromptStream(ten, batch_size=11, shuffle=True, seed=1).take(Position())

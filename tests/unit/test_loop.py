@@ -12,6 +12,7 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.data.order import Position
 from megarl.loop import Job, Schedule, train
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
@@ -39,9 +40,12 @@ class World:
     def __init__(self, diary: Diary) -> None:
         self.diary = diary
 
-    def take(self, step: int) -> Prompts:
-        self.diary.calls.append(f"take {step}")
-        return prompts([4, 6])
+    def position_of(self, step: int) -> Position:
+        return Position(offset=step)
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        self.diary.calls.append(f"take {position.offset}")
+        return prompts([4, 6]), Position(offset=position.offset + 1)
 
     def batches(self) -> Iterator[Prompts]:
         yield prompts([4, 6])

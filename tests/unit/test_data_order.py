@@ -1,0 +1,64 @@
+"""The order of rows: every row once per epoch, from a seed and a position alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.order import Order, Position
+
+
+def order(num_rows: int, batch_size: int, *, shuffle: bool = True, seed: int = 1) -> Order:
+    return Order(num_rows=num_rows, batch_size=batch_size, shuffle=shuffle, seed=seed)
+
+
+def walk(order: Order, position: Position, counts: list[int]) -> tuple[list[list[int]], Position]:
+    """What is taken, `counts` rows at a time, and where that ends."""
+    taken = []
+    for count in counts:
+        rows, position = order.take(position, count)
+        taken.append(list(rows))
+    return taken, position
+
+
+def test_positions_by_hand() -> None:
+    ten = order(10, 4, shuffle=False)
+    taken, end = walk(ten, Position(), [4, 4, 4])
+    assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]  # rows 8 and 9 fill no batch
+    assert end == Position(1, 4)
+    assert [ten.position_of(step) for step in range(4)] == [Position(), Position(0, 4), Position(1, 0), Position(1, 4)]
+    taken, end = walk(ten, Position(), [6, 5, 5])  # 4 are left behind the first six, too few for the five
+    assert taken == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert end == Position(2, 0)
+    assert ten.take(Position(3, 50), 2) == (range(2), Position(4, 2))  # files that have become shorter
+
+
+def test_more_rows_than_an_epoch_has() -> None:
+    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 rows"):
+        order(10, 4).take(Position(), 11)
+    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 rows"):
+        _ = order(10, 11).steps_per_epoch
+
+
+@given(st.integers(1, 40), st.data(), st.integers(-5, 5), st.booleans())
+def test_a_batch_at_a_time_is_the_order_of_the_steps(
+    num_rows: int, data: st.DataObject, seed: int, shuffle: bool
+) -> None:
+    batch_size = data.draw(st.integers(1, num_rows))
+    rows = order(num_rows, batch_size, seed=seed, shuffle=shuffle)
+    position = Position()
+    for epoch in range(2):
+        seen: list[int] = []
+        for batch in range(rows.steps_per_epoch):
+            assert position == rows.position_of(epoch * rows.steps_per_epoch + batch)
+            taken, position = rows.take(position, batch_size)
+            seen += taken
+        assert len(set(seen)) == len(seen) == rows.steps_per_epoch * batch_size
+        assert set(seen) <= set(range(num_rows))
+    assert position == Position(2, 0)
+
+
+def test_an_epoch_is_the_permutation_of_its_seed() -> None:
+    shuffled = np.random.default_rng((7, 3)).permutation(9).tolist()
+    taken, _ = walk(order(9, 3, seed=7), Position(3), [3, 3, 3])
+    assert sum(taken, []) == shuffled
