@@ -96,6 +96,7 @@ class Scored(Rollouts):
 
     texts: Sequence[str]  # length B: the decoded responses, special tokens left out
     scores: Tensor  # [B] float32
+    accuracies: Tensor  # [B] float32: how right each response is; its score where the reward does not say (`acc`)
 
     def select(self, samples: Tensor) -> Self:
         """As for rollouts; the texts follow."""

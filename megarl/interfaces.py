@@ -44,8 +44,8 @@ class Sampler(Protocol):
 class Scorer(Protocol):
     """The reward."""
 
-    def score(self, rollouts: Rollouts) -> Scored:
-        """Score every sample."""
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        """Score every sample; with metrics of the scoring, the same on every rank."""
 
 
 class Policy(Protocol):

@@ -79,7 +79,7 @@ def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL
     with timers("gen"), job.sampler.awake(timers, step=step) as sync_metrics:
         rollouts = job.sampler.generate(prompts, step=step)
     with timers("reward"):
-        scored = job.scorer.score(rollouts)
+        scored, reward_metrics = job.scorer.score(rollouts)
     with timers("old_log_prob"):
         old = job.actor.infer(scored)
     with timers("ref"):
@@ -109,4 +109,4 @@ def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL
     metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(scored.lengths().sum())
-    return metrics | sync_metrics, kl
+    return metrics | reward_metrics | sync_metrics, kl

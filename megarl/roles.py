@@ -133,20 +133,21 @@ class Scorer:
     reward: RewardFn
     tokenizer: Tokenizer
 
-    def score(self, rollouts: Rollouts) -> Scored:
-        """Decode and score every sample.
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        """Decode and score every sample; metrics are those of the scoring.
 
         Raises:
             RewardError: on every rank alike, naming the sample whose reward failed.
         """
         share = range(dist.get_rank(), len(rollouts), dist.get_world_size())
 
-        def judge() -> list[tuple[str, float]]:
+        def judge() -> list[tuple[str, tuple[float, float]]]:
             texts = {sample: self.tokenizer.decode(rollouts.response_ids(sample)) for sample in share}
             return list(zip(texts.values(), score(rollouts, texts, self.reward, share=share), strict=True))
 
-        judged: list[tuple[str, float]] = [("", 0.0)] * len(rollouts)
+        judged: list[tuple[str, tuple[float, float]]] = [("", (0.0, 0.0))] * len(rollouts)
         for rank, part in enumerate(together(judge)):
             judged[rank :: dist.get_world_size()] = part
-        texts, scores = zip(*judged, strict=True)
-        return rollouts.extend(Scored, texts=texts, scores=torch.tensor(scores))
+        texts, numbers = zip(*judged, strict=True)
+        scores, accuracies = torch.tensor(numbers).unbind(-1)
+        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=accuracies), {}

@@ -26,7 +26,7 @@ class Validation:
         rows: list[Mapping[str, Any]] = []
         with self.sampler.awake(Timers(), step=step) as metrics:
             for prompts in self.prompts.batches():
-                scored = self.scorer.score(self.sampler.validate(prompts, step=step))
+                scored, _ = self.scorer.score(self.sampler.validate(prompts, step=step))
                 for sample, (text, score) in enumerate(zip(scored.texts, scored.scores.tolist(), strict=True)):
                     prompt = scored.prompt_of(sample)
                     scores[prompt.data_source].append(score)

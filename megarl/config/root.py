@@ -19,7 +19,7 @@ from megarl.learner.config import (
     OptimSection,
     RefSection,
 )
-from megarl.rewards.config import CustomRewardSection
+from megarl.rewards.config import CustomRewardSection, RewardModelSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import section
 from megarl.tracking.config import TrainerSection
@@ -53,6 +53,8 @@ class Config:
     """The value model of adv_estimator=gae."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Advantages and the KL penalty."""
+    reward_model: RewardModelSection = field(default_factory=RewardModelSection)
+    """What a response is worth."""
     custom_reward_function: CustomRewardSection = field(default_factory=CustomRewardSection)
     """A reward of the user's own."""
     trainer: TrainerSection = field(default_factory=TrainerSection)

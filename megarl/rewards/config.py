@@ -1,5 +1,7 @@
 """What a user may say about rewards."""
 
+from pydantic import FiniteFloat, PositiveFloat, PositiveInt
+
 from megarl.section import section
 
 
@@ -11,3 +13,20 @@ class CustomRewardSection:
     """Python file that defines it; null = the built-in reward of each row's data source."""
     name: str = "compute_score"
     """Its name: f(data_source, solution_str, ground_truth, extra_info) -> float."""
+
+
+@section
+class RewardModelSection:
+    """`reward_model.*`: which rewards a response gets, and what computing them may cost."""
+
+    weights: dict[str, FiniteFloat] | None = None
+    """Rules whose weighted sum is the score, by name: a built-in one, `custom`, or `data_source` for that of the row.
+    Null = the custom function where there is one, else the rule of the row's data source."""
+    num_workers: PositiveInt = 4
+    """Processes on each rank that call rules at most; they start as they are needed."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds that rules may take for one response; then their process is killed."""
+    max_memory_gb: PositiveFloat = 8.0
+    """Private memory of a process that calls rules, in 10^9 bytes."""
+    default_score: FiniteFloat = 0.0
+    """Score of a response whose rules took too long, failed or gave no finite number."""

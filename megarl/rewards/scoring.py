@@ -14,7 +14,7 @@ from megarl.rewards import REWARDS
 from megarl.rewards.config import CustomRewardSection
 
 RewardFn = Callable[..., Any]
-"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping whose `score` is one."""
+"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps `acc`."""
 
 SHOWN_CHARACTERS = 120
 
@@ -60,8 +60,8 @@ def score(
     reward: RewardFn,
     *,
     share: slice | Sequence[int] = slice(None),
-) -> list[float]:
-    """The scores of the samples in `share`, in its order; `texts[i]` is the decoded response of sample `i`.
+) -> list[tuple[float, float]]:
+    """Scores and accuracies of the samples in `share`, in its order; `texts[i]` is the decoded response of sample `i`.
 
     Raises RewardError for the first sample whose reward fails.
     """
@@ -69,7 +69,7 @@ def score(
     return [_score_one(rollouts, sample, texts[sample], reward) for sample in samples]
 
 
-def _score_one(rollouts: Rollouts, sample: int, text: str, reward: RewardFn) -> float:
+def _score_one(rollouts: Rollouts, sample: int, text: str, reward: RewardFn) -> tuple[float, float]:
     prompt = rollouts.prompt_of(sample)
     try:
         result = reward(
@@ -78,7 +78,7 @@ def _score_one(rollouts: Rollouts, sample: int, text: str, reward: RewardFn) -> 
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
         )
-        return _as_number(result)
+        return _numbers(result)
     except Exception as error:  # the user's code may raise anything; it is passed on with the sample's name
         shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
         raise RewardError(
@@ -87,11 +87,13 @@ def _score_one(rollouts: Rollouts, sample: int, text: str, reward: RewardFn) -> 
         ) from error
 
 
-def _as_number(result: Any) -> float:
-    value = result["score"] if isinstance(result, Mapping) else result
-    if not isinstance(value, Real) or not math.isfinite(value):
+def _numbers(result: Any) -> tuple[float, float]:
+    values: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
+    score = values["score"]
+    numbers = (score, values.get("acc", score))
+    if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
         raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {result!r}")
-    return float(value)
+    return float(numbers[0]), float(numbers[1])
 
 
 def _load_module(path: Path) -> ModuleType:

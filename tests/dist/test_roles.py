@@ -46,7 +46,7 @@ def judged(reward: Any) -> Any:
     from megarl.roles import Scorer
 
     try:
-        scored = Scorer(reward=reward, tokenizer=Words()).score(BATCH)
+        scored, _ = Scorer(reward=reward, tokenizer=Words()).score(BATCH)
     except RewardError as error:
         return str(error)
     return list(scored.texts), scored.scores.tolist()

@@ -32,6 +32,7 @@ def scored() -> Scored:
         truncated=torch.tensor([True, False, False, False]),
         texts=[""] * 4,
         scores=torch.tensor([1.0, 0.0, 0.5, -0.5]),
+        accuracies=torch.tensor([1.0, 0.0, 1.0, 0.0]),
     )
 
 

@@ -66,9 +66,11 @@ class World:
         self.diary.calls.append(f"validate {step}")
         return answer(prompts, LENGTHS)
 
-    def score(self, rollouts: Rollouts) -> Scored:
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         self.diary.calls.append("score")
-        return rollouts.extend(Scored, texts=[""] * len(rollouts), scores=torch.arange(4.0))
+        scores = torch.arange(4.0)
+        scored = rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores)
+        return scored, {"reward/error_rate": 0.25}
 
 
 class Learner:
@@ -151,6 +153,7 @@ def test_an_iteration_of_ppo_in_order() -> None:
     assert metrics["perf/throughput"] == pytest.approx(28 / metrics["timing_s/step"] / 4)
     assert metrics["actor/entropy"] == 2.0
     assert metrics["critic/score/mean"] == 1.5
+    assert metrics["reward/error_rate"] == 0.25
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
     assert metrics["training/rollout_probs_diff_max"] == 0.0
     assert metrics["sync/check_probs_diff_mean"] == 0.0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,18 @@ def custom(tmp_path: Path, source: str, name: str = "compute_score") -> CustomRe
     return CustomRewardSection(path=str(tmp_path / "mine.py"), name=name)
 
 
+def scores(*args: Any, **kwargs: Any) -> list[float]:
+    return [number for number, _ in score(*args, **kwargs)]
+
+
 TEXTS = ["3+5", "5-3", "nothing", "5+3"]
 
 
 def test_built_in_rewards_of_a_share_come_in_its_order() -> None:
     reward = load_reward(CustomRewardSection())
-    assert score(rollouts(), TEXTS, reward) == [1.0, 0.1, 0.0, 1.0]
-    assert score(rollouts(), TEXTS, reward, share=slice(1, None, 2)) == [0.1, 1.0]
-    assert score(rollouts(), TEXTS, reward, share=[3, 2]) == [1.0, 0.0]
+    assert scores(rollouts(), TEXTS, reward) == [1.0, 0.1, 0.0, 1.0]
+    assert scores(rollouts(), TEXTS, reward, share=slice(1, None, 2)) == [0.1, 1.0]
+    assert scores(rollouts(), TEXTS, reward, share=[3, 2]) == [1.0, 0.0]
 
 
 def test_a_custom_function_gets_the_fields_arguments(tmp_path: Path) -> None:
@@ -56,21 +61,21 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str)
 """
     reward = load_reward(custom(tmp_path, source, "by_length"))
-    assert score(rollouts(), TEXTS, reward) == [3.0, 3.0, 7.0, 3.0]
+    assert scores(rollouts(), TEXTS, reward) == [3.0, 3.0, 7.0, 3.0]
 
 
 @pytest.mark.parametrize(
-    ("body", "value"),
+    ("body", "numbers"),
     [
-        ("return 2", 2.0),
-        ("return True", 1.0),
-        ("return {'score': 0.5, 'acc': 1}", 0.5),
-        ("import numpy; return numpy.float32(0.25)", 0.25),
+        ("return 2", (2.0, 2.0)),
+        ("return True", (1.0, 1.0)),
+        ("return {'score': 0.5, 'acc': 1}", (0.5, 1.0)),
+        ("import numpy; return numpy.float32(0.25)", (0.25, 0.25)),
     ],
 )
-def test_what_field_scripts_return_is_taken(body: str, value: float, tmp_path: Path) -> None:
+def test_what_field_scripts_return_is_taken(body: str, numbers: tuple[float, float], tmp_path: Path) -> None:
     reward = load_reward(custom(tmp_path, f"def compute_score(**_):\n    {body}\n"))
-    assert score(rollouts(), TEXTS, reward, share=[0]) == [value]
+    assert score(rollouts(), TEXTS, reward, share=[0]) == [numbers]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_a_failing_reward_names_the_sample(body: str, cause: str, tmp_path: Path
     where = r"sample 2 \(data source 'countdown', data row 41, response 'nothing'\): "
     with pytest.raises(RewardError, match=where + f".*{cause}"):
         score(rollouts(), TEXTS, reward)
-    assert score(rollouts(), TEXTS, reward, share=[0, 1, 3]) == [0.0, 0.0, 0.0]
+    assert scores(rollouts(), TEXTS, reward, share=[0, 1, 3]) == [0.0, 0.0, 0.0]
 
 
 def test_a_long_response_is_shown_by_its_start() -> None:

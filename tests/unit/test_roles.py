@@ -31,7 +31,8 @@ def experience() -> Experience:
     advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [-1.0, 1.0]])
     log_probs = torch.tensor([[-2.0, -2.0], [-2.0, -1.0], [-2.0, -2.0], [-2.0, -1.0]])
     zeros = torch.zeros(4, 2)
-    return rollouts.extend(Scored, texts=[""] * 4, scores=torch.zeros(4)).extend(
+    zero = torch.zeros(4)
+    return rollouts.extend(Scored, texts=[""] * 4, scores=zero, accuracies=zero).extend(
         Experience,
         old_log_probs=log_probs,
         ref_log_probs=log_probs,
