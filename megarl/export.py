@@ -76,15 +76,20 @@ def write(arguments: Arguments, launch: Launch) -> None:
         device=local_device(device_type(arguments.trainer.device)),
     )
     load_learner(learner, arguments.checkpoint / "actor")
-    export_policy(learner, source, source.tokenizer(), arguments.out, launch)
+    export_model(learner, source, source.tokenizer(), arguments.out, launch)
 
 
-def export_policy(learner: "Learner", source: "Source", tokenizer: "Tokenizer", out: Path, launch: Launch) -> None:
-    """Write a policy with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`."""
+def export_model(learner: "Learner", source: "Source", tokenizer: "Tokenizer", out: Path, launch: Launch) -> None:
+    """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
+
+    A policy is written as a language model, a value or reward model as a sequence classifier with one label.
+    """
     from megarl.distributed.exchange import together
     from megarl.models.architecture import hf_shapes
     from megarl.reshard.files import export
 
+    if not learner.is_policy:
+        source = source.as_classifier(tokenizer)
     dtype = learner.modules[0].config.params_dtype
     if launch.rank == 0:
         source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))

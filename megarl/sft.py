@@ -28,7 +28,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.build import run_tracker
     from megarl.checkpoints import Checkpoints, State, find_checkpoint
     from megarl.data.pairs import PairStream
-    from megarl.export import export_policy
+    from megarl.export import export_model
     from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
     from megarl.learner.parallel import build_mesh
@@ -81,7 +81,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
         failed = False
     finally:
         tracker.close(failed=failed)
-    export_policy(learner, source, tokenizer, run_dir / "huggingface", launch)
+    export_model(learner, source, tokenizer, run_dir / "huggingface", launch)
 
 
 def mean_loss(learner: "Learner", pairs: "PairStream", budget: "Budget") -> float:

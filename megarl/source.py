@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,34 @@ class Source:
             )
         return tokenizer
 
+    def as_classifier(self, tokenizer: Tokenizer) -> "Source":
+        """The source as what scores sequences: transformers reads it as `...ForSequenceClassification`.
+
+        There the score stands at the last token that is not the pad token, so one has to be named.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+        config = self.hf_config | {
+            "architectures": [CLASSES[self.architecture.family]],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "pad_token_id": self.pad_token_id(tokenizer),
+        }
+        return replace(self, hf_config=config, architecture=self.architecture.with_scalar_head())
+
+    def pad_token_id(self, tokenizer: Tokenizer) -> int:
+        """What fills up batches: the token that config.json names, else the tokenizer's, else end-of-sequence."""
+        configured: int | None = self.hf_config.get("pad_token_id")
+        known = (configured, tokenizer.pad_token_id)
+        return next((pad for pad in known if pad is not None), tokenizer.eos_token_id)
+
     def write_companions(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
         """Write what a Hugging Face checkpoint has beside its weights: config, generation config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory)
-        if (generation := self.directory / "generation_config.json").exists():
+        generation = self.directory / "generation_config.json"
+        if generation.exists() and not self.architecture.scalar_head:
             shutil.copy(generation, directory)
         (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -79,6 +79,21 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _save_random(model, directory)
+    return directory
+
+
+def write_classifier(directory: Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random float32 checkpoint that gives a sequence one score; returns `directory`."""
+    settings = SIZES | VARIANTS[variant] | {"num_labels": 1, "pad_token_id": 0} | overrides
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    _save_random(model, directory)
+    return directory
+
+
+def _save_random(model: Any, directory: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
@@ -86,4 +101,3 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)
     model.save_pretrained(directory)
-    return directory

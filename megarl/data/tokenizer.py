@@ -23,6 +23,7 @@ class Tokenizer:
         self._source = source
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.pad_token_id: int | None = tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -30,19 +31,22 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation of `{role, content}` under the chat template, up to where the assistant answers.
+    def chat(self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False) -> list[int]:
+        """The ids of a conversation of `{role, content}` under the chat template.
+
+        Unless it `is_complete`, up to where the assistant answers.
 
         Raises ValueError where there is no template or the template refuses the conversation.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"the prompt is a list of messages, and the tokenizer {self._source} has no chat template: "
-                "set data.chat_template to a Jinja file or string, or make the prompt a plain string"
+                "set data.chat_template to a Jinja file or string (a reward model has its own beside its tokenizer: "
+                "chat_template.jinja), or make the prompt a plain string"
             )
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages), add_generation_prompt=not is_complete, tokenize=True, return_dict=False
             )
         except TemplateError as error:
             raise ValueError(f"the chat template of {self._source} refuses the messages: {error}") from error

@@ -1,18 +1,19 @@
 """From a Hugging Face checkpoint to a sharded `Learner`."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
-from megarl.learner.model import Role, build_model
+from megarl.learner.model import build_model
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
-from megarl.models.architecture import Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, hf_shapes
 from megarl.reshard.files import CheckpointFiles
 
 
@@ -22,7 +23,7 @@ def make_learner(
     section: MegatronSection,
     mesh: Mesh,
     *,
-    role: Role,
+    role: Literal["policy", "value"],
     device: torch.device,
     temperature: float = 1.0,
     recompute: bool = False,
@@ -36,20 +37,32 @@ def make_learner(
         architecture: what its config.json describes, overrides applied.
         section: how the model is cut and kept.
         mesh: this rank's place.
-        role: `policy` keeps the LM head; `value` has a scalar head that starts at zero.
+        role: `policy` keeps the LM head; `value` has a scalar head: that of a checkpoint that scores sequences, else
+            one that starts at zero.
         device: where it computes.
         temperature: of the sampler whose log-probabilities a policy reports.
         recompute: compute activations again in the backward pass.
         balance: spread samples by length over data-parallel ranks.
         training: optimizer section, gradient clip and number of schedule steps; None for a model that only answers.
+
+    Raises:
+        ValueError: the checkpoint lacks a parameter, or has none that a policy could predict tokens with.
     """
+    if role == "policy" and architecture.scalar_head:
+        raise ValueError(f"{checkpoint} scores sequences and predicts no tokens: a policy starts from a language model")
+    has_head = role == "policy" or architecture.scalar_head
+    if role == "value":
+        architecture = architecture.with_scalar_head()
     modules: tuple[Any, ...] = tuple(
-        build_model(architecture, section, mesh, role=role, recompute=recompute, chunk=chunk)
-        for chunk in range(mesh.vpp_size)
+        build_model(architecture, section, mesh, recompute=recompute, chunk=chunk) for chunk in range(mesh.vpp_size)
     )
     if checkpoint:
-        layout = source_layout(modules, architecture, mesh, has_value_head=role == "value")
-        CheckpointFiles(checkpoint).load(layout, weights(modules), shapes=hf_shapes(architecture))
+        layout = source_layout(modules, architecture, mesh)
+        layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
+        files = CheckpointFiles(checkpoint)
+        if has_head and architecture.scalar_head:
+            _check_head(checkpoint, files.names)
+        files.load(layout, weights(modules), shapes=hf_shapes(architecture))
     models: tuple[Any, ...] = modules
     optimizer: Optimizer | None = None
     if training:
@@ -62,9 +75,17 @@ def make_learner(
         optimizer=optimizer,
         offload=offload,
         mesh=mesh,
-        role=role,
         architecture=architecture,
         temperature=temperature,
         device=device,
         balance=balance,
     )
+
+
+def _check_head(checkpoint: Path, names: Collection[str]) -> None:
+    heads = sorted(name for name in names if not name.startswith("model."))
+    if SCORE not in heads or "score.bias" in heads:
+        raise ValueError(
+            f"{checkpoint}: the head of a model that scores sequences is one matrix here, {SCORE}; its tensors outside "
+            f"the decoder are {', '.join(heads) or 'none'}"
+        )

@@ -11,7 +11,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.weights import pieces
 from megarl.reshard.layout import Layout
 
-VALUE_HEAD = "output_layer.weight"
 ROUTER_BIAS = "router.expert_bias"
 LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
@@ -21,15 +20,11 @@ def weights(modules: Sequence[Any]) -> dict[str, torch.Tensor]:
     return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
-def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh, *, has_value_head: bool) -> Layout:
-    """The layout of the local parameters of a GPTModel, whose chunks are `modules`.
-
-    A value head is no Hugging Face parameter of the language model and has no piece.
-    """
+def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh) -> Layout:
+    """The layout of the local parameters of a GPTModel, whose chunks are `modules`."""
     return tuple(
         piece
         for param, tensor, name in _parameters(modules)
-        if not (has_value_head and name == VALUE_HEAD)
         for piece in pieces(
             architecture,
             name,

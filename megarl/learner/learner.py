@@ -7,7 +7,7 @@ global batch, which are only ever added.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from megarl.data.packing import pack, partition
 from megarl.learner.experts import share_batch_size
 from megarl.learner.heads import vocab_parallel_log_probs
 from megarl.learner.layout import source_layout, weights
-from megarl.learner.model import Role
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packed import Packed, pack_samples
@@ -45,6 +44,7 @@ class Budget:
 
     max_tokens: int  # of all sequences together, on one rank of those that share them
     max_sequences: int | None  # None: only the tokens bound it
+    num_together: int = 1  # neighbouring samples that a loss compares: they share a micro-batch, in their order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,6 @@ class Learner:
     optimizer: Optimizer | None  # None: the model only answers
     offload: Offload
     mesh: Mesh
-    role: Role
     architecture: Architecture
     temperature: float  # of the sampler whose log-probabilities a policy reports
     device: torch.device
@@ -72,16 +71,16 @@ class Learner:
             module.eval()
         with torch.no_grad(), self.offload.parameters():
             micros, outputs = self._run(batch, budget, self._outputs, forward_only=True)
-        names = ("log_probs", "entropy") if self.role == "policy" else ("values",)
+        names = ("log_probs", "entropy") if self.is_policy else ("values",)
         found = torch.zeros(len(names), *batch.mask.shape, device=self.device)
         if self.mesh.speaks_for_its_samples:
             for packed, output in zip(micros, outputs, strict=True):
-                parts = [getattr(output, name) for name in names] if self.role == "policy" else [output]
+                parts = [getattr(output, name) for name in names] if self.is_policy else [output]
                 found[:, packed.samples.to(self.device)] = torch.stack(parts)
         flat = found[:, batch.mask.to(self.device)]
         dist.all_reduce(flat)  # exactly one rank contributes each number
         rows = [torch.zeros(batch.mask.shape).masked_scatter(batch.mask, row) for row in flat.cpu()]
-        return PolicyOutputs(log_probs=rows[0], entropy=rows[1]) if self.role == "policy" else rows[0]
+        return PolicyOutputs(log_probs=rows[0], entropy=rows[1]) if self.is_policy else rows[0]
 
     def update(self, minibatches: Iterable[Rollouts], objective: Objective, budget: Budget) -> dict[str, float]:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
@@ -119,13 +118,18 @@ class Learner:
         return self._sum(metrics) | {"grad_norm": grad_norm}
 
     @property
+    def is_policy(self) -> bool:
+        """Whether it answers with log-probabilities, and not with values."""
+        return not self.architecture.scalar_head
+
+    @property
     def modules(self) -> tuple[Any, ...]:
         """The GPTModel itself: its chunks, more than one in a virtual pipeline."""
         return tuple(model.module for model in self.models) if self.optimizer else self.models
 
     def layout(self) -> Layout:
         """Which boxes of the Hugging Face parameters this rank holds."""
-        return source_layout(self.modules, self.architecture, self.mesh, has_value_head=self.role == "value")
+        return source_layout(self.modules, self.architecture, self.mesh)
 
     @contextmanager
     def weights(self) -> Iterator[dict[str, Tensor]]:
@@ -142,29 +146,33 @@ class Learner:
         packed = partial(
             pack_samples, batch, device=self.device, num_parts=num_parts, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size
         )
-        micros = [packed(samples) for samples in self._micro_batches(batch, max_tokens, budget.max_sequences)]
+        micros = [packed(samples) for samples in self._micro_batches(batch, replace(budget, max_tokens=max_tokens))]
         return micros, run_schedule(self.models, micros, head, max_tokens=max_tokens, forward_only=forward_only)
 
-    def _micro_batches(self, batch: Rollouts, max_tokens: int, max_sequences: int | None) -> list[list[int]]:
+    def _micro_batches(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
         """This rank's samples in micro-batches; as many on every data-parallel rank, because experts may span them."""
-        lengths = batch.lengths().tolist()
-        costs = lengths if self.balance else [1] * len(lengths)
-        shares = partition(costs, batch.groups.tolist(), self.mesh.dp_size)
-        packed = partial(pack, max_tokens=max_tokens, max_sequences=max_sequences)
-        most = max(len(packed([lengths[sample] for sample in share])) for share in shares)
+        lengths, size = batch.lengths().tolist(), budget.num_together
+        units = [range(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)]
+        tokens = [sum(lengths[sample] for sample in unit) for unit in units]
+        costs = tokens if self.balance else [1] * len(units)
+        groups = [int(batch.groups[unit[0]]) for unit in units]
+        shares = partition(costs, groups, self.mesh.dp_size)
+        most_units = budget.max_sequences and max(1, budget.max_sequences // size)
+        packed = partial(pack, max_tokens=budget.max_tokens, max_sequences=most_units)
+        most = max(len(packed([tokens[unit] for unit in share])) for share in shares)
         mine = shares[self.mesh.dp_rank]
-        bins = packed([lengths[sample] for sample in mine], num_bins=num_micro_batches(most, self.mesh))
-        return [[mine[place] for place in places] for places in bins]
+        bins = packed([tokens[unit] for unit in mine], num_bins=num_micro_batches(most, self.mesh))
+        return [[sample for place in places for sample in units[mine[place]]] for places in bins]
 
     def _outputs(self, hidden: Tensor, packed: Packed) -> PolicyOutputs | Tensor:
         """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
         states, module = hidden[0], self.modules[-1]
         if module.config.sequence_parallel:
-            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.role == "policy")
-        elif self.role == "policy":
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.is_policy)
+        elif self.is_policy:
             states = copy_to_tensor_model_parallel_region(states)
         states = states[packed.predictors]
-        if self.role == "value":
+        if not self.is_policy:
             values = torch.nn.functional.linear(states, module.output_layer.weight)[:, 0].float()
             return self._whole(packed.unpack(values))
         tied = module.share_embeddings_and_output_weights

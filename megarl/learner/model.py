@@ -7,7 +7,7 @@ asked for into log-probabilities or values. So no logits of a whole micro-batch 
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,11 +25,9 @@ from megarl.learner.parallel import Mesh
 from megarl.models.architecture import Architecture, RopeScaling
 from megarl.platform.cpu import megatron_platform
 
-Role = Literal["policy", "value"]
-
 
 def build_model(
-    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, role: Role, recompute: bool, chunk: int = 0
+    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool, chunk: int = 0
 ) -> GPTModel:
     """One chunk of this rank's layers, in `section.dtype`, every parameter zero: the weights come from elsewhere.
 
@@ -38,7 +36,6 @@ def build_model(
     vp_stage = chunk if mesh.vpp_size > 1 else None
     is_last = mesh.is_last_stage and chunk == mesh.vpp_size - 1
     config = transformer_config(architecture, section, mesh, recompute=recompute)
-    tied = architecture.tied_embeddings and role == "policy"
     scaling = architecture.rope_scaling if isinstance(architecture.rope_scaling, RopeScaling) else None
     with megatron_platform():
         model = GPTModel(
@@ -48,14 +45,14 @@ def build_model(
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=mesh.pp_rank == 0 and chunk == 0,
             post_process=is_last,
-            share_embeddings_and_output_weights=tied,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
             vp_stage=vp_stage,
         )
-        if is_last and role == "value":
+        if is_last and architecture.scalar_head:
             model.output_layer = ValueHead(config)
         elif is_last:
             model.output_layer.forward = hand_through

@@ -5,12 +5,14 @@ that load into the wrong function train and sample without a sign.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
 from megarl.models.families import FAMILIES, ExpertNames, Family
+
+SCORE = "score.weight"  # the scalar head in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,15 @@ class Architecture:
     max_position_embeddings: int
     experts: Experts | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: every head has keys and values of its own, or its group's
+    scalar_head: bool = False  # one number per token (`score.weight`) instead of the vocabulary's; ties nothing
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.experts is not None and layer >= self.experts.first_dense_layers
+
+    def with_scalar_head(self) -> "Architecture":
+        """The decoder of a value or reward model."""
+        return replace(self, scalar_head=True, tied_embeddings=False)
 
     @property
     def expert_names(self) -> ExpertNames:
@@ -119,6 +126,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"config.json: num_attention_heads {num_heads} does not divide by num_key_value_heads {num_key_value_heads}"
         )
+    scalar_head = _is_classifier(config)
     rope = _rope_parameters(config)
     latent = _latent(config) if traits.latent else None
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else _size(config, "head_dim", 0)
@@ -131,7 +139,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim or _size(config, "hidden_size") // num_heads,
         vocab_size=_size(config, "vocab_size"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not scalar_head,
         qkv_bias=traits.qkv_bias and bool(config.get("qkv_bias", True)),
         qk_norm=traits.qk_norm,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -140,6 +148,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         max_position_embeddings=_size(config, "max_position_embeddings"),
         experts=_experts(config) if traits.experts else None,
         latent=latent,
+        scalar_head=scalar_head,
     )
 
 
@@ -147,7 +156,8 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
 def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """The shape of every parameter of the Hugging Face checkpoint, in canonical order.
 
-    The order is embedding, layers from the first to the last, final norm, and `lm_head` unless it is tied.
+    The order is embedding, layers from the first to the last, final norm, and the head: `score` of a scalar one, else
+    `lm_head` unless it is tied.
     """
     a = architecture
     attention: Shapes = {"input_layernorm.weight": (a.hidden_size,)}
@@ -160,7 +170,9 @@ def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
         layer = sparse if a.is_sparse(number) else dense
         shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
     shapes["model.norm.weight"] = (a.hidden_size,)
-    if not a.tied_embeddings:
+    if a.scalar_head:
+        shapes[SCORE] = (1, a.hidden_size)
+    elif not a.tied_embeddings:
         shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
     return MappingProxyType(shapes)
 
@@ -227,6 +239,18 @@ def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
     if experts.shared_gate:
         shapes[f"{names.block}.{names.shared}_gate.weight"] = (1, a.hidden_size)
     return shapes
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint scores sequences instead of predicting tokens."""
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures", ())):
+        return False
+    num_labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)  # as transformers
+    if num_labels != 1:
+        raise ValueError(
+            f"config.json: num_labels {num_labels}: a model that scores sequences here gives one number (num_labels 1)"
+        )
+    return True
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -29,7 +29,6 @@ def parameter_shapes(
     grid: Grid,
     rank: int,
     *,
-    value_head: bool = False,
     grouped_experts: bool = False,
     fused_norms: bool = False,
     vocab_multiple: int = VOCAB_MULTIPLE,
@@ -42,7 +41,6 @@ def parameter_shapes(
         architecture: the sizes of the model.
         grid: the layout of the ranks.
         rank: whose parameters.
-        value_head: one output per token instead of the vocabulary's, and no tied embedding.
         grouped_experts: Transformer Engine's grouped experts instead of one module per expert.
         fused_norms: Transformer Engine's names, which fuse a norm into the linear layer behind it.
         vocab_multiple: the padded vocabulary is a multiple of this on every rank.
@@ -63,16 +61,18 @@ def parameter_shapes(
         chunks.append(chunk)
     if stage == grid.pp - 1:
         chunks[-1][FINAL_NORM] = (architecture.hidden_size,)
-        if value_head:
-            chunks[-1][OUTPUT] = (1, architecture.hidden_size)
-        elif not architecture.tied_embeddings or grid.pp > 1:
-            chunks[-1][OUTPUT] = vocabulary
+        if not architecture.tied_embeddings or grid.pp > 1:
+            chunks[-1][OUTPUT] = _output(architecture, vocabulary)
     return chunks
 
 
 def _vocabulary(a: Architecture, tp_size: int, multiple: int) -> tuple[int, int]:
     step = multiple * tp_size
     return -(-a.vocab_size // step) * multiple, a.hidden_size
+
+
+def _output(a: Architecture, vocabulary: tuple[int, int]) -> tuple[int, int]:
+    return (1, a.hidden_size) if a.scalar_head else vocabulary
 
 
 def _attention(a: Architecture, cut: Cut, *, fused_norms: bool) -> Shapes:
@@ -155,7 +155,7 @@ def trainer_layout(
     fused_norms: bool = False,
     vocab_multiple: int = VOCAB_MULTIPLE,
 ) -> Layout:
-    """What a rank of a policy's trainer holds; `param` is Megatron's name with the layer's global number."""
+    """What a rank of a model's trainer holds; `param` is Megatron's name with the layer's global number."""
     chunks = parameter_shapes(
         architecture,
         grid,
@@ -178,7 +178,7 @@ def _layout(architecture: Architecture, shapes: Shapes, cut: Cut, dtype: torch.d
 def trainer_placement(
     architecture: Architecture, grid: Grid, *, dtype: torch.dtype, vocab_multiple: int = VOCAB_MULTIPLE
 ) -> Placement:
-    """Who of a policy's trainer holds which boxes.
+    """Who of a model's trainer holds which boxes.
 
     All layers of a kind are cut alike, and so are their experts: boxes are worked out for one of each, and ranks for
     one parameter of each stage and block of experts.
@@ -220,7 +220,7 @@ def _ends(
         first = [[*front, *back] for front, back in zip(first, last, strict=True)]
     at_last: Shapes = {FINAL_NORM: (architecture.hidden_size,)}
     if not architecture.tied_embeddings:
-        at_last[OUTPUT] = vocabulary
+        at_last[OUTPUT] = _output(architecture, vocabulary)
     found = placed(placement_of([_layout(architecture, {EMBEDDING: vocabulary}, cut, dtype) for cut in cuts]), first)
     return found | placed(placement_of([_layout(architecture, at_last, cut, dtype) for cut in cuts]), last)
 

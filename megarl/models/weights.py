@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megarl.models.architecture import Architecture, hf_shapes
+from megarl.models.architecture import SCORE, Architecture, hf_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
 from megarl.reshard.layout import Box, Piece, row_major, whole
@@ -197,6 +197,8 @@ MODEL: Mapping[str, Rule] = {
     "output_layer.weight": Vocabulary("lm_head.weight", "model.embed_tokens.weight"),
 }
 
+SCALAR_HEAD: Mapping[str, Rule] = {"output_layer.weight": Replicated(SCORE)}
+
 # Transformer Engine fuses a norm into the linear layer behind it, so the norms have two names.
 LAYER: Mapping[str, Rule] = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
@@ -292,7 +294,8 @@ def pieces(
 def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[Rule, Shard]:
     layer = LAYER_NAME.fullmatch(name)
     if not layer:
-        return _known((MODEL,), name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
+        tables = (SCALAR_HEAD, MODEL) if architecture.scalar_head else (MODEL,)
+        return _known(tables, name, name), Shard(architecture, "", shape, cut.tp_rank, cut.tp_size)
     prefix, rest = f"model.layers.{layer[1]}.", layer[2]
     attention = LATENT_ATTENTION if architecture.latent else ATTENTION
     if experts := architecture.experts:

@@ -86,7 +86,7 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
 
 def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
     """Weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
-    shapes = parameter_shapes(model.architecture, workload.grid, rank, value_head=model.infers.role == "value")
+    shapes = parameter_shapes(model.architecture, workload.grid, rank)
     if model.updates is None:
         return frozen_states(shapes, model.section)
     return trained_states(shapes, model.section, workload.grid)

@@ -74,7 +74,7 @@ def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> I
     if architecture is not None:
         yield TrainerModel(
             name="critic",
-            architecture=architecture,
+            architecture=architecture.with_scalar_head(),
             section=critic.megatron,
             infers=_work(config, grid, critic.forward_micro_batch_size or critic.ppo_micro_batch_size, role="value"),
             updates=_work(

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -48,6 +48,11 @@ class CheckpointFiles:
             self._file_of = {name: directory / file for name, file in weight_map.items()}
         else:
             raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+    @property
+    def names(self) -> Collection[str]:
+        """The stored tensors."""
+        return self._file_of.keys()
 
     def layout(self) -> Layout:
         """One piece per stored tensor, as it is stored; `param` is the tensor's name."""

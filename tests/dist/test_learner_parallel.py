@@ -89,7 +89,7 @@ def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
     mesh, rank = fresh_mesh(section), dist.get_rank()
     architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
     chunks = [
-        build_model(architecture, section, mesh, role="policy", recompute=False, chunk=chunk)
+        build_model(architecture, section, mesh, recompute=False, chunk=chunk)
         for chunk in range(mesh.vpp_size if mesh.grid.ep == 1 else 0)  # experts have models of their own
     ]
     stage = mesh.grid.stage(rank)

@@ -98,5 +98,5 @@ def test_frozen_and_value_models(pool: RankPool) -> None:
     for rank, real in enumerate(pool.run(2, allocated, "llama", split, "policy", False)):
         assert real == frozen_states(parameter_shapes(model, grid, rank), section)
     for rank, real in enumerate(pool.run(2, allocated, "llama", split, "value", True)):
-        plan = trained_states(parameter_shapes(model, grid, rank, value_head=True), section, grid)
+        plan = trained_states(parameter_shapes(model.with_scalar_head(), grid, rank), section, grid)
         assert real.weights == pytest.approx(plan.weights, rel=0.01)

@@ -91,6 +91,17 @@ def test_old_and_new_rotary_settings_mean_the_same(rope):
     assert architecture.rope_scaling == RopeScaling(factor=32.0)
 
 
+SCORES = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+
+
+def test_a_sequence_classifier_has_one_score_instead_of_a_language_models_head():
+    model = read_architecture(LLAMA | SCORES | {"tie_word_embeddings": True})
+    policy = read_architecture(LLAMA | {"architectures": ["LlamaForCausalLM"], "num_labels": 1})
+    assert model == policy.with_scalar_head()
+    assert list(hf_shapes(model).items())[-1] == ("score.weight", (1, model.hidden_size))
+    assert list(hf_shapes(policy).items())[-1] == ("lm_head.weight", (model.vocab_size, model.hidden_size))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -108,6 +119,8 @@ def test_old_and_new_rotary_settings_mean_the_same(rope):
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "does not divide by num_key_value_heads 3"),
         ({"vocab_size": None}, "has no vocab_size"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels 2"),
+        (SCORES | {"id2label": {"0": "bad", "1": "so-so", "2": "good"}}, "num_labels 3"),
     ],
 )
 def test_what_we_cannot_compute_is_refused_by_name(change, message):
