@@ -4,14 +4,15 @@
                           /rng/rank_0.pt     generator states of each rank
                           /huggingface/      config and tokenizer, for export
                           /state.json        step and KL coefficient; the prompts follow from the step
+                          /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
 
-A checkpoint is written under another name and renamed when every rank has finished, so a crash leaves the one before.
-All ranks see the same RUN_DIR.
+A checkpoint is written under another name, brought to the disk, given its manifest and renamed, so a crash leaves the
+one before; one that is damaged later is passed over. All ranks see the same RUN_DIR.
 """
 
 import json
-import os
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +24,9 @@ import torch.distributed as dist
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
+from megarl.manifest import find_damage, sync_directory, write_manifest, write_whole
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -59,7 +63,9 @@ class Checkpoints:
         for name, learner in self.learners.items():
             save_learner(learner, part / name)
         together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
-        together(lambda: self._finish(part, final, State(step, kl_coef)) if main else None)
+        together(lambda: self._write_companions(part, State(step, kl_coef)) if main else None)
+        write_manifest(part)
+        together(lambda: self._publish(part, final, step) if main else None)
 
     def load(self, checkpoint: Path) -> State:
         """Bring the learners and generators to the state of `checkpoint`. Collective."""
@@ -70,43 +76,53 @@ class Checkpoints:
             _set_random_states(torch.load(rng, weights_only=True))
         return State.read(checkpoint)
 
-    def _finish(self, part: Path, final: Path, state: State) -> None:
+    def _write_companions(self, part: Path, state: State) -> None:
         self.write_huggingface(part / "huggingface")
-        _write(part / "state.json", json.dumps(asdict(state)))
+        write_whole(part / "state.json", json.dumps(asdict(state)))
+
+    def _publish(self, part: Path, final: Path, step: int) -> None:
+        """Give a whole checkpoint its name, and remove the oldest."""
         old = self.directory / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():  # a run that was sent back before this step
             final.rename(old)
         part.rename(final)
-        _write(self.directory / LATEST, str(state.step))
+        sync_directory(self.directory)
+        write_whole(self.directory / LATEST, str(step))
         shutil.rmtree(old, ignore_errors=True)
         steps = sorted(saved_steps(self.directory))
-        for step in steps[: -self.keep] if self.keep else []:
-            if step != state.step:
-                shutil.rmtree(self.directory / f"{PREFIX}{step}")
+        for other in steps[: -self.keep] if self.keep else []:
+            if other != step:
+                shutil.rmtree(self.directory / f"{PREFIX}{other}")
 
 
 def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | None:
-    """The checkpoint to continue from, None to start afresh.
+    """The checkpoint to continue from, None to start afresh. Collective: every file of it is looked at.
 
     Raises:
-        ValueError: there is none at the `path` of mode resume_path, or none of those that the directory had is left.
+        ValueError: there is none at the `path` of mode resume_path or it is damaged, or none of those that the
+            directory had is left whole.
     """
     if mode == "resume_path":
         checkpoint = Path(str(path))
         if not (checkpoint / "state.json").is_file():
             raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
+        if damage := find_damage(checkpoint):
+            raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
         return checkpoint
     latest = directory / LATEST
     if mode == "disable" or not latest.is_file():
         return None
     last = int(latest.read_text())
-    if not (steps := [step for step in saved_steps(directory) if step <= last]):
-        raise ValueError(
-            f"{latest} says {last}, but there is no {PREFIX}{last} or earlier: bring it back, name another by "
-            "trainer.resume_mode=resume_path, or start afresh with trainer.resume_mode=disable"
-        )
-    return directory / f"{PREFIX}{max(steps)}"  # an earlier one where a crash came while the last was being replaced
+    for step in sorted((step for step in saved_steps(directory) if step <= last), reverse=True):
+        checkpoint = directory / f"{PREFIX}{step}"
+        if not (damage := find_damage(checkpoint)):
+            return checkpoint  # an earlier one where a crash came while the last was being replaced
+        logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
+    raise ValueError(
+        f"{latest} says {last}, but there is no whole {PREFIX}{last} or earlier: bring it back, name another by "
+        "trainer.resume_mode=resume_path, or start afresh with trainer.resume_mode=disable"
+    )
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -119,16 +135,6 @@ def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     for name in (*names, "rng", "huggingface"):
         (part / name).mkdir(parents=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Checkpoints on disk: whole or not at all, whenever the process dies."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoints import LATEST, Checkpoints, State, find_checkpoint
+from megarl.manifest import NAME, write_manifest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,6 +118,7 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = directory / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step))))
+    write_manifest(checkpoint)
     return checkpoint
 
 
@@ -146,5 +148,44 @@ def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
 
 def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("3")
-    with pytest.raises(ValueError, match="says 3, but there is no global_step_3 or earlier.*resume_mode=disable"):
+    with pytest.raises(ValueError, match="says 3, but there is no whole global_step_3 or earlier.*resume_mode=disable"):
         found(tmp_path)
+
+
+def truncate(path: Path) -> str:
+    path.write_bytes(path.read_bytes()[:-1])
+    return f"{path} has {path.stat().st_size} bytes instead of {path.stat().st_size + 1}"
+
+
+def flip_a_bit(path: Path) -> str:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return f"{path} has another content than when it was written"
+
+
+def remove(path: Path) -> str:
+    path.unlink()
+    return f"{path} is missing"
+
+
+def spoil_manifest(path: Path) -> str:
+    manifest = path.parents[1] / NAME
+    manifest.write_text(manifest.read_text()[:-5])
+    return f"{manifest} is damaged"
+
+
+@pytest.mark.parametrize("spoil", [truncate, flip_a_bit, remove, spoil_manifest])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
+) -> None:
+    for step in (1, 2, 3):
+        checkpoints(tmp_path, keep=None).save(step=step, kl_coef=0.5)
+    for step in (2, 3):
+        message = spoil(tmp_path / f"global_step_{step}" / "rng" / "rank_0.pt")
+    assert found(tmp_path) == tmp_path / "global_step_1"
+    assert f"{tmp_path / 'global_step_3'} is damaged and passed over: {message}" in caplog.text
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*global_step_2 is damaged: "):
+        find_checkpoint(tmp_path, mode="resume_path", path=str(tmp_path / "global_step_2"))
+    checkpoints(tmp_path, keep=2).save(step=3, kl_coef=0.5)  # the run comes by here again
+    assert found(tmp_path) == tmp_path / "global_step_3"
