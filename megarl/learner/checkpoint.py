@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.learner.learner import Learner
 from megarl.learner.optimizer import Optimizer, torch_optimizers
+from megarl.learner.patches import reading_data_only
 from megarl.platform.cpu import megatron_platform
 
 CONFIGURED = ("max_lr", "min_lr", "betas")
@@ -30,8 +31,8 @@ def save_learner(learner: Learner, directory: Path) -> None:
 
 
 def load_learner(learner: Learner, directory: Path) -> None:
-    """Read what `save_learner` wrote, under whatever split. Collective."""
-    with learner.offload.everything(), megatron_platform():
+    """Read what `save_learner` wrote, under whatever split; a checkpoint that names code is refused. Collective."""
+    with learner.offload.everything(), megatron_platform(), reading_data_only():
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
         for chunk, module in zip(state["model"], learner.modules, strict=True):
             module.load_state_dict(chunk)

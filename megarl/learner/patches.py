@@ -1,8 +1,12 @@
-"""Every change megarl makes to Megatron-Core, with the versions it was needed in and why."""
+"""Every change megarl makes to Megatron-Core and to torch under it, with the versions it was needed in and why."""
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +19,17 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 
 from megarl.learner.latent import DownProjection
+
+FORCE_DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+INDEX_NAMES = (
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+)
 
 
 def apply_patches() -> None:
@@ -30,6 +43,36 @@ def apply_patches() -> None:
     _leave_whole_queries_alone()
     _load_state_of_torch_optimizers()
     _exchange_shapes_in_order()
+
+
+@contextmanager
+def reading_data_only() -> Iterator[None]:
+    """torch 2.11, 2.13: a sharded checkpoint's index is a pickle, and its small objects are loaded as any pickle.
+
+    Within the block both may name only the types that torch itself puts there, so reading a checkpoint calls no code;
+    one that names something else is an error.
+    """
+    forced = os.environ.get(FORCE_DATA_ONLY)
+    os.environ[FORCE_DATA_ONLY] = "1"
+    filesystem.pickle = SimpleNamespace(load=lambda file: _IndexUnpickler(file).load())
+    try:
+        yield
+    finally:
+        filesystem.pickle = pickle
+        if forced is None:
+            del os.environ[FORCE_DATA_ONLY]
+        else:
+            os.environ[FORCE_DATA_ONLY] = forced
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in INDEX_MODULES else None
+        is_record = isinstance(found, type) and found.__module__ == module
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (is_record or is_dtype or (module, name) in INDEX_NAMES):
+            raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of torch's")
+        return super().find_class(module, name)
 
 
 def _keep_random_state() -> None:

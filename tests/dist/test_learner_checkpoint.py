@@ -1,12 +1,17 @@
 """A learner that is saved and loaded goes on as the one that was not, also under another split."""
 
+import io
 import json
+import os
+import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.learner.config import MegatronSection, OptimSection
 from tests.dist.test_learner_split import ACTOR, CRITIC, experience, sizes
@@ -93,3 +98,53 @@ def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(pool: Ran
     now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
     [(metrics, _)] = pool.run(1, learn, source, "policy", sizes(1, 1), None, saved, True, now)
     assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half
+
+
+class Planted:
+    """An object whose pickle calls code."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+def plant_in_index(checkpoint: Path, witness: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(witness)))
+
+
+def plant_in_common_state(checkpoint: Path, witness: Path) -> None:
+    torch.save({"schedule": Planted(witness)}, checkpoint / "common.pt")
+
+
+def plant_in_object(checkpoint: Path, witness: Path) -> None:
+    """In place of the first small object that lies among the shards."""
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for name, what in index.storage_data.items():
+        if isinstance(index.state_dict_metadata[name.fqn], BytesStorageMetadata):
+            buffer = io.BytesIO()
+            torch.save(Planted(witness), buffer)
+            (checkpoint / "planted.distcp").write_bytes(buffer.getvalue())
+            what.relative_path, what.offset, what.length = "planted.distcp", 0, len(buffer.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def load_refused(source: Path, directory: Path) -> str:
+    """What a rank says of a checkpoint that it must not read."""
+    with pytest.raises(BaseException) as refused:  # torch's own is no Exception
+        learn(source, "policy", sizes(1, 1), None, directory, True)
+    return repr(refused.value)
+
+
+def test_code_in_a_checkpoint_is_not_run(pool: RankPool, tmp_path: Path) -> None:
+    source, saved = write_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "saved"
+    saved.mkdir()
+    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
+    for plant in (plant_in_index, plant_in_common_state, plant_in_object):
+        spoiled, witness = tmp_path / plant.__name__, tmp_path / f"{plant.__name__}_ran"
+        shutil.copytree(saved, spoiled)
+        plant(spoiled, witness)
+        (message,) = pool.run(1, load_refused, source, spoiled)
+        assert "mkdir" in message, plant.__name__
+        assert not witness.exists(), plant.__name__
