@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem as checkpoint_files
 
 from megarl.learner.latent import DownProjection
 
@@ -54,11 +54,12 @@ def reading_data_only() -> Iterator[None]:
     """
     forced = os.environ.get(FORCE_DATA_ONLY)
     os.environ[FORCE_DATA_ONLY] = "1"
-    filesystem.pickle = SimpleNamespace(load=lambda file: _IndexUnpickler(file).load())
+    files: Any = checkpoint_files
+    files.pickle = SimpleNamespace(load=lambda file: _IndexUnpickler(file).load())
     try:
         yield
     finally:
-        filesystem.pickle = pickle
+        files.pickle = pickle
         if forced is None:
             del os.environ[FORCE_DATA_ONLY]
         else:
