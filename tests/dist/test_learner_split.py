@@ -77,6 +77,7 @@ def experience() -> Experience:
         truncated=torch.zeros(8, dtype=torch.bool),
         texts=[""] * 8,
         scores=torch.zeros(8),
+        accuracies=torch.zeros(8),
         old_log_probs=old,
         ref_log_probs=old + 0.1 * noise(),
         values=0.1 * noise(),

@@ -41,6 +41,7 @@ def experience(*, garbage: float = 0.0) -> Experience:
         truncated=torch.zeros(NUM_SAMPLES, dtype=torch.bool),
         texts=[""] * NUM_SAMPLES,
         scores=torch.zeros(NUM_SAMPLES),
+        accuracies=torch.zeros(NUM_SAMPLES),
         old_log_probs=field(1.0),
         ref_log_probs=field(1.0),
         values=field(1.0),
