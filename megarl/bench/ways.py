@@ -13,7 +13,7 @@ from megarl.distributed.exchange import together
 from megarl.learner.model import padded_vocab_size
 from megarl.reshard.executor import Destination, Reshard
 from megarl.reshard.layout import placement_of
-from megarl.reshard.planner import lower_bound, make_plan
+from megarl.reshard.planner import lower_bound, plan_between
 from megarl.rollout.full_tensors import load_full_tensors
 
 
@@ -25,18 +25,10 @@ class Direct:
         self._learner, self._engine = learner, engine
         rank = torch.distributed.get_rank()
         sources, destinations = together(learner.layout), together(engine.weights.layout)
-        source, destination = placement_of(sources), placement_of(destinations)
-        self._plan = make_plan(
-            source,
-            destination,
-            held=sources[rank],
-            needed=destinations[rank],
-            rank=rank,
-            world_size=len(sources),
-            ranks_per_node=ranks_per_node,
-            bucket_bytes=bucket_bytes,
+        self._plan = plan_between(
+            sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes
         )
-        self.bytes_lower_bound = lower_bound(source, destination, rank=rank)
+        self.bytes_lower_bound = lower_bound(placement_of(sources), placement_of(destinations), rank=rank)
         self.bytes_received = self._plan.bytes_received
         self.reshard = Reshard(self._plan, device=learner.device)
 

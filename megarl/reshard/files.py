@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.reshard.executor import Reshard, SyncReport
-from megarl.reshard.layout import Layout, Piece, placement_of, row_major, whole
-from megarl.reshard.planner import make_plan
+from megarl.reshard.layout import Layout, Piece, row_major, whole
+from megarl.reshard.planner import plan_between
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -138,41 +138,23 @@ def export(
     Raises:
         ValueError: some parameter is held by nobody.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     files = _split(shapes, dtype, max_shard_bytes)
-    writer_of = {file: number * world_size // len(files) for number, file in enumerate(files)}
-    destinations = [
-        [_whole_piece(name, shapes[name], dtype) for file in files if writer_of[file] == writer for name in files[file]]
-        for writer in range(world_size)
-    ]
-    plan = make_plan(
-        placement_of(sources),
-        placement_of(destinations),
-        held=sources[rank],
-        needed=destinations[rank],
-        rank=rank,
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-        bucket_bytes=bucket_bytes,
-    )
+    shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
+    destinations = [list(chain.from_iterable(share.values())) for share in shares]
+    plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
     directory.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         (directory / CONFIG).unlink(missing_ok=True)
     dist.barrier(group)
     with ExitStack() as stack:
         writer = ShardWriter()
-        for file in files:
-            if writer_of[file] == rank:
-                pieces = [piece for piece in destinations[rank] if piece.name in files[file]]
-                writer.add(stack.enter_context(replacing(directory / file)), pieces)
+        for file, pieces in shares[rank].items():
+            writer.add(stack.enter_context(replacing(directory / file)), pieces)
         report = Reshard(plan, group=group, device=device).run(tensors, writer)
     dist.barrier(group)
     if rank == 0:
-        _remove_others(directory, files)
-        if len(files) > 1:
-            _write_index(directory, shapes, files, dtype)
-        config = {key: value for key, value in config.items() if key != "dtype"}  # the newer name of torch_dtype
-        _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        _finish(directory, files, shapes, config, dtype)
     dist.barrier(group)
     return report
 
@@ -232,6 +214,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _finish(
+    directory: Path,
+    files: Mapping[str, Sequence[str]],
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    """Remove what an earlier export left, and write what makes this one complete."""
+    _remove_others(directory, files)
+    if len(files) > 1:
+        _write_index(directory, shapes, files, dtype)
+    config = {key: value for key, value in config.items() if key != "dtype"}  # the newer name of torch_dtype
+    _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with replacing(path) as file:
         file.write(json.dumps(content, indent=2).encode())
@@ -264,6 +261,16 @@ def _split(shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> dict[str
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
+
+
+def _shares(
+    files: Mapping[str, Sequence[str]], shapes: Shapes, dtype: torch.dtype, *, num_writers: int
+) -> list[dict[str, list[Piece]]]:
+    """The files that each rank writes, neighbouring ones together, with their parameters."""
+    shares: list[dict[str, list[Piece]]] = [{} for _ in range(num_writers)]
+    for number, (file, names) in enumerate(files.items()):
+        shares[number * num_writers // len(files)][file] = [_whole_piece(name, shapes[name], dtype) for name in names]
+    return shares
 
 
 def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement
+from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement, placement_of
 from megarl.reshard.plan import DELAY, RankPlan, Template
 from megarl.reshard.proof import check_plan
 from megarl.reshard.routes import Routes, find_routes, union_numel
@@ -65,6 +65,29 @@ def make_plan(
     plan = schedule.plan(rank, held, needed)
     check_plan(plan)
     return plan
+
+
+def plan_between(
+    sources: Sequence[Layout],
+    destinations: Sequence[Layout],
+    *,
+    rank: int,
+    ranks_per_node: int,
+    bucket_bytes: int,
+    two_level: bool = False,
+) -> RankPlan:
+    """The proven plan of one rank, where the layouts of all ranks are known; as `make_plan`."""
+    return make_plan(
+        placement_of(sources),
+        placement_of(destinations),
+        held=sources[rank],
+        needed=destinations[rank],
+        rank=rank,
+        world_size=len(sources),
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=bucket_bytes,
+        two_level=two_level,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from megarl.models.architecture import Experts
 from megarl.reshard.checksums import SyncError
 from megarl.reshard.executor import Reshard, TensorDestination
-from megarl.reshard.layout import Piece, placement_of, row_major, whole
-from megarl.reshard.planner import make_plan
+from megarl.reshard.layout import Piece, row_major, whole
+from megarl.reshard.planner import plan_between
 from tests.layouts import architecture, blank, engine_layouts, filled, index_valued, trainer_layouts
 from tests.ranks import RankPool
 
@@ -25,20 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def pool():
     with RankPool(8) as ranks:
         yield ranks
-
-
-def plan_of(sources, needs, *, rank, ranks_per_node, bucket_bytes, two_level=False):
-    return make_plan(
-        placement_of(sources),
-        placement_of(needs),
-        held=sources[rank],
-        needed=needs[rank],
-        rank=rank,
-        world_size=len(sources),
-        ranks_per_node=ranks_per_node,
-        bucket_bytes=bucket_bytes,
-        two_level=two_level,
-    )
 
 
 class Watched(TensorDestination):
@@ -71,7 +57,7 @@ def reshard_model(trainer, engine, source_dtype, destination_dtype, bucket_bytes
     model = architecture(num_layers=4, family="qwen3_moe" if experts else "qwen3", experts=experts)
     sources = trainer_layouts(model, **trainer, dp=world // trainer["tp"] // trainer["pp"], dtype=DTYPES[source_dtype])
     needs = engine_layouts(model, tp=engine, replicas=world // engine, dtype=DTYPES[destination_dtype])
-    plan = plan_of(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=bucket_bytes, two_level=two_level)
+    plan = plan_between(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=bucket_bytes, two_level=two_level)
     reshard = Reshard(plan, device=CPU)
     for shift in (0.0, 1.0):  # a second update finds no trace of the first
         checkpoint = {name: (tensor + shift) % 251 for name, tensor in index_valued(model).items()}
@@ -115,7 +101,7 @@ def silent_ranks():
     box = whole((3, 5))
     layout = [Piece("w", box, "local", 0, row_major(box.shape), torch.float32)]
     for sources, needs in (([layout, [], [], []], [[], [], layout, []]), ([[]] * 4, [[]] * 4)):
-        plan = plan_of(sources, needs, rank=rank, ranks_per_node=4, bucket_bytes=1 << 20)
+        plan = plan_between(sources, needs, rank=rank, ranks_per_node=4, bucket_bytes=1 << 20)
         destination = TensorDestination(needs[rank], blank(needs[rank]))
         source = {"local": torch.arange(15.0)} if sources[rank] else {}
         report = Reshard(plan, device=CPU).run(source, destination)
@@ -133,7 +119,7 @@ def different_plans():
     rank = dist.get_rank()
     model = architecture()
     layouts = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2)
-    plan = plan_of(*layouts, rank=rank, ranks_per_node=2, bucket_bytes=4096 if rank else 2048)
+    plan = plan_between(*layouts, rank=rank, ranks_per_node=2, bucket_bytes=4096 if rank else 2048)
     with pytest.raises(RuntimeError, match="the ranks have different plans"):
         Reshard(plan, device=CPU)
 
@@ -199,7 +185,7 @@ def reshard_with_a_fault(kind):
     rank = dist.get_rank()
     model = architecture(num_layers=1)
     sources, needs = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2)
-    plan = plan_of(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=1 << 20)
+    plan = plan_between(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=1 << 20)
     source = filled(sources[rank], index_valued(model))
     with pytest.raises(SyncError) as caught:
         kind(plan, device=CPU).run(source, TensorDestination(needs[rank], blank(needs[rank])), check=True)
@@ -218,7 +204,7 @@ def memory(num_layers):
     rank, bucket_bytes = dist.get_rank(), 8192
     model = architecture(num_layers=num_layers, hidden_size=64, ffn_hidden_size=256)
     sources, needs = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2, dtype=torch.bfloat16)
-    plan = plan_of(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=bucket_bytes)
+    plan = plan_between(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=bucket_bytes)
     source = filled(sources[rank], index_valued(model))
     destination = TensorDestination(needs[rank], blank(needs[rank]))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -54,21 +54,16 @@ class Pair:
         from megarl.distributed.exchange import together
         from megarl.learner.learner import Budget
         from megarl.reshard.executor import Reshard
-        from megarl.reshard.layout import placement_of
-        from megarl.reshard.planner import make_plan
+        from megarl.reshard.planner import plan_between
         from megarl.roles import Sampler
         from megarl.rollout.config import RolloutSection, SyncSection
         from megarl.selfcheck import SelfCheck
 
         held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
-        needed = self.engine.weights.layout()
-        plan = make_plan(
-            placement_of(together(lambda: held)),
-            placement_of(together(lambda: needed)),
-            held=held,
-            needed=needed,
+        plan = plan_between(
+            together(lambda: held),
+            together(self.engine.weights.layout),
             rank=dist.get_rank(),
-            world_size=2,
             ranks_per_node=2,
             bucket_bytes=64 << 10,
         )

@@ -72,8 +72,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.models.architecture import hf_shapes, read_architecture
     from megarl.objectives import SFTObjective
     from megarl.reshard.executor import Reshard
-    from megarl.reshard.layout import placement_of
-    from megarl.reshard.planner import make_plan
+    from megarl.reshard.planner import plan_between
     from megarl.roles import Sampler
     from megarl.rollout.config import RolloutSection, SyncSection
     from megarl.selfcheck import SelfCheck
@@ -93,16 +92,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     )
     sources, destinations = together(learner.layout), together(engine.weights.layout)
     rank = torch.distributed.get_rank()
-    plan = make_plan(
-        placement_of(sources),
-        placement_of(destinations),
-        held=sources[rank],
-        needed=destinations[rank],
-        rank=rank,
-        world_size=WORLD_SIZE,
-        ranks_per_node=2,
-        bucket_bytes=BUCKET_BYTES,
-    )
+    plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
     budget = Budget(max_tokens=400, max_sequences=None)
     sampler = Sampler(
         engine=engine,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.models.architecture import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
-from megarl.reshard.planner import Schedule, lower_bound, make_plan
+from megarl.reshard.planner import Schedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement
 from tests.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
 
@@ -48,19 +48,6 @@ def schedule_of(sources, destinations, *, ranks_per_node, bucket_bytes, two_leve
         ranks_per_node=ranks_per_node,
         bucket_bytes=bucket_bytes,
         two_level=two_level,
-    )
-
-
-def plan_of(sources, destinations, *, rank, ranks_per_node, bucket_bytes):
-    return make_plan(
-        placement_of(sources),
-        placement_of(destinations),
-        held=sources[rank],
-        needed=destinations[rank],
-        rank=rank,
-        world_size=len(sources),
-        ranks_per_node=ranks_per_node,
-        bucket_bytes=bucket_bytes,
     )
 
 
@@ -253,7 +240,7 @@ def test_own_copy_first_then_the_node_then_the_least_loaded():
     a, b = Box((0,), (4,)), Box((0,), (2,))
     sources = [[piece("a", a, "x"), piece("b", b, "y")], [], [piece("a", a, "x")], []]
     needs = [piece("a", a, "x"), piece("b", b, "y")]
-    plans = [plan_of(sources, [needs] * 4, rank=rank, ranks_per_node=2, bucket_bytes=1000) for rank in range(4)]
+    plans = [plan_between(sources, [needs] * 4, rank=rank, ranks_per_node=2, bucket_bytes=1000) for rank in range(4)]
     peers = [
         {transfer.piece.name: transfer.peer for wave in plan.waves for transfer in wave.receives} for plan in plans
     ]
@@ -282,33 +269,33 @@ def test_what_nobody_holds_is_named():
     sources = [[piece("w", Box((0, 0), (2, 3)))], []]
     destinations = [[], [piece("w", Box((1, 0), (4, 3)))]]
     with pytest.raises(ValueError, match=r"reshard w: rank 1 needs \[1:4, 0:3\], of which 3 of 9 elements are held"):
-        plan_of(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
+        plan_between(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
     with pytest.raises(ValueError, match="reshard w: .* 0 of 9"):
-        plan_of([[], []], destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
+        plan_between([[], []], destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
 
 
 def test_a_bucket_below_one_element_per_reader_is_refused():
     sources, destinations = [[piece("w", whole((2,)))], []], [[], [piece("w", whole((2,)))]]
     with pytest.raises(ValueError, match="reshard w: a bucket of 15 bytes is too small"):
-        plan_of(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=15)
+        plan_between(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=15)
 
 
 def test_one_parameter_of_two_types_is_refused():
     layouts = [[piece("w", whole((2,)))], [piece("w", whole((2,)), dtype=torch.bfloat16)]]
     with pytest.raises(ValueError, match=r"w is torch.bfloat16 on rank 1 and torch.float32 on an earlier"):
-        plan_of(layouts, layouts, rank=0, ranks_per_node=2, bucket_bytes=100)
+        plan_between(layouts, layouts, rank=0, ranks_per_node=2, bucket_bytes=100)
 
 
 def test_an_element_written_twice_is_refused():
     sources = [[piece("w", whole((4, 2)), "w"), piece("v", whole((2,)), "v")]]
     destinations = [[piece("w", whole((4, 2)), "fused"), piece("v", whole((2,)), "fused", offset=7)]]
     with pytest.raises(ValueError, match=r"rank 0: w \[0:4, 0:2\] and v \[0:2\] share an element of fused"):
-        plan_of(sources, destinations, rank=0, ranks_per_node=1, bucket_bytes=100)
+        plan_between(sources, destinations, rank=0, ranks_per_node=1, bucket_bytes=100)
 
 
 def test_an_element_not_written_is_refused():
     layout = [piece("w", whole((4, 2)))]
-    plan = plan_of([layout], [layout], rank=0, ranks_per_node=1, bucket_bytes=100)
+    plan = plan_between([layout], [layout], rank=0, ranks_per_node=1, bucket_bytes=100)
     with pytest.raises(ValueError, match=r"rank 0: the plan writes 0 of the 2 elements of v \[0:2\] in local"):
         check_plan(replace(plan, needed=[*layout, piece("v", whole((2,)), offset=8)]))
 
@@ -327,5 +314,5 @@ def test_interleaved_columns_do_not_overlap():
     """Two pieces that share rows but no element, as a row-parallel parameter cut twice."""
     halves = [Box((0, 0), (3, 2)), Box((0, 2), (3, 4))]
     layout = [Piece("w", box, "local", box.lo[1], (4, 1), FLOAT) for box in halves]
-    plan = plan_of([layout], [layout], rank=0, ranks_per_node=1, bucket_bytes=1000)
+    plan = plan_between([layout], [layout], rank=0, ranks_per_node=1, bucket_bytes=1000)
     assert len(list(plan.wave(0).written())) == 2
