@@ -20,7 +20,6 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.loop import KL, Job, Schedule
-from megarl.models.architecture import hf_shapes
 from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
@@ -184,14 +183,10 @@ def _validation(
 
 def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    overrides = {"hf_overrides": policy.model.override_config} if policy.model.override_config else {}
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
-    return RolloutEngine(
-        replace(rollout, engine_kwargs=rollout.engine_kwargs | overrides),
-        model_dir=source.directory,
-        shapes=hf_shapes(source.architecture),
-        num_key_value_heads=source.architecture.num_key_value_heads,
+    return source.start_engine(
+        rollout,
         stop_token_ids=stop_token_ids(source.directory, tokenizer.eos_token_id),
         max_model_len=rollout.prompt_length + rollout.response_length,
         max_sequences=prompts_per_replica * rollout.n,

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megarl.models.architecture import Architecture, hf_shapes, read_architectur
 from megarl.models.hub import local_directory, read_config
 from megarl.reshard.files import SINGLE, ShardWriter, replacing
 from megarl.reshard.layout import Piece, row_major, whole
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.engine import RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class Source:
 
     directory: Path
     hf_config: dict[str, Any]  # overrides applied
+    overrides: dict[str, Any]  # what its config.json does not say
     architecture: Architecture
 
     @classmethod
@@ -44,7 +48,9 @@ class Source:
             architecture = read_architecture(hf_config)
         except ValueError as error:  # it begins with the name of the file
             raise ValueError(f"{directory}/{error}") from error
-        return cls(directory=directory, hf_config=hf_config, architecture=architecture)
+        return cls(
+            directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
+        )
 
     def tokenizer(
         self, path: str | None = None, *, chat_template: str | None = None, trust_remote_code: bool = False
@@ -63,6 +69,28 @@ class Source:
                 f"{self.architecture.vocab_size}: set data.tokenizer to the one that the model was trained with"
             )
         return tokenizer
+
+    def start_engine(
+        self,
+        section: RolloutSection,
+        *,
+        stop_token_ids: Sequence[int],
+        max_model_len: int,
+        max_sequences: int,
+        trust_remote_code: bool,
+    ) -> RolloutEngine:
+        """This rank's part of an engine for the model, asleep and without weights; arguments as for `RolloutEngine`."""
+        overrides = {"hf_overrides": self.overrides} if self.overrides else {}
+        return RolloutEngine(
+            replace(section, engine_kwargs=section.engine_kwargs | overrides),
+            model_dir=self.directory,
+            shapes=hf_shapes(self.architecture),
+            num_key_value_heads=self.architecture.num_key_value_heads,
+            stop_token_ids=stop_token_ids,
+            max_model_len=max_model_len,
+            max_sequences=max_sequences,
+            trust_remote_code=trust_remote_code,
+        )
 
     def as_classifier(self, tokenizer: Tokenizer) -> "Source":
         """The source as what scores sequences: transformers reads it as `...ForSequenceClassification`.

@@ -122,17 +122,10 @@ class Subject:
     def build(cls, config: VerifyConfig, scratch: Path, launch: Launch) -> "Subject":
         """Start the engine, load the trainer, plan the sync. Collective; all ranks see `scratch`."""
         policy, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
-        given = Source.read(policy.model)
-        source = source_or_random(given, scratch, dtype=getattr(torch, megatron.dtype))
+        source = source_or_random(Source.read(policy.model), scratch, dtype=getattr(torch, megatron.dtype))
         architecture = source.architecture
-        overrides = policy.model.override_config if source is given else {}  # random weights come with a config.json
-        more = {"hf_overrides": overrides} if overrides else {}
-        rollout = replace(policy.rollout, engine_kwargs=policy.rollout.engine_kwargs | more)
-        engine = RolloutEngine(
-            rollout,
-            model_dir=source.directory,
-            shapes=hf_shapes(architecture),
-            num_key_value_heads=architecture.num_key_value_heads,
+        engine = source.start_engine(
+            policy.rollout,
             stop_token_ids=[],
             max_model_len=min(PROMPT_TOKENS + RESPONSE_TOKENS, architecture.max_position_embeddings),
             max_sequences=NUM_PROMPTS,
@@ -144,13 +137,13 @@ class Subject:
         held, needed = learner.layout(), engine.weights.layout()
         ends = (
             actor_end(architecture, megatron, num_ranks=launch.world_size),
-            engine_end(architecture, rollout, num_ranks=launch.world_size),
+            engine_end(architecture, policy.rollout, num_ranks=launch.world_size),
         )
         return cls(
             source=source,
             learner=learner,
             engine=engine,
-            plan=plan_sync(architecture, megatron, rollout, held=held, needed=needed, launch=launch),
+            plan=plan_sync(architecture, megatron, policy.rollout, held=held, needed=needed, launch=launch),
             lower_bound=lower_bound(*ends, rank=launch.rank),
             launch=launch,
         )
@@ -282,7 +275,7 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
 
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without a name vLLM guesses
     together(write)
-    return replace(source, directory=directory)
+    return replace(source, directory=directory, overrides={})  # they are in its config.json
 
 
 def transformers_log_probs(checkpoint: Path, answers: Rollouts, *, dtype: torch.dtype) -> Tensor:
