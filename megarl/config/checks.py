@@ -145,6 +145,16 @@ def partition_faults(model: ModelSection, key: str, megatron: MegatronSection, w
         yield from stage_faults(sizes.num_layers, f"{key}.path", megatron, where)
 
 
+def offload_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
+    """A model that learns can only be taken off its device as the distributed optimizer's one buffer."""
+    if megatron.param_offload and not megatron.use_distributed_optimizer:
+        yield Fault(
+            path=f"{where}.param_offload",
+            message="the weights of a model that learns leave the device as one buffer, which only the distributed "
+            "optimizer has: write use_distributed_optimizer=true, or param_offload=false",
+        )
+
+
 def length_faults(sizes: Architecture | None, model: str, key: str, length: int) -> Iterator[Fault]:
     """A whole sequence must fit the positions the model knows."""
     if sizes and length > sizes.max_position_embeddings:

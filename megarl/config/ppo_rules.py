@@ -8,6 +8,7 @@ from megarl.config.checks import (
     launch_faults,
     length_faults,
     mesh_faults,
+    offload_faults,
     partition_faults,
     path_faults,
     replica_faults,
@@ -117,6 +118,15 @@ def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
     elif read_sizes(critic.model) != read_sizes(policy.model):
         # The mesh is the actor's (`_one_mesh`), so that is the place to correct.
         yield from partition_faults(critic.model, "critic.model", policy.actor.megatron, f"{ACTOR}.megatron")
+
+
+@rule(f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
+def _offload(config: Config, facts: Facts) -> Iterator[Fault]:
+    actor, critic = config.actor_rollout_ref.actor.megatron, config.critic.megatron
+    yield from offload_faults(actor, f"{ACTOR}.megatron")
+    # The default of the critic's is the actor's: one fault is enough.
+    if config.has_critic and not any(offload_faults(actor, "")):
+        yield from offload_faults(critic, "critic.megatron")
 
 
 @rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "algorithm.adv_estimator")
@@ -310,6 +320,7 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _one_mesh,
     _policy_cut,
     _critic_cut,
+    _offload,
     _mini_batches,
     _work_for_all,
     _micro_batches,

@@ -7,6 +7,7 @@ from megarl.config.checks import (
     launch_faults,
     length_faults,
     mesh_faults,
+    offload_faults,
     partition_faults,
     resume_faults,
     schedule_faults,
@@ -31,6 +32,7 @@ def _ranks(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
     yield from launch_faults(config.trainer, facts.world_size)
     yield from mesh_faults(config.megatron, config.trainer, "megatron")
     yield from partition_faults(config.model, "model", config.megatron, "megatron")
+    yield from offload_faults(config.megatron, "megatron")
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "data.train_batch_size")

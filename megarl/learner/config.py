@@ -36,7 +36,7 @@ class MegatronSection:
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     param_offload: bool = False
-    """Keep the parameters in host memory between phases."""
+    """Keep the parameters in host memory between phases; of a model that learns, with use_distributed_optimizer."""
     grad_offload: bool = False
     """Release the gradient buffers between phases."""
     optimizer_offload: bool = False

@@ -137,9 +137,7 @@ def _moments(
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:
     """What stays on the device while a model is not at work."""
     section = model.section
-    # A trained model's weights leave the device as one buffer, which only the distributed optimizer has.
-    weights_leave = section.param_offload and (model.updates is None or section.use_distributed_optimizer)
-    present = {"weights": 0 if weights_leave else states.weights}
+    present = {"weights": 0 if section.param_offload else states.weights}
     if model.updates:
         present["gradients"] = 0 if section.grad_offload else states.gradients
         present["optimizer"] = 0 if section.optimizer_offload else states.optimizer

@@ -100,6 +100,16 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         ([f"{FIRST}=6"], OVERRIDE, "no meaning with pipeline_model_parallel_size=1"),
         ([f"{OVERRIDE}.{CP}=2"], OVERRIDE, f"write {ACTOR}.megatron.{CP}"),
         ([f"{OVERRIDE}.pipeline_model_parallel_layout=Et|t"], OVERRIDE, "is not understood"),
+        (
+            [f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.megatron.use_distributed_optimizer=false"],
+            f"{ACTOR}.megatron.param_offload",
+            "write use_distributed_optimizer=true",
+        ),
+        (
+            ["critic.megatron.param_offload=true", f"{ACTOR}.megatron.use_distributed_optimizer=false"],
+            "critic.megatron.param_offload",
+            "write use_distributed_optimizer=true",
+        ),
         (["data.train_batch_size=100"], f"{ACTOR}.ppo_mini_batch_size", "more than data.train_batch_size=100"),
         (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size", "train_batch_size=256 or 512"),
         (["critic.ppo_mini_batch_size=96"], "critic.ppo_mini_batch_size", "96 does not divide"),
@@ -178,6 +188,13 @@ def test_a_combination_that_cannot_run_is_named_with_its_remedy(
 )
 def test_stages_and_chunks_may_differ_and_sequences_be_shared(argv: list[str], arguments: list[str]) -> None:
     assert faults(argv, *arguments) == {}
+
+
+def test_a_model_that_only_answers_may_leave_the_device_under_any_optimizer(argv: list[str]) -> None:
+    plain = f"{ACTOR}.megatron.use_distributed_optimizer=false"
+    assert faults(argv, plain, "actor_rollout_ref.ref.megatron.param_offload=true") == {}
+    followed = faults(argv, plain, f"{ACTOR}.megatron.param_offload=true")
+    assert followed.keys() == {f"{ACTOR}.megatron.param_offload"}  # critic and reference follow it
 
 
 def test_tensor_parallelism_must_divide_the_heads_of_policy_and_critic(argv: list[str], tmp_path: Path) -> None:

@@ -199,13 +199,6 @@ def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:
     assert parts["sync buckets"] == 4 * GB
 
 
-def test_without_the_distributed_optimizer_trained_weights_cannot_leave() -> None:
-    found = memory(f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.megatron.use_distributed_optimizer=false")
-    parts = found.fullest["generate"].parts
-    assert parts["actor weights"] == found.states["actor"].weights
-    assert parts["reference weights"] == 0
-
-
 def test_work_is_bounded_by_the_budget_and_by_what_there_is() -> None:
     def updates(*argv: str) -> Work | None:
         return workload("trainer.n_gpus_per_node=16", *argv).models[0].updates
