@@ -1,6 +1,5 @@
 """Ranks learn each other's answers, and each other's errors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from tests.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 
+NUM_RANKS = 3
 
 class TwoPartError(Exception):
     """Like many of other libraries: it pickles, but cannot be made again from its one argument."""
@@ -25,12 +25,6 @@ class LockedError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.handle = lambda: None
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
 
 
 def told(faulty: dict[int, Exception]) -> tuple[str, str]:

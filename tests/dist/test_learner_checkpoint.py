@@ -1,11 +1,9 @@
 """A learner that is saved and loaded goes on as the one that was not, also under another split."""
 
 import io
-import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.config import OptimSection
 from tests.dist.test_learner_split import ACTOR, CRITIC, experience, sizes
-from tests.ranks import RankPool, fresh_mesh
-from tests.tiny import write_checkpoint
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 
+NUM_RANKS = 2
+CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2")}
 OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def learn(
@@ -38,20 +32,9 @@ def learn(
 ) -> Any:
     """Two updates with a save between them, or the second one after a load; returns what the model then says."""
     from megarl.learner.checkpoint import load_learner, save_learner
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", use_distributed_optimizer=optimizer, **split)
-    learner = make_learner(
-        source,
-        read_architecture(json.loads((source / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role=role,  # type: ignore[arg-type]
-        device=torch.device("cpu"),
-        training=(optim, 1.0, 10),
-    )
+    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
     objective = ACTOR if role == "policy" else CRITIC
     if load:
@@ -67,8 +50,10 @@ def learn(
 
 @pytest.mark.parametrize("role", ["policy", "value"])
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_continues_exactly(pool: RankPool, tmp_path: Path, role: str, distributed_optimizer: bool) -> None:
-    source = write_checkpoint(tmp_path / "source", "qwen2")
+def test_continues_exactly(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, role: str, distributed_optimizer: bool
+) -> None:
+    source = checkpoints["qwen2"]
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
         saved = tmp_path / f"tp{tp}pp{pp}"
         saved.mkdir()
@@ -79,8 +64,8 @@ def test_continues_exactly(pool: RankPool, tmp_path: Path, role: str, distribute
             assert torch.equal(outputs, outputs_again)
 
 
-def test_another_split(pool: RankPool, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source", "qwen2")
+def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source = checkpoints["qwen2"]
     saved = tmp_path / "saved"
     saved.mkdir()
     expected = pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)[0]
@@ -90,8 +75,10 @@ def test_another_split(pool: RankPool, tmp_path: Path) -> None:
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(pool: RankPool, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source", "llama")
+def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = checkpoints["llama"]
     saved = tmp_path / "saved"
     saved.mkdir()
     pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
@@ -137,8 +124,8 @@ def load_refused(source: Path, directory: Path) -> str:
     return repr(refused.value)
 
 
-def test_code_in_a_checkpoint_is_not_run(pool: RankPool, tmp_path: Path) -> None:
-    source, saved = write_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "saved"
+def test_code_in_a_checkpoint_is_not_run(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
     pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
     for plant in (plant_in_index, plant_in_common_state, plant_in_object):

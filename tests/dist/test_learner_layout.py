@@ -5,7 +5,6 @@ A checkpoint is read into a split by our layout. Then Megatron says where each l
 said of a rank from sizes alone must be what it has.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.learner.config import MegatronSection
 from megarl.reshard.layout import Piece
-from tests.ranks import RankPool, fresh_mesh
-from tests.tiny import write_checkpoint
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 
+NUM_RANKS = 4
 PARALLEL = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -35,33 +34,27 @@ SPARSE = [
     {"ep": 2, "etp": 2},
     {"pp": 2, "vpp": 2, "ep": 2},
 ]
+SPLITS = {
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "qwen3-tied": DENSE,
+    "mixtral": SPARSE,
+    "qwen2_moe": SPARSE,
+    "deepseek_v2": SPARSE,
+    "deepseek_v3": SPARSE,
+}
+CHECKPOINTS = {variant: (variant, {"num_hidden_layers": 4}) for variant in SPLITS}
 SHARD = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]  # name, shape of the whole, first indices, values
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def shards(checkpoint: Path, split: dict[str, int]) -> list[SHARD]:
     """On one rank: its shards of a model read from `checkpoint`, as Megatron describes them."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    from megarl.learner.factory import make_learner
-    from megarl.models.architecture import read_architecture
     from megarl.models.trainer import trainer_layout
     from megarl.platform.cpu import megatron_platform
 
-    section = MegatronSection(dtype="float32", **{PARALLEL[axis]: size for axis, size in split.items()})
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="policy",
-        device=torch.device("cpu"),
-    )
+    learner = make_test_learner(checkpoint, {PARALLEL[axis]: size for axis, size in split.items()}, optim=None)
     sizes_alone = trainer_layout(learner.architecture, learner.mesh.grid, dist.get_rank(), dtype=torch.float32)
     assert sorted(map(placing, learner.layout())) == sorted(map(placing, sizes_alone))
     found: list[SHARD] = []
@@ -108,24 +101,11 @@ def assemble(found: list[list[SHARD]], num_words: int) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(
-    ("variant", "splits"),
-    [
-        ("llama", DENSE),
-        ("qwen2", DENSE),
-        ("qwen3-tied", DENSE),
-        ("mixtral", SPARSE),
-        ("qwen2_moe", SPARSE),
-        ("deepseek_v2", SPARSE),
-        ("deepseek_v3", SPARSE),
-    ],
-)
-def test_every_split_holds_the_same_model(
-    pool: RankPool, tmp_path: Path, variant: str, splits: list[dict[str, int]]
-) -> None:
-    checkpoint = write_checkpoint(tmp_path / variant, variant, num_hidden_layers=4)
+@pytest.mark.parametrize("variant", SPLITS)
+def test_every_split_holds_the_same_model(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> None:
+    checkpoint = checkpoints[variant]
     expected = assemble(pool.run(1, shards, checkpoint, {}), 211)
-    for split in splits:
+    for split in SPLITS[variant]:
         found = assemble(pool.run(4, shards, checkpoint, split), 211)
         assert found.keys() == expected.keys(), split
         for key, tensor in found.items():

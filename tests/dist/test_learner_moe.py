@@ -4,8 +4,6 @@ Log-probabilities, gradients and router losses are compared with `transformers` 
 that rank under every way to cut experts.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
-from megarl.learner.config import MegatronSection, OptimSection
 from tests.dist.test_learner_checkpoint import learn
 from tests.dist.test_learner_split import TOLERANCE, experience, megatron_answers, reference_answers
-from tests.ranks import RankPool, fresh_mesh
-from tests.tiny import write_checkpoint
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 
+NUM_RANKS = 4
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
@@ -71,18 +69,6 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {name: write_checkpoint(root / name, variant, **more) for name, (variant, more) in CHECKPOINTS.items()}
-
-
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     expected, norm, _ = reference_answers(checkpoints[name])
@@ -114,20 +100,10 @@ def router_gradients(
     checkpoint: Path, split: dict[str, Any], coefficients: dict[str, float], max_tokens: int
 ) -> tuple[float, dict[str, Tensor]]:
     """On one rank: the gradient norm of the router losses alone, and their gradients of this rank's routers."""
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", override_transformer_config=coefficients, **split)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="policy",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1e9, 10),
-    )
+    split = split | {"override_transformer_config": coefficients}
+    learner = make_test_learner(checkpoint, split, grad_clip=1e9)
     metrics = learner.update([experience()], silence, Budget(max_tokens=max_tokens, max_sequences=None))
     parameters = learner.modules[0].named_parameters()
     return metrics["grad_norm"], {name: p.main_grad.clone() for name, p in parameters if "router" in name}
@@ -185,20 +161,9 @@ def test_an_update_moves_the_bias_of_the_router_only_when_asked(pool: RankPool, 
 
 def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """On one rank: the bias of the last layer's router before and after an update."""
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", expert_model_parallel_size=2, override_transformer_config=override)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="policy",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1.0, 10),
-    )
+    learner = make_test_learner(checkpoint, cut(ep=2) | {"override_transformer_config": override})
     name = "decoder.layers.1.mlp.router.expert_bias"
     with learner.weights() as weights:
         before = weights[name].clone()

@@ -4,7 +4,6 @@ Everything is compared with one rank, which `test_learner_split` compares with `
 """
 
 import json
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,12 @@ from megarl.objectives import ActorObjective
 from tests.dist.test_learner_checkpoint import learn
 from tests.dist.test_learner_split import megatron_answers
 from tests.ranks import RankPool, fresh_mesh
-from tests.tiny import write_checkpoint
 
+NUM_RANKS = 4
+CHECKPOINTS = {
+    "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
+    "experts": ("qwen3_moe", {"num_hidden_layers": 4}),
+}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 UNEVEN = PIPELINE | {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
@@ -37,15 +40,9 @@ ACTOR = ActorObjective(ActorSection(loss_agg_mode="seq-mean-token-mean", entropy
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers, tied embeddings, and norms of queries and keys."""
-    return write_checkpoint(tmp_path_factory.mktemp("four") / "layers", "qwen3-tied", num_hidden_layers=4)
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    """Tied embeddings, and norms of queries and keys."""
+    return checkpoints["dense"]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +124,8 @@ def test_the_grid_is_megatrons(pool: RankPool, checkpoint: Path, split: dict[str
         assert ours == theirs
 
 
-def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "experts", "qwen3_moe", num_hidden_layers=4)
+def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    checkpoint = checkpoints["experts"]
     router = {"override_transformer_config": {"moe_z_loss_coeff": 0.05}}
     [expected] = pool.run(1, answers, checkpoint, "policy", router, 1000)
     split = VIRTUAL | CONTEXT | router | {"expert_model_parallel_size": 2}

@@ -4,8 +4,6 @@ The same global batch runs through Megatron cut in every way over up to four pro
 `transformers` on the same weights and with plain autograd through it.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
-from megarl.learner.config import ActorSection, CriticSection, MegatronSection, OptimSection, PolicyLossSection
+from megarl.learner.config import ActorSection, CriticSection, PolicyLossSection
 from megarl.objectives import ActorObjective, CriticObjective, mark
-from tests.ranks import RankPool, fresh_mesh
-from tests.tiny import write_checkpoint
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 
+NUM_RANKS = 4
+CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3-tied")}
 SPLITS = {  # (TP, PP, DP): world size
     (1, 1, 1): 1,
     (2, 1, 1): 2,
@@ -33,18 +33,6 @@ TEMPERATURE = 0.8
 ACTOR = ActorObjective(ActorSection(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), horizon=8)
 CRITIC = CriticObjective(CriticSection(), horizon=8)
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {variant: write_checkpoint(root / variant, variant) for variant in ("llama", "qwen2", "qwen3-tied")}
 
 
 def experience() -> Experience:
@@ -99,23 +87,10 @@ def megatron_answers(
     actor: ActorSection | None = None,
 ) -> dict[str, Any]:
     """On one rank: infer, update, and infer again."""
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", **split)
-    mesh = fresh_mesh(section)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        mesh,
-        role=role,  # type: ignore[arg-type]
-        device=torch.device("cpu"),
-        temperature=TEMPERATURE,
-        training=(OptimSection(lr=1e-3), 1.0, 10),
-    )
-    if role == "value" and mesh.is_last_stage:
+    learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
+    if role == "value" and learner.mesh.is_last_stage:
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
@@ -207,20 +182,9 @@ def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
 
 def refused_update(checkpoint: Path, tp: int) -> bool:
     """On one rank: an update whose gradient is not a number; returns whether any weight changed."""
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="policy",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1.0, 10),
-    )
+    learner = make_test_learner(checkpoint, sizes(tp, 1))
     with learner.weights() as weights:
         before = {name: tensor.clone() for name, tensor in weights.items()}
         with pytest.raises(FloatingPointError, match="the gradient norm is nan"):

@@ -14,6 +14,7 @@ from megarl.planning.states import States, frozen_states, trained_states
 from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import SIZES, VARIANTS
 
+NUM_RANKS = 2
 SPLITS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
@@ -24,12 +25,6 @@ SPLITS: dict[str, dict[str, Any]] = {
     "experts": {"expert_model_parallel_size": 2},
     "experts of two ranks": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def architecture(variant: str) -> Architecture:

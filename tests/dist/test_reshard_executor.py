@@ -14,17 +14,11 @@ from megarl.reshard.executor import Reshard, TensorDestination
 from megarl.reshard.layout import Piece, row_major, whole
 from megarl.reshard.planner import plan_between
 from tests.layouts import architecture, blank, engine_layouts, filled, index_valued, trainer_layouts
-from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.dist
+NUM_RANKS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(8) as ranks:
-        yield ranks
 
 
 class Watched(TensorDestination):

@@ -10,15 +10,10 @@ from safetensors.torch import load_file
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.reshard.files import CheckpointFiles, export
 from tests.layouts import blank, trainer_layouts
-from tests.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+NUM_RANKS = 4
 
 
 def load_and_export(source, target, tp, pp, dtype, max_shard_bytes):

@@ -6,7 +6,7 @@ stale packed weight and a stale cached key each show as wrong log-probabilities.
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,13 @@ from tests.tiny import VARIANTS
 
 pytestmark = pytest.mark.dist
 
+NUM_RANKS = 2
 SAMPLED = SamplingSection(n=2, do_sample=True, temperature=0.7)
 GREEDY = SamplingSection()
 RESPONSE = 12
 Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # the two checkpoints differ by nats
 Checkpoints = Callable[[str], list[Path]]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,11 @@ patches.prepare_environment()
 
 pytestmark = pytest.mark.dist
 
+NUM_RANKS = 1
 Fault = Callable[[pytest.MonkeyPatch, Any], None]
 RESPONSE = 8
 # vLLM's own latent attention computes on CPU at one size only; see `patches.CPU_ENVIRONMENT`.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(1) as pool:
-        yield pool
 
 
 def write_two(root: Path, variant: str, **overrides: Any) -> list[Path]:

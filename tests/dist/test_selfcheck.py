@@ -23,6 +23,7 @@ from tests.tiny import write_checkpoint
 
 pytestmark = pytest.mark.dist
 
+NUM_RANKS = 2
 FLIPPED = "flipped bit"
 DISAGREE = "give the same tokens probabilities that differ by"
 SIGNS = {
@@ -34,12 +35,6 @@ SIGNS = {
     "expert off by one": DISAGREE,
 }
 ROUNDING = 1e-5  # mean difference between the probabilities that two float32 models with the same weights give
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 @dataclass(frozen=True)

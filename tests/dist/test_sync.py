@@ -5,8 +5,6 @@ with the trainer's, at the start and after each of two updates.
 """
 
 import itertools
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,11 +18,12 @@ from megarl.batch import Prompts, Rollouts
 from megarl.reshard.layout import Layout
 from tests.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints
 from tests.layouts import slices
-from tests.ranks import RankPool, fresh_mesh
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 
-WORLD_SIZE = 4
+NUM_RANKS = 4
 SPLITS = list(itertools.product((1, 2), (1, 2)))  # trainer's (TP, PP); data-parallel over the rest
 BUCKET_BYTES = 64 << 10  # a fraction of the model: several waves
 SAMPLING = {"n": 2, "temperature": 0.7, "response_length": 12}
@@ -49,12 +48,6 @@ class Traffic:
     num_waves: int
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(WORLD_SIZE) as pool:
-        yield pool
-
-
 def sync_every_split(paths: list[Path], engine_tp: int) -> dict[tuple[int, int], tuple[Traffic, list[Round]]]:
     """On each rank: one engine, and one trainer after another that fills it."""
     first, _, bare = paths
@@ -66,10 +59,9 @@ def sync_every_split(paths: list[Path], engine_tp: int) -> dict[tuple[int, int],
 
 def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Traffic, list[Round]]:
     from megarl.distributed.exchange import together
-    from megarl.learner.config import MegatronSection, OptimSection
-    from megarl.learner.factory import make_learner
+    from megarl.learner.config import OptimSection
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import hf_shapes, read_architecture
+    from megarl.models.architecture import hf_shapes
     from megarl.objectives import SFTObjective
     from megarl.reshard.executor import Reshard
     from megarl.reshard.planner import plan_between
@@ -78,17 +70,9 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.selfcheck import SelfCheck
     from megarl.tracking.timers import Timers
 
-    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
-    learner = make_learner(
-        checkpoint,
-        architecture,
-        section,
-        mesh := fresh_mesh(section),
-        role="policy",
-        device=torch.device("cpu"),
-        temperature=SAMPLING["temperature"],
-        training=(OptimSection(lr=1e-2), 1.0, 10),
+    split = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    learner = make_test_learner(
+        checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2)
     )
     sources, destinations = together(learner.layout), together(engine.weights.layout)
     rank = torch.distributed.get_rank()
@@ -111,8 +95,8 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
         after = learner.infer(rollouts, budget)
         rounds.append(Round(rollouts, before.log_probs, after.log_probs))
     waves = [sum(transfer.num_bytes for transfer in wave.receives) for wave in plan.waves]
-    missing = missing_bytes(sources[rank], destinations[rank], hf_shapes(architecture))
-    assert mesh.tp_size * mesh.pp_size * mesh.dp_size == WORLD_SIZE
+    missing = missing_bytes(sources[rank], destinations[rank], hf_shapes(learner.architecture))
+    assert learner.mesh.tp_size * learner.mesh.pp_size * learner.mesh.dp_size == NUM_RANKS
     return Traffic(plan.bytes_received, missing, max(waves), len(waves)), rounds
 
 
@@ -132,7 +116,7 @@ def test_engine_has_the_trainers_weights_after_every_update(
 ) -> None:
     paths = write_two_checkpoints(tmp_path, variant)
     model_bytes = 4 * sum(prod(tensor.shape) for tensor in tensors_of(paths[0]).values())
-    for answers in pool.run(WORLD_SIZE, sync_every_split, paths, engine_tp):
+    for answers in pool.run(NUM_RANKS, sync_every_split, paths, engine_tp):
         for traffic, rounds in answers.values():
             assert traffic.received == traffic.missing < model_bytes
             assert traffic.largest_wave <= BUCKET_BYTES < model_bytes / 4
