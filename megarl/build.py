@@ -69,6 +69,10 @@ def build_run(config: Config, launch: Launch) -> Run:
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
     tracker = run_tracker(config, launch, last_step=last_step, resume_step=state.step if resumed else None)
+    if config.data.filter_overlong_prompts:
+        streams = {"train": prompts, "validation": val_prompts}
+        sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
+        tracker.log_table("data/prompts", sizes, step=state.step)
     sampler = _sampler(config, engine, actor.learner, launch)
     job = Job(
         prompts=prompts,

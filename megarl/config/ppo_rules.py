@@ -42,6 +42,15 @@ def _files(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
+@rule("data.prompt_id_key", "data.max_prompt_id_length")
+def _prompt_ids(config: Config, facts: Facts) -> Iterator[Fault]:
+    if config.data.max_prompt_id_length and not config.data.prompt_id_key:
+        yield Fault(
+            path="data.max_prompt_id_length",
+            message="bounds the values of a column that is not read: set data.prompt_id_key, or leave this key out",
+        )
+
+
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
 def _models(config: Config, facts: Facts) -> Iterator[Fault]:
     policy, critic, needs_critic = config.actor_rollout_ref.model, config.critic.model, config.has_critic
@@ -314,6 +323,7 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
 
 PPO_RULES: tuple[Rule[Config], ...] = (
     _files,
+    _prompt_ids,
     _models,
     _launch,
     _mesh,

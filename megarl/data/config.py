@@ -12,7 +12,7 @@ class DataSection:
     """`data.*` of PPO and GRPO: which prompts, how long, how many at a time."""
 
     train_files: str | list[str]
-    """Parquet file or files; a local path or any URI that pyarrow.fs opens (hdfs://, s3://, ...)."""
+    """Parquet file or files; a local path or any URI that pyarrow or fsspec opens (s3://, hdfs://, ...)."""
     val_files: str | list[str] | None = None
     """Parquet file or files for validation; null = no validation."""
     tokenizer: str | None = None
@@ -39,6 +39,14 @@ class DataSection:
     """Jinja file or string that replaces the tokenizer's chat template."""
     reward_fn_key: str = "data_source"
     """Column whose value picks the rule-based reward."""
+    prompt_id_key: str | None = None
+    """Column with an id of the prompt, carried to logs and dumps; null = none."""
+    max_prompt_id_length: PositiveInt | None = None
+    """Longest id, in characters; a longer one is an error. null = any."""
+    return_raw_chat: bool = False
+    """Give reward functions the prompt as it stands in the file, as `extra_info["raw_chat"]`."""
+    return_raw_input_ids: bool = False
+    """Give reward functions the prompt's ids without the chat template, as `extra_info["raw_input_ids"]`."""
 
 
 @section
@@ -46,7 +54,7 @@ class SFTDataSection:
     """`data.*` of supervised fine-tuning: pairs of prompt and response."""
 
     train_files: str | list[str]
-    """Parquet file or files; a local path or any URI that pyarrow.fs opens."""
+    """Parquet file or files; a local path or any URI that pyarrow or fsspec opens."""
     val_files: str | list[str] | None = None
     """Parquet file or files whose loss is reported; null = none."""
     tokenizer: str | None = None

@@ -1,9 +1,17 @@
-"""Which rows make which batch: a pure function of a seed and a position, so that a run resumes from two integers."""
+"""Which rows make which batch: a pure function of a seed and a position, so that a run resumes from two integers.
+
+Rows that lie together are read together (a `Chunk`), and only some chunks fit in memory at a time. So an epoch goes
+through windows: it draws an order of all chunks, cuts it into windows that fit in memory, and draws an order of all
+rows in each. Chunks that all fit are one window, and its order a permutation of all rows.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+WINDOW_BYTES = 256 << 20
+"""Size of a window; half of what a reader keeps, as a chunk is larger in memory than its file says."""
 
 
 @dataclass(frozen=True)
@@ -15,13 +23,30 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The order of `num_rows` rows in batches of `batch_size`; shuffled, each epoch has an order of its own."""
+class Chunk:
+    """Neighbouring rows that are read together."""
 
     num_rows: int
-    batch_size: int
-    shuffle: bool
-    seed: int
+    num_bytes: int  # by the file's own account, so that no order depends on who reads it
+
+
+class Order:
+    """The order of the rows of `chunks` in batches of `batch_size`; shuffled, each epoch has an order of its own."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        batch_size: int | None,
+        shuffle: bool,
+        seed: int,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        """A `batch_size` of None is all rows."""
+        self._chunks, self._shuffle, self._seed, self._window_bytes = chunks, shuffle, seed % 2**32, window_bytes
+        self._starts = np.cumsum([0, *(chunk.num_rows for chunk in chunks)])
+        self.num_rows = int(self._starts[-1])
+        self.batch_size = batch_size or self.num_rows
 
     @property
     def steps_per_epoch(self) -> int:
@@ -34,12 +59,13 @@ class Order:
         epoch, batch = divmod(step, self.steps_per_epoch)
         return Position(epoch, batch * self.batch_size)
 
-    def take(self, position: Position, count: int) -> tuple[Sequence[int], Position]:
-        """The next `count` rows, all of one epoch, and the position behind them.
+    def take(self, position: Position, count: int | None = None) -> tuple[Sequence[int], Position]:
+        """The next `count` rows (None: a batch), all of one epoch, and the position behind them.
 
         Where the epoch has fewer left, the next one begins; what fills no batch at an epoch's end is left out. Raises
         ValueError where no epoch has so many.
         """
+        count = self.batch_size if count is None else count
         self._require(count)
         epoch, start = position.epoch, position.offset
         if start + count > self.num_rows:
@@ -54,11 +80,34 @@ class Order:
             yield range(start, min(start + self.batch_size, self.num_rows))
 
     def _rows(self, epoch: int, start: int, stop: int) -> Sequence[int]:
-        if not self.shuffle:
+        """Rows `start .. stop` of an epoch's order; only the windows that they lie in are drawn."""
+        if not self._shuffle:
             return range(start, stop)
-        order = np.random.default_rng((self.seed % 2**32, epoch)).permutation(self.num_rows)
-        rows: list[int] = order[start:stop].tolist()
+        rows: list[int] = []
+        first = 0
+        for number, window in enumerate(self._windows(epoch)):
+            end = first + sum(self._chunks[chunk].num_rows for chunk in window)
+            if first < stop and start < end:
+                inside = np.concatenate([np.arange(self._starts[chunk], self._starts[chunk + 1]) for chunk in window])
+                drawn = np.random.default_rng((self._seed, epoch, number)).permutation(inside)
+                rows += drawn[max(start - first, 0) : stop - first].tolist()
+            first = end
         return rows
+
+    def _windows(self, epoch: int) -> list[list[int]]:
+        """The chunks of each window."""
+        chunks = range(len(self._chunks))
+        if sum(chunk.num_bytes for chunk in self._chunks) <= self._window_bytes:
+            return [list(chunks)]
+        windows: list[list[int]] = []
+        room = -1  # none: the first chunk begins a window
+        for chunk in np.random.default_rng((self._seed, epoch, 0, 1)).permutation(len(chunks)).tolist():
+            if self._chunks[chunk].num_bytes > room:
+                windows.append([])
+                room = self._window_bytes
+            windows[-1].append(chunk)
+            room -= self._chunks[chunk].num_bytes
+        return windows
 
     def _require(self, count: int) -> None:
         if count > self.num_rows:

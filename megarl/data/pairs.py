@@ -1,6 +1,7 @@
 """Pairs of prompt and response from parquet files, for supervised learning, as records the learner already knows."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -11,23 +12,25 @@ from megarl.data.order import Order
 from megarl.data.parquet import Rows
 from megarl.data.prompts import encode_prompt
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import in_shares
 
 
 class PairStream:
     """The pairs of parquet files in batches: endless and shuffled by epoch for training, once through for validation.
 
-    A response is encoded without what the tokenizer puts around a text, and ends with its end-of-sequence token. Raises
-    ValueError for the first pair longer than `max_length`.
+    A response is encoded without what the tokenizer puts around a text, and ends with its end-of-sequence token. Pairs
+    are read and encoded when they are asked for, and all are looked through once, here, all ranks of a job together.
+    Raises ValueError for a pair that is none or is longer than `max_length`.
     """
 
     def __init__(self, section: SFTDataSection, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
         self._section = section
         self._tokenizer = tokenizer
         self._rows = Rows(files, columns=(section.prompt_key, section.response_key))
-        self._pairs = [self._encode(index) for index in range(len(self._rows))]
         self._order = Order(
-            num_rows=len(self._pairs), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
+            self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
+        in_shares(len(self._rows), self._look_through)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -36,15 +39,19 @@ class PairStream:
 
     def take(self, step: int) -> Rollouts:
         """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
-        rows, _ = self._order.take(self._order.position_of(step), self._section.train_batch_size)
+        rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
 
     def batches(self) -> Iterator[Rollouts]:
         """Every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _encode(self, index: int) -> tuple[Prompt, list[int]]:
-        row = self._rows[index]
+    def _look_through(self, share: range) -> None:
+        for index, row in zip(share, self._rows.scan(share), strict=True):
+            self._encode(row, index)
+
+    def _encode(self, row: dict[str, Any], index: int) -> tuple[list[int], list[int]]:
+        """The ids of prompt and response."""
         prompt, response = row[self._section.prompt_key], row[self._section.response_key]
         try:
             if not isinstance(response, str):
@@ -56,26 +63,33 @@ class PairStream:
                 raise ValueError(f"prompt and response have {length} tokens, data.max_length is {limit}: raise it")
         except ValueError as error:
             raise ValueError(f"{self._rows.place(index)}: {error}") from error
-        shown = Prompt(
-            index=index,
-            token_ids=prompt_ids,
-            text=self._tokenizer.decode(prompt_ids),
-            data_source="",
-            ground_truth=response,
-            extra_info={},
-        )
-        return shown, response_ids
+        return prompt_ids, response_ids
 
     def _record(self, indices: Sequence[int]) -> Rollouts:
-        pairs = [self._pairs[index] for index in indices]
-        responses = [torch.tensor(response_ids) for _, response_ids in pairs]
+        prompts: list[Prompt] = []
+        responses: list[torch.Tensor] = []
+        for index in indices:
+            row = self._rows[index]
+            prompt_ids, response_ids = self._encode(row, index)
+            prompts.append(
+                Prompt(
+                    index=index,
+                    token_ids=prompt_ids,
+                    text=self._tokenizer.decode(prompt_ids),
+                    data_source="",
+                    ground_truth=row[self._section.response_key],
+                    extra_info={},
+                    raw_prompt=row[self._section.prompt_key],
+                )
+            )
+            responses.append(torch.tensor(response_ids))
         padded = pad_sequence(responses, batch_first=True)
         lengths = torch.tensor([len(response) for response in responses])
         return Rollouts(
-            prompts=[prompt for prompt, _ in pairs],
-            groups=torch.arange(len(pairs)),
+            prompts=prompts,
+            groups=torch.arange(len(prompts)),
             responses=padded,
             mask=torch.arange(padded.shape[1]) < lengths[:, None],
             rollout_log_probs=torch.zeros(padded.shape),
-            truncated=torch.zeros(len(pairs), dtype=torch.bool),
+            truncated=torch.zeros(len(prompts), dtype=torch.bool),
         )

@@ -41,6 +41,17 @@ def together(compute: Callable[[], T]) -> list[T]:
     return answers
 
 
+def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
+    """Cut `range(count)` into equal runs, one for each rank; the answers of `work` in that order, on every rank.
+
+    Without ranks one run is all. Raises as `together` does.
+    """
+    if not dist.is_initialized():
+        return [work(range(count))]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return together(lambda: work(range(rank * count // size, (rank + 1) * count // size)))
+
+
 @dataclass(frozen=True)
 class _Failure:
     """What a rank answers that has no answer."""

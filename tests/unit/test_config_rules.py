@@ -162,6 +162,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["trainer.resume_from_path=here"], "trainer.resume_from_path", "with trainer.resume_mode=auto"),
         (["data.val_files=nothere.parquet"], "data.val_files", "no such file: nothere.parquet"),
         (["data.train_files=[]"], "data.train_files", "is empty"),
+        (["data.max_prompt_id_length=8"], "data.max_prompt_id_length", "set data.prompt_id_key"),
         (["data.tokenizer=./nothere"], "data.tokenizer", "no such file"),
         (["custom_reward_function.path=nothere.py"], "custom_reward_function.path", "no such file"),
         (["actor_rollout_ref.model.path=/no/where"], "actor_rollout_ref.model.path", "no directory /no/where"),

@@ -116,6 +116,46 @@ def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokeni
     assert list(cut[1].token_ids) == tokenizer.encode("1 2 3", add_special_tokens=True)[-3:]
 
 
+def test_what_is_left_out_is_out_of_the_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [row("+ " * 30 if number in (0, 1, 2, 4) else str(number)) for number in range(10)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "groups.parquet", row_group_size=3)
+    filtered = dataset(str(tmp_path / "groups.parquet"), tokenizer, filter_overlong_prompts=True)
+    assert [chunk.num_rows for chunk in filtered.chunks] == [2, 3, 1]  # rows 3 5, 6 7 8, 9
+    stream = PromptStream(filtered, batch_size=2, shuffle=True, seed=1)
+    assert sorted(sum((texts(stream, step) for step in range(3)), [])) == ["3", "5", "6", "7", "8", "9"]
+    assert stream.sizes == {"prompts": 6, "left out": 4}
+
+
+def test_ids_of_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [row("1", uid="gsm-1"), row("2", uid=None), row("3", uid="gsm-1000")]
+    file = write(tmp_path / "ids.parquet", rows)
+    assert dataset(file, tokenizer)[0].prompt_id is None
+    prompts = dataset(file, tokenizer, prompt_id_key="uid")
+    assert [prompts[index].prompt_id for index in range(3)] == ["gsm-1", None, "gsm-1000"]
+    assert dataset(file, tokenizer, prompt_id_key="uid", max_prompt_id_length=8)[2].prompt_id == "gsm-1000"
+    with pytest.raises(
+        ValueError, match=r"ids.parquet, row 2, column uid: 'gsm-1000' has 8 characters, data.max_prompt_id_length is 7"
+    ):
+        dataset(file, tokenizer, prompt_id_key="uid", max_prompt_id_length=7, truncation="left")
+    numbered = write(tmp_path / "numbered.parquet", [row("1", uid=17)])
+    assert dataset(numbered, tokenizer, prompt_id_key="uid")[0].prompt_id == "17"
+
+
+def test_reward_functions_are_told_the_raw_prompt_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1 2"}]
+    chat = write(tmp_path / "chat.parquet", [row(messages)])
+    plain = write(tmp_path / "plain.parquet", [row("1 2")])
+    asked = dataset([chat, plain], tokenizer, return_raw_chat=True, return_raw_input_ids=True, max_prompt_length=40)
+    assert asked[0].extra_info == {
+        "split": "train",
+        "raw_chat": messages,
+        "raw_input_ids": tokenizer.encode("add\n1 2", add_special_tokens=False),
+    }
+    assert asked[1].extra_info["raw_chat"] == "1 2"
+    assert asked[1].extra_info["raw_input_ids"] == tokenizer.encode("1 2", add_special_tokens=False)
+    assert dataset(chat, tokenizer, max_prompt_length=40)[0].extra_info == {"split": "train"}
+
+
 def test_truncate_by_hand() -> None:
     ids = [0, 1, 2, 3, 4, 5, 6]
     assert truncate(ids, 3, "left") == [4, 5, 6]

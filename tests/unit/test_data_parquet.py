@@ -1,0 +1,198 @@
+"""Reading parquet: from wherever it lies, a row group at a time, and what is said of a file that will not be read."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data import order, parquet
+from megarl.data.order import Chunk, Order, Position
+from megarl.data.parquet import Rows, write_rows
+
+
+def table(start: int, stop: int) -> Any:
+    """Rows that say their number, beside a column that nobody asks for."""
+    numbers = range(start, stop)
+    nested = [{"truth": {"number": number}} for number in numbers]
+    return pa.table({"number": list(numbers), "nested": nested, "bulk": [f"{number:01000}" for number in numbers]})
+
+
+def write(path: Path, start: int, stop: int, *, rows_per_group: int = 4) -> str:
+    pq.write_table(table(start, stop), path, row_group_size=rows_per_group)
+    return str(path)
+
+
+def numbers(rows: Rows) -> list[int]:
+    return [row["number"] for row in rows]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """25 rows in two files: groups of 4 4 2, and 4 4 4 3."""
+    return [write(tmp_path / "a.parquet", 0, 10), write(tmp_path / "b.parquet", 10, 25)]
+
+
+def test_rows_of_several_files_by_number_and_in_order(files: list[str]) -> None:
+    rows = Rows(files, columns=["number", "nested"])
+    assert len(rows) == 25
+    assert [chunk.num_rows for chunk in rows.chunks] == [4, 4, 2, 4, 4, 4, 3]
+    for index in (0, 3, 4, 9, 10, 13, 24, 2):
+        assert rows[index] == {"number": index, "nested": {"truth": {"number": index}}}
+    assert numbers(rows) == list(range(25))
+    assert [row["number"] for row in rows.scan(range(3, 12))] == list(range(3, 12))
+    assert rows.place(12) == f"{files[1]}, row 2"
+    for outside in (-1, 25):
+        with pytest.raises(IndexError, match=f"row {outside} of 25"):
+            rows[outside]
+
+
+def test_only_columns_that_are_asked_for_are_read(files: list[str]) -> None:
+    asked, all_columns = Rows(files, columns=["number"]), Rows(files, columns=["number", "nested", "bulk"])
+    assert asked[0].keys() == {"number"}
+    assert asked.chunks[0].num_bytes < 200 < 1000 <= all_columns.chunks[0].num_bytes
+
+
+class Reads:
+    """Counts how often each row group of each file is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: list[tuple[str, int]] = []
+        read = parquet._File.read
+
+        def count(file: Any, group: int) -> Any:
+            self.groups.append((Path(file.location.name).name, group))
+            return read(file, group)
+
+        monkeypatch.setattr(parquet._File, "read", count)
+
+
+def test_row_groups_used_last_are_kept(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    rows = Rows(files, columns=["number", "bulk"], cache_bytes=12_000)  # two groups of four kilobytes
+    for index in (0, 5, 1, 6, 12, 7, 3):
+        assert rows[index]["number"] == index
+    a0, a1, b0 = ("a.parquet", 0), ("a.parquet", 1), ("b.parquet", 0)
+    # 12 sends away what was used longest ago, group 0; so row 7 is still there and row 3 is not
+    assert reads.groups == [a0, a1, b0, a0]
+
+
+def test_an_epoch_in_windows_reads_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "rows.parquet", 0, 400, rows_per_group=10)
+    window = 4 * 10 * 8  # bytes of four groups
+    rows = Rows(file, columns=["number"], cache_bytes=2 * window)
+    chunks = [Chunk(num_rows=chunk.num_rows, num_bytes=10 * 8) for chunk in rows.chunks]
+    batches = Order(chunks, batch_size=16, shuffle=True, seed=3, window_bytes=window)
+    reads, position, seen = Reads(monkeypatch), Position(), []
+    for _ in range(batches.steps_per_epoch):
+        taken, position = batches.take(position)
+        seen += [rows[index]["number"] for index in taken]
+    assert sorted(seen) == list(range(400))
+    assert sorted(reads.groups) == [("rows.parquet", group) for group in range(40)]
+
+
+def test_a_window_is_half_of_what_is_kept() -> None:
+    assert 2 * order.WINDOW_BYTES <= parquet.CACHE_BYTES
+
+
+def test_a_file_that_goes_or_changes_while_it_is_read(files: list[str], tmp_path: Path) -> None:
+    rows = Rows(files, columns=["number"], cache_bytes=0)
+    assert rows[12]["number"] == 12
+    Path(files[1]).rename(tmp_path / "away.parquet")
+    with pytest.raises(ValueError, match=r"no such data file: .*b.parquet; it is read as long as .* bring it back"):
+        rows[20]
+    assert rows[3]["number"] == 3
+    write(tmp_path / "b.parquet", 10, 24)
+    with pytest.raises(ValueError, match=r"b.parquet, row group 2 cannot be read: it has changed since this run"):
+        rows[20]
+    (tmp_path / "away.parquet").replace(files[1])
+    assert rows[20]["number"] == 20
+
+
+def test_files_are_written_in_groups_that_can_be_read_alone(tmp_path: Path) -> None:
+    write_rows(tmp_path / "deep" / "rows.parquet", [{"number": number} for number in range(10_000)])
+    rows = Rows(str(tmp_path / "deep" / "rows.parquet"), columns=["number"])
+    assert [chunk.num_rows for chunk in rows.chunks] == [4096, 4096, 1808]
+
+
+@pytest.fixture
+def in_memory() -> Iterator[str]:
+    with fsspec.open("memory://data/rows.parquet", "wb") as file:
+        pq.write_table(table(0, 10), file, row_group_size=4)
+    yield "memory://data/rows.parquet"
+    fsspec.filesystem("memory").rm("/data", recursive=True)
+
+
+def test_uris_of_pyarrow_and_of_fsspec(files: list[str], in_memory: str) -> None:
+    rows = Rows([f"file://{files[1]}", in_memory, files[0]], columns=["number"], cache_bytes=0)
+    assert numbers(rows) == [*range(10, 25), *range(10), *range(10)]
+    assert rows.place(16) == f"{in_memory}, row 1"
+    with pytest.raises(ValueError, match="no such data file: memory://data/other.parquet"):
+        Rows("memory://data/other.parquet", columns=["number"])
+    fsspec.filesystem("memory").rm("/data/rows.parquet")
+    with pytest.raises(ValueError, match="no such data file: memory://data/rows.parquet; it is read as long"):
+        rows[20]
+    with fsspec.open("memory://data/rows.parquet", "wb") as file:
+        pq.write_table(table(0, 10), file)
+
+
+def test_uris_that_nothing_opens() -> None:
+    with pytest.raises(ValueError, match=r"nosuch://x/y.parquet cannot be opened: .*nosuch.*check the name"):
+        Rows("nosuch://x/y.parquet", columns=["number"])
+    with pytest.raises(ValueError, match=r"hdfs://127.0.0.1:1/y.parquet cannot be opened: .*CLASSPATH="):
+        Rows("hdfs://127.0.0.1:1/y.parquet", columns=["number"])
+
+
+READ_ALL = """
+import re, sys
+from pathlib import Path
+from megarl.data.order import Order, Position
+from megarl.data.parquet import Rows
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+
+def epoch(file, cache_megabytes):
+    rows = Rows(file, columns=["prompt"], cache_bytes=cache_megabytes << 20)
+    order = Order(rows.chunks, batch_size=64, shuffle=True, seed=1, window_bytes=(cache_megabytes << 20) // 2)
+    position, seen = Position(), set()
+    for row in rows:
+        assert len(row["prompt"]) == 20_000
+    for _ in range(order.steps_per_epoch):
+        taken, position = order.take(position)
+        seen |= {rows[index]["prompt"][:8] for index in taken}
+    return len(seen)
+
+small, large = sys.argv[1:]
+epoch(small, 16)
+before = peak()
+num_seen = epoch(large, 16)
+bounded = peak() - before
+epoch(large, 4096)
+print(num_seen, bounded, peak() - before)
+"""
+
+
+def test_memory_is_bounded_by_the_cache_and_not_by_the_file(tmp_path: Path) -> None:
+    def write_bulk(name: str, num_groups: int) -> Path:
+        with pq.ParquetWriter(tmp_path / name, pa.schema([("prompt", pa.string())]), compression="none") as writer:
+            for group in range(num_groups):
+                prompts = [f"{group * 128 + row:08}" + "x" * 19_992 for row in range(128)]
+                writer.write_table(pa.table({"prompt": prompts}))
+        return tmp_path / name
+
+    small, large = write_bulk("small.parquet", 2), write_bulk("large.parquet", 80)
+    megabytes = large.stat().st_size >> 20
+    assert megabytes > 190
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(small), str(large)], capture_output=True, text=True, check=True
+    )
+    num_seen, bounded, unbounded = map(int, done.stdout.split())
+    assert num_seen == 80 * 128
+    assert bounded < megabytes / 2
+    assert unbounded > megabytes * 0.9  # the measure does see a file that is held whole
