@@ -10,12 +10,15 @@ Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 R = TypeVar("R", bound="Prompts")
+S = TypeVar("S", bound="Rollouts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Rollouts(Prompts):
     groups: Tensor  # [B] int64: which of `prompts` this sample answers; equal values are neighbours
     responses: Tensor  # [B, T] int64 token ids, end-of-sequence token included
     mask: Tensor  # [B, T] bool: True on response tokens
-    rollout_log_probs: Tensor  # [B, T] float32: log-probability under the engine's (temperature-scaled) policy
+    rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: not asked
     truncated: Tensor  # [B] bool: the response met the length limit before a stop token
 
     def __len__(self) -> int:
@@ -72,6 +75,13 @@ class Rollouts(Prompts):
     def select(self, samples: Tensor) -> Self:
         """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
         return self._with({name: tensor[samples] for name, tensor in self._tensors()})
+
+    def of_prompts(self, places: Sequence[int]) -> Self:
+        """The record of the prompts at `places`, ascending, with their samples and nothing else; `T` is kept."""
+        number = torch.full((len(self.prompts),), -1)
+        number[list(places)] = torch.arange(len(places))
+        chosen = self.select((number[self.groups] >= 0).nonzero()[:, 0])
+        return replace(chosen, prompts=[self.prompts[place] for place in places], groups=number[chosen.groups])
 
     def without_responses(self, samples: Tensor) -> Self:
         """The record in which the given samples (bool `[B]`) have no response tokens: nothing learns from them."""
@@ -119,3 +129,25 @@ class Marked(Experience):
     """A mini-batch for a loss that treats some tokens differently, chosen from all of them."""
 
     marked: Tensor  # [B, T] bool
+
+
+def join(parts: Sequence[S]) -> S:
+    """One record of the prompts and samples of all `parts`, in their order; `T` is the longest of theirs."""
+    width = max(part.mask.shape[1] for part in parts)
+    starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
+    numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
+    values = {field.name: [getattr(part, field.name) for part in numbered] for field in fields(parts[0])}
+    return replace(parts[0], **{name: _joined(of_parts, width) for name, of_parts in values.items()})
+
+
+def _joined(values: Sequence[Any], width: int) -> Any:
+    """What several records have in one field, one after the other."""
+    match values[0]:
+        case None:
+            return None
+        case Tensor(ndim=2):
+            return torch.cat([pad(value, (0, width - value.shape[1])) for value in values])
+        case Tensor():
+            return torch.cat(list(values))
+        case _:
+            return [item for value in values for item in value]

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
+from megarl.collect import Collector
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.root import Config, SFTConfig
 from megarl.data.prompts import PromptDataset, PromptStream
@@ -19,7 +20,7 @@ from megarl.learner.config import ActorSection, CriticSection
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
-from megarl.loop import KL, Job, Schedule
+from megarl.loop import KL, Job, Progress, Schedule
 from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
@@ -40,7 +41,7 @@ class Run:
     """A job, where it stands, and what it holds on to."""
 
     job: Job
-    kl: KL
+    progress: Progress
     engine: RolloutEngine
 
 
@@ -75,9 +76,7 @@ def build_run(config: Config, launch: Launch) -> Run:
         tracker.log_table("data/prompts", sizes, step=state.step)
     sampler = _sampler(config, engine, actor.learner, launch)
     job = Job(
-        prompts=prompts,
-        sampler=sampler,
-        scorer=scorer,
+        collector=Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm),
         actor=actor,
         reference=_reference(config, source, mesh),
         critic=critic,
@@ -90,7 +89,11 @@ def build_run(config: Config, launch: Launch) -> Run:
     )
     if launch.rank == 0:
         (run_dir / "config.yaml").write_text(to_yaml(config))
-    return Run(job=job, kl=make_kl_controller(config.algorithm.kl_ctrl, state), engine=engine)
+    progress = Progress(
+        kl=make_kl_controller(config.algorithm.kl_ctrl, state),
+        position=state.position or prompts.position_of(state.step),
+    )
+    return Run(job=job, progress=progress, engine=engine)
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:

@@ -3,7 +3,7 @@
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
                           /rng/rank_0.pt     generator states of each rank
                           /huggingface/      config and tokenizer, for export
-                          /state.json        step and KL coefficient; the prompts follow from the step
+                          /state.json        step, KL coefficient and position in the data
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
 
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megarl.data.order import Position
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
@@ -38,11 +39,14 @@ class State:
 
     step: int = 0  # finished steps
     kl_coef: float | None = None  # None: as configured
+    position: Position | None = None  # of the next prompt; None: one batch was taken for each step
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
         """The state that a checkpoint was saved in."""
-        return cls(**json.loads((checkpoint / "state.json").read_text()))
+        state = json.loads((checkpoint / "state.json").read_text())
+        position = state.pop("position", None)
+        return cls(**state, position=position and Position(**position))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class Checkpoints:
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
 
-    def save(self, *, step: int, kl_coef: float) -> None:
+    def save(self, *, step: int, kl_coef: float | None = None, position: Position | None = None) -> None:
         """Write the checkpoint of `step` finished steps. Collective."""
         final = self.directory / f"{PREFIX}{step}"
         part = self.directory / f".{final.name}.part"
@@ -63,7 +67,7 @@ class Checkpoints:
         for name, learner in self.learners.items():
             save_learner(learner, part / name)
         together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
-        together(lambda: self._write_companions(part, State(step, kl_coef)) if main else None)
+        together(lambda: self._write_companions(part, State(step, kl_coef, position)) if main else None)
         write_manifest(part)
         together(lambda: self._publish(part, final, step) if main else None)
 

@@ -15,6 +15,7 @@ from megarl.algorithms.advantages import (
     opo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
     rloo,
     token_rewards,
     whiten,
@@ -33,6 +34,7 @@ def estimate(
     old_log_probs: Tensor,
     ref_log_probs: Tensor | None,
     values: Tensor | None,
+    baselines: Tensor | None = None,
     *,
     algorithm: AlgorithmSection,
     kl_coef: float | None,
@@ -44,16 +46,21 @@ def estimate(
         old_log_probs: `[B, T]` float32 of the actor that sampled.
         ref_log_probs: `[B, T]` of the reference; None where no KL is asked for.
         values: `[B, T]` of the critic; None without one. GAE needs it.
+        baselines: `[B]` rewards of the greedy responses; None where none were drawn. ReMax needs them.
         algorithm: the estimator and its numbers.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
     """
     mask = scored.mask
     reference = old_log_probs if ref_log_probs is None else ref_log_probs
-    scores = scored.scores + _length_penalty(mask, algorithm.overlong_buffer)
     rewards, kl = token_rewards(
-        scores, old_log_probs, reference, mask, kl_coef=kl_coef or 0.0, kl_type=algorithm.kl_penalty
+        response_rewards(scored, algorithm.overlong_buffer),
+        old_log_probs,
+        reference,
+        mask,
+        kl_coef=kl_coef or 0.0,
+        kl_type=algorithm.kl_penalty,
     )
-    advantages, returns = _advantages(rewards, values, scored.groups, mask, algorithm)
+    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
@@ -64,6 +71,8 @@ def estimate(
         returns=returns,
     )
     metrics = _reward_metrics(scored, rewards, advantages) | _length_metrics(experience) | weight_metrics
+    if baselines is not None:
+        metrics |= _spread("critic/baselines", baselines)
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
@@ -75,16 +84,23 @@ def estimate(
     return experience, metrics
 
 
-def _length_penalty(mask: Tensor, section: OverlongBufferSection) -> Tensor | float:
+def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
+    """[B] float32: the scores, less the penalty for long responses where one is asked for."""
     if not section.enable:
-        return 0.0
-    return overlong_penalty(
-        mask.sum(-1), max_length=section.max_resp_len, buffer=section.len, factor=section.penalty_factor
+        return scored.scores
+    lengths = scored.mask.sum(-1)
+    return scored.scores + overlong_penalty(
+        lengths, max_length=section.max_resp_len, buffer=section.len, factor=section.penalty_factor
     )
 
 
 def _advantages(
-    rewards: Tensor, values: Tensor | None, groups: Tensor, mask: Tensor, algorithm: AlgorithmSection
+    rewards: Tensor,
+    values: Tensor | None,
+    baselines: Tensor | None,
+    groups: Tensor,
+    mask: Tensor,
+    algorithm: AlgorithmSection,
 ) -> tuple[Tensor, Tensor]:
     """[B, T] advantages of the estimator that is asked for, and returns, which are zero without a critic."""
     scores, by_std = rewards.sum(-1), algorithm.norm_adv_by_std_in_grpo
@@ -102,6 +118,9 @@ def _advantages(
             return _whitened(reinforce_plus_plus(rewards, mask, gamma=algorithm.gamma), mask), no_returns
         case "reinforce_plus_plus_baseline":
             return _whitened(reinforce_plus_plus_baseline(scores, groups, mask), mask), no_returns
+        case "remax":
+            assert baselines is not None, "ReMax without greedy responses"
+            return remax(scores, baselines, mask), no_returns
         case "opo":
             return opo(scores, groups, mask), no_returns
         case "grpo_passk":
@@ -116,10 +135,13 @@ def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _correction(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, section: RolloutCorrectionSection
+    old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
     """[B, T] factors of the advantages that make up for the engine's probabilities, and what they come to."""
     weights, metrics = mask.to(torch.float32), Metrics()
+    if not (section.rollout_is or section.rollout_rs):
+        return weights, metrics
+    assert rollout_log_probs is not None, "a correction without the engine's log-probabilities"
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)
@@ -136,12 +158,14 @@ def _correction(
     return weights, metrics
 
 
-def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """How far the trainer's probabilities of the sampled tokens `[B, T]` are from the engine's.
+def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor) -> Metrics:
+    """How far the trainer's probabilities of the sampled tokens `[B, T]` are from the engine's, if those are known.
 
     A mean difference under 0.005 is usual in bfloat16; in float32 the two should agree to many digits. The measures
     under `rollout_corr` are explained at `mismatch_means`.
     """
+    if rollout_log_probs is None:
+        return {}
     difference = (old_log_probs.exp() - rollout_log_probs.exp()).abs()
     mean, var = masked_moments(difference, mask)
     return {

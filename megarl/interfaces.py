@@ -15,9 +15,6 @@ from megarl.tracking.timers import Timers
 class PromptSource(Protocol):
     """Prompts as a pure function of a position."""
 
-    def position_of(self, step: int) -> Position:
-        """Where a run stands that has taken the prompts of `step` iterations."""
-
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
         """The next `count` prompts, those of one iteration where it is None, and the position behind them."""
 
@@ -34,8 +31,11 @@ class Sampler(Protocol):
         Gives metrics of the engine's agreement with the trainer, complete when the block has ended.
         """
 
-    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """Samples to learn from."""
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        """Samples to learn from; of a prompt that comes again in a later `batch` of the step, other ones."""
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """The one response to each prompt that takes the likeliest token every time."""
 
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Samples to judge the actor by."""
@@ -71,5 +71,5 @@ class Critic(Protocol):
 class Checkpoints(Protocol):
     """What outlives the process."""
 
-    def save(self, *, step: int, kl_coef: float) -> None:
-        """Save the state after `step` finished steps."""
+    def save(self, *, step: int, kl_coef: float, position: Position) -> None:
+        """Save the state after `step` finished steps; `position` is that of the next prompt."""

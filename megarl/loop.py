@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.collect import Collector
+from megarl.data.order import Position
 from megarl.estimate import Metrics, estimate, mismatch_metrics
-from megarl.interfaces import Checkpoints, Critic, Policy, PromptSource, Sampler, Scorer
+from megarl.interfaces import Checkpoints, Critic, Policy
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.validation import Validation
@@ -35,12 +37,18 @@ def is_due(frequency: int, step: int, *, last_step: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What one iteration hands to the next, beside the models."""
+
+    kl: KL  # the controller of the KL penalty in the reward
+    position: Position  # of the next prompt in the data
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """All that a run needs."""
 
-    prompts: PromptSource
-    sampler: Sampler
-    scorer: Scorer
+    collector: Collector
     actor: Policy
     reference: Policy | None  # None: nothing asks for the KL
     critic: Critic | None  # None: the advantages come from groups
@@ -52,34 +60,31 @@ class Job:
     num_ranks: int
 
 
-def train(job: Job, kl: KL) -> None:
-    """Run the steps of the schedule; `kl` is the controller of the KL penalty in the reward."""
+def train(job: Job, progress: Progress) -> None:
+    """Run the steps of the schedule, from where the run stands."""
     schedule = job.schedule
     if job.validation and schedule.validate_first:
         job.tracker.log(job.validation.run(step=schedule.first_step), step=schedule.first_step)
     for step in range(schedule.first_step, schedule.last_step):
         timers = Timers()
         with timers("step"):
-            metrics, kl = iterate(job, kl, timers, step=step)
+            metrics, progress = iterate(job, progress, timers, step=step)
             finished = step + 1
             if job.validation and is_due(schedule.test_freq, finished, last_step=schedule.last_step):
                 with timers("testing"):
                     metrics |= job.validation.run(step=finished)
             if is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
-                    job.checkpoints.save(step=finished, kl_coef=kl.coef)
+                    job.checkpoints.save(step=finished, kl_coef=progress.kl.coef, position=progress.position)
         seconds = timers.seconds()
         throughput = metrics["perf/total_num_tokens"] / seconds["timing_s/step"] / job.num_ranks
         job.tracker.log(metrics | seconds | {"perf/throughput": throughput}, step=finished)
 
 
-def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL]:
-    """One iteration; returns its metrics and the KL controller of the next."""
-    prompts, _ = job.prompts.take(job.prompts.position_of(step))
-    with timers("gen"), job.sampler.awake(timers, step=step) as sync_metrics:
-        rollouts = job.sampler.generate(prompts, step=step)
-    with timers("reward"):
-        scored, reward_metrics = job.scorer.score(rollouts)
+def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
+    """One iteration; returns its metrics and what the next one starts from."""
+    collected, kl = job.collector.collect(progress.position, timers, step=step), progress.kl
+    scored = collected.scored
     with timers("old_log_prob"):
         old = job.actor.infer(scored)
     with timers("ref"):
@@ -93,6 +98,7 @@ def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL
             old_log_probs=old.log_probs,
             ref_log_probs=ref_log_probs,
             values=values,
+            baselines=collected.baselines,
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.reference and job.algorithm.use_kl_in_reward else None,
         )
@@ -109,4 +115,4 @@ def iterate(job: Job, kl: KL, timers: Timers, *, step: int) -> tuple[Metrics, KL
     metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(scored.lengths().sum())
-    return metrics | reward_metrics | sync_metrics, kl
+    return metrics | collected.metrics, Progress(kl=kl, position=collected.position)

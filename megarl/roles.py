@@ -20,7 +20,7 @@ from megarl.rewards.scoring import RewardFn, score
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampling import Generation, Sampling
+from megarl.rollout.sampling import GREEDY, Generation, Sampling
 from megarl.selfcheck import SelfCheck
 from megarl.tracking.timers import Timers
 
@@ -99,21 +99,27 @@ class Sampler:
             with timers("sync_check"):
                 metrics |= self.check.compare(answers)
 
-    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """Draw the training samples of a step."""
-        return self._rollouts(prompts, self.section, step=step)
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        """Draw the training samples of a step; in a later `batch` of it those numbers of a prompt that come next."""
+        return self._rollouts(prompts, self.section, step=step, first_sample=batch * self.section.n)
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        """The likeliest token every time, one response to each prompt."""
+        return self._rollouts(prompts, GREEDY, step=step)
 
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Draw samples as `val_kwargs` say."""
         return self._rollouts(prompts, self.section.val_kwargs, step=step)
 
-    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
+    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int, first_sample: int = 0) -> Rollouts:
         num_replicas = self.engine.num_replicas
         shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
         mine = [prompts.prompts[place] for place in shares[self.engine.replica]]
 
         def generate() -> list[Generation]:
-            generations = self.engine.generate(mine, sampling, max_tokens=self.section.response_length, step=step)
+            generations = self.engine.generate(
+                mine, sampling, max_tokens=self.section.response_length, step=step, first_sample=first_sample
+            )
             return generations if self.engine.tp_rank == 0 else []
 
         answers = together(generate)[:: self.engine.tp_size]

@@ -18,14 +18,13 @@ from megarl.batch import Prompt, Prompts, Rollouts
 from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner
 from megarl.rollout.answers import as_rollouts
-from megarl.rollout.config import SamplingSection, SyncSection
+from megarl.rollout.config import SyncSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampling import Generation
+from megarl.rollout.sampling import GREEDY, Generation
 
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.sync"
-GREEDY = SamplingSection(do_sample=False)
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 136  # more than a block of the prefix cache: 128 tokens on CPU, 16 on CUDA
 RESPONSE_TOKENS = 16
@@ -112,6 +111,7 @@ class SelfCheck:
                 the check before and a replica of the engine has not.
         """
         says = self._actor.infer(answers, self._budget).log_probs
+        assert answers.rollout_log_probs is not None, "`ask` asks for them"
         seen = Seen(_by_sample(answers, answers.rollout_log_probs), _by_sample(answers, says))
         means, largest = probability_differences(answers, says, num_replicas=self._engine.num_replicas)
         mean = float(means.max())
@@ -150,6 +150,7 @@ def probability_differences(
     answers: Rollouts, says: torch.Tensor, *, num_replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[R], [R]: mean and largest |p_engine - p_trainer| over the tokens of each replica, as `ask` orders them."""
+    assert answers.rollout_log_probs is not None, "`ask` asks for them"
     shape = (-1, num_replicas, answers.mask.shape[1])
     differences = (answers.rollout_log_probs.exp() - says.exp()).abs().where(answers.mask, 0.0).view(shape)
     return differences.sum((0, 2)) / answers.mask.view(shape).sum((0, 2)), differences.amax((0, 2))

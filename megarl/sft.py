@@ -76,7 +76,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
             if val_pairs and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics["val/loss"] = mean_loss(learner, val_pairs, budget)
             if is_due(trainer.save_freq, step + 1, last_step=last_step):
-                checkpoints.save(step=step + 1, kl_coef=0.0)
+                checkpoints.save(step=step + 1)
             tracker.log(metrics | timers.seconds(), step=step + 1)
         failed = False
     finally:

@@ -28,7 +28,7 @@ def train(config: Config, launch: Launch) -> None:
     built = build_run(config, launch)
     failed = True
     try:
-        loop(built.job, built.kl)
+        loop(built.job, built.progress)
         failed = False
     finally:
         built.job.tracker.close(failed=failed)

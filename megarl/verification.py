@@ -191,6 +191,7 @@ class Subject:
     def compare(self, answers: Rollouts, exported: Path) -> dict[str, Difference]:
         """How far apart the sides are about the answers, pair by pair; `transformers` speaks on rank 0 alone."""
         budget = Budget(max_tokens=len(answers) * self.engine.max_model_len, max_sequences=None)
+        assert answers.rollout_log_probs is not None, "`ask` asks for them"
         says = {"trainer": self.learner.infer(answers, budget).log_probs, "engine": answers.rollout_log_probs}
         if self.launch.rank == 0:
             says["transformers"] = transformers_log_probs(exported, answers, dtype=self.dtype)

@@ -25,6 +25,18 @@ class KLControlSection:
 
 
 @section
+class FilterGroupsSection:
+    """`algorithm.filter_groups.*`: dynamic sampling, until the responses of a whole batch of prompts differ (DAPO)."""
+
+    enable: bool = False
+    """Leave out prompts whose responses are all equally good, and sample further ones in their place."""
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
+    """What they must differ in: the reward's acc (its score where it gives none), its score, or that with penalties."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """Batches sampled in an iteration at most, after which the run stops; 0 = no limit."""
+
+
+@section
 class OverlongBufferSection:
     """`algorithm.overlong_buffer.*`: a penalty in the reward that grows towards the length limit (DAPO)."""
 
@@ -59,9 +71,9 @@ class AlgorithmSection:
     """`algorithm.*`."""
 
     adv_estimator: Literal[
-        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "grpo_passk"
+        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "grpo_passk"
     ] = "gae"
-    """From a critic (gae), from rewards to go (reinforce_plus_plus), or from all responses to a prompt (the others)."""
+    """From a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), or the group (the rest)."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 1.0
@@ -74,6 +86,8 @@ class AlgorithmSection:
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
     """Its coefficient."""
+    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
+    """Prompts whose responses teach nothing make room for others."""
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
     """A penalty for long responses."""
     mask_truncated_completions: bool = False

@@ -110,12 +110,6 @@ FOREIGN_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("*hybrid_engine", (False,), "trainer and engine always share their processes: write true"),
     ("*use_remove_padding", (False,), "micro-batches are always packed: write true"),
     (
-        "algorithm.adv_estimator",
-        ("remax",),
-        "{value} needs a greedy response to every prompt, which is not drawn: write rloo, whose baseline is the mean "
-        "of the other responses",
-    ),
-    (
         "algorithm.kl_penalty",
         ("full",),
         "needs the whole vocabulary's probabilities, which are never gathered: write kl, abs, mse or low_var_kl",

@@ -239,25 +239,50 @@ def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule("algorithm.adv_estimator", f"{ROLLOUT}.n", f"{ROLLOUT}.do_sample", "trainer.critic_warmup")
+@rule(
+    "algorithm.adv_estimator",
+    "algorithm.filter_groups.enable",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.do_sample",
+    "trainer.critic_warmup",
+)
 def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
-    if estimator in COMPARING and rollout.n == 1:
+    comparing = f"algorithm.adv_estimator={estimator}" if estimator in COMPARING else None
+    if config.algorithm.filter_groups.enable and not comparing:
+        comparing = "algorithm.filter_groups"
+    if comparing and rollout.n == 1:
         yield Fault(
             path=f"{ROLLOUT}.n",
-            message=f"algorithm.adv_estimator={estimator} compares the responses to one prompt: write n=2 or more "
-            "(5 is usual)",
+            message=f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)",
         )
-    if estimator in COMPARING and not rollout.do_sample:
+    if comparing and not rollout.do_sample:
         yield Fault(
             path=f"{ROLLOUT}.do_sample",
-            message="greedy responses to one prompt are all the same, and algorithm.adv_estimator="
-            f"{estimator} compares them: write true",
+            message=f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
+        )
+    elif estimator == "remax" and not rollout.do_sample:
+        yield Fault(
+            path=f"{ROLLOUT}.do_sample",
+            message="algorithm.adv_estimator=remax compares responses with the greedy one: write true",
         )
     if not config.has_critic and config.trainer.critic_warmup:
         yield Fault(
             path="trainer.critic_warmup",
             message=f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0",
+        )
+
+
+@rule("algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
+def _filter_metric(config: Config, facts: Facts) -> Iterator[Fault]:
+    algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
+    in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
+    wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
+    if wanted and in_reward and algorithm.kl_ctrl.kl_coef > 0.0:
+        yield Fault(
+            path="algorithm.filter_groups.metric",
+            message="the divergence in the reward is not known while prompts are chosen: write seq_reward, or take it "
+            f"into the loss with algorithm.use_kl_in_reward=false and {ACTOR}.use_kl_loss=true",
         )
 
 
@@ -337,6 +362,7 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _lengths,
     _engine,
     _estimator,
+    _filter_metric,
     _overlong,
     _correction,
     _policy_loss,

@@ -37,6 +37,7 @@ def batch_table(config: Config) -> list[BatchRow]:
         ),
         BatchRow("prompts", f"{prompts}", "per iteration"),
         BatchRow("samples", f"{prompts * rollout.n}", f"{prompts} prompts x n {rollout.n}"),
+        *_further_samples(config),
         *_update_rows(
             config,
             "actor",
@@ -51,6 +52,19 @@ def batch_table(config: Config) -> list[BatchRow]:
             config, "critic", critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_micro_batch_size
         )
     return rows
+
+
+def _further_samples(config: Config) -> Iterator[BatchRow]:
+    """What is sampled besides one batch of prompts."""
+    prompts, section = config.data.train_batch_size, config.algorithm.filter_groups
+    if section.enable:
+        yield BatchRow(
+            "generation batches",
+            f"<= {section.max_num_gen_batches}" if section.max_num_gen_batches else "1 or more",
+            f"of these samples, until those of {prompts} prompts differ in {section.metric}",
+        )
+    if config.algorithm.adv_estimator == "remax":
+        yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 
 
 def remarks(config: Config) -> Iterator[str]:

@@ -90,6 +90,6 @@ class PairStream:
             groups=torch.arange(len(prompts)),
             responses=padded,
             mask=torch.arange(padded.shape[1]) < lengths[:, None],
-            rollout_log_probs=torch.zeros(padded.shape),
+            rollout_log_probs=None,
             truncated=torch.zeros(len(prompts), dtype=torch.bool),
         )

@@ -134,13 +134,14 @@ class RolloutEngine:
         *,
         max_tokens: int,
         step: int,
+        first_sample: int = 0,
         log_probs: bool | None = None,
     ) -> list[Generation]:
         """Draw `sampling.n` samples of each of this replica's `prompts`; all ranks of the replica must call it alike.
 
         Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
-        prompt's index and the sample's number. `log_probs` None asks for them as configured. ValueError for a prompt
-        that leaves no room for `max_tokens`.
+        prompt's index and the sample's number, counted from `first_sample`. `log_probs` None asks for them as
+        configured. ValueError for a prompt that leaves no room for `max_tokens`.
         """
         for prompt in prompts:
             if len(prompt.token_ids) + max_tokens > self.max_model_len:
@@ -152,7 +153,9 @@ class RolloutEngine:
         params = [
             request_params(
                 sampling,
-                seed=request_seed(self._section.seed, step=step, prompt_index=prompts[position].index, sample=sample),
+                seed=request_seed(
+                    self._section.seed, step=step, prompt_index=prompts[position].index, sample=first_sample + sample
+                ),
                 max_tokens=max_tokens,
                 stop=() if self._section.ignore_eos else self._stop,
                 log_probs=self._section.calculate_log_probs if log_probs is None else log_probs,

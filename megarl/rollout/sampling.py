@@ -18,6 +18,7 @@ from megarl.batch import Prompt
 from megarl.rollout.config import RolloutSection, SamplingSection
 
 Sampling = RolloutSection | SamplingSection  # both say how tokens are drawn
+GREEDY = SamplingSection(do_sample=False)
 
 
 @dataclass(frozen=True, slots=True)

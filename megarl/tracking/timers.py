@@ -15,13 +15,19 @@ class Timers:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time what happens inside. On CUDA the phase has to end with something that waits for the device."""
+    def __call__(self, phase: str, *, instead_of: str | None = None) -> Iterator[None]:
+        """Time what happens inside. On CUDA the phase has to end with something that waits for the device.
+
+        `instead_of` is the phase around it that these seconds do not count in.
+        """
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[phase] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[phase] += seconds
+            if instead_of:
+                self._seconds[instead_of] -= seconds
 
     def seconds(self) -> dict[str, float]:
         """The seconds so far, as metrics: `timing_s/gen`, ..."""

@@ -151,6 +151,8 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     with engine.awake(writer(tensors)):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
+        seen["later"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0, first_sample=1)
+        seen["second"] = free[1]
         engine._stop = [free[0].token_ids[5]]
         seen["free"], seen["stopped"] = free[0], engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)[0]
         one_token = SamplingSection(do_sample=True, temperature=1.0, top_k=1)
@@ -187,6 +189,8 @@ def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
 ) -> None:
     for seen in pool.run(2, behaviour, checkpoints("llama")):
         free, stopped = seen["free"], seen["stopped"]
+        assert seen["later"][0].token_ids == seen["second"].token_ids  # counted on from there
+        assert seen["later"][1].token_ids not in (free.token_ids, seen["second"].token_ids)
         assert free.truncated
         assert len(free.token_ids) == RESPONSE
         end = free.token_ids.index(free.token_ids[5]) + 1

@@ -85,10 +85,14 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
         section=RolloutSection(tensor_model_parallel_size=engine.tp_size, **SAMPLING),
         check=SelfCheck(SyncSection(check_every=2, logprob_stop=1e-5), engine, learner, budget),
     )
-    rounds = []
+    rounds, asked = [], Prompts(prompts=PROMPTS)
     for step in range(3):
         with sampler.awake(Timers(), step=step) as metrics:
-            rollouts = sampler.generate(Prompts(prompts=PROMPTS), step=step)
+            rollouts = sampler.generate(asked, step=step)
+            if step == 0:
+                again, greedy = sampler.generate(asked, step=step, batch=1), sampler.greedy(asked, step=step)
+                assert not torch.equal(again.responses, rollouts.responses)
+                assert torch.equal(greedy.responses, sampler.validate(asked, step=step).responses)
         assert bool(metrics) == (step != 1), "checked at the start and every second step"
         before = learner.infer(rollouts, budget)
         learner.update([rollouts], SFTObjective(), budget)

@@ -27,6 +27,11 @@ PYTHON = (sys.executable, "-m")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable, "-m")
 LAUNCH_S = 300
+PARITY_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    digits = sum(character.isdigit() for character in solution_str)
+    return {"score": digits / 10, "acc": digits % 2 if ground_truth["target"] % 3 else 0}
+"""
 
 
 def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
@@ -108,7 +113,11 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
 
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
     checkpoint = run_dir / "global_step_2"
-    assert json.loads((checkpoint / "state.json").read_text()) == {"step": 2, "kl_coef": 0.001}
+    assert json.loads((checkpoint / "state.json").read_text()) == {
+        "step": 2,
+        "kl_coef": 0.001,
+        "position": {"epoch": 1, "offset": 0},
+    }
     for part in ("actor/.metadata", "critic/.metadata", "rng/rank_0.pt", "rng/rank_1.pt"):
         assert (checkpoint / part).is_file(), part
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
@@ -241,3 +250,40 @@ def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Pat
     assert second["actor/kl_loss"] > 1e-6
     assert not {"critic/vf_loss", "actor/reward_kl_penalty"} & first.keys()
     assert max(step["training/rollout_probs_diff_max"] for step in (first, second)) < 1e-5
+
+
+def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_answer_more(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(PARITY_REWARD)
+    run_dir = tmp_path / "run"
+    succeed(
+        *(*PYTHON, "megarl.train", *train_arguments(workspace, run_dir)),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
+        "actor_rollout_ref.rollout.n=4",
+        f"custom_reward_function.path={reward}",
+        "algorithm.adv_estimator=remax",
+        "algorithm.use_kl_in_reward=false",
+        "algorithm.filter_groups.enable=true",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=2",
+        timeout_s=LAUNCH_S,
+    )
+    num_batches = 0
+    for step, metrics in metrics_of(run_dir).items():
+        counts = {name: metrics[f"train/num_groups_{name}"] for name in ("kept", "alike", "surplus")}
+        assert counts["kept"] == 8
+        assert sum(counts.values()) == 8 * metrics["train/num_gen_batches"]
+        assert metrics["train/num_gen_batches"] > 1  # a third of the problems never tell apart
+        of = {name: (metrics[f"critic/{name}/min"], metrics[f"critic/{name}/max"]) for name in ("score", "baselines")}
+        assert 0.0 <= of["baselines"][0] <= of["baselines"][1]
+        assert metrics["critic/advantages/max"] <= of["score"][1] - of["baselines"][0] + 1e-6
+        assert metrics["critic/advantages/min"] >= of["score"][0] - of["baselines"][1] - 1e-6
+        assert metrics["training/rollout_probs_diff_max"] < 1e-5  # also of what was sampled in a later batch
+        num_batches += int(metrics["train/num_gen_batches"])
+        epoch, batch = divmod(num_batches, 6)  # of 8 prompts in the 48
+        state = json.loads((run_dir / f"global_step_{step}" / "state.json").read_text())
+        assert state["position"] == {"epoch": epoch, "offset": 8 * batch}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoints import LATEST, Checkpoints, State, find_checkpoint
+from megarl.data.order import Position
 from megarl.manifest import NAME, write_manifest
 
 
@@ -42,13 +43,18 @@ def steps(directory: Path) -> list[str]:
 def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
     run = checkpoints(tmp_path / "run")
     torch.manual_seed(3)
-    run.save(step=4, kl_coef=0.25)
+    run.save(step=4, kl_coef=0.25, position=Position(1, 24))
     drawn = torch.rand(5)
     checkpoint = found(tmp_path / "run")
     assert checkpoint == tmp_path / "run" / "global_step_4"
     assert (checkpoint / "huggingface" / "config.json").is_file()
-    assert run.load(checkpoint) == State(step=4, kl_coef=0.25)
+    assert run.load(checkpoint) == State(step=4, kl_coef=0.25, position=Position(1, 24))
     assert torch.equal(torch.rand(5), drawn)  # the generator goes on where it was
+
+
+def test_a_state_of_before_positions_were_saved_is_read(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"step": 3, "kl_coef": 0.1}')
+    assert State.read(tmp_path) == State(step=3, kl_coef=0.1, position=None)
 
 
 def test_the_oldest_go(tmp_path: Path) -> None:

@@ -74,6 +74,18 @@ def test_the_table_counts_ranks_that_share_sequences_and_rounds_of_a_virtual_pip
     assert rows["actor micro-batches"].meaning.startswith("at most 2048 tokens each; 2 samples")
 
 
+def test_the_table_says_what_is_sampled_besides_a_batch() -> None:
+    grouped = [f"{ROLLOUT}.n=4", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16"]
+    limited = load("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true", *grouped)
+    rows = {row.stage: row for row in batch_table(limited)}
+    assert rows["generation batches"].size == "<= 10"
+    assert rows["generation batches"].meaning == "of these samples, until those of 64 prompts differ in acc"
+    assert rows["greedy responses"].size == "64"
+    endless = load("algorithm.filter_groups={enable: true, max_num_gen_batches: 0}", *grouped)
+    assert sizes(endless)["generation batches"] == "1 or more"
+    assert not {"generation batches", "greedy responses"} & sizes(load(*grouped)).keys()
+
+
 def test_the_table_has_no_critic_where_there_is_none() -> None:
     config = load("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5")
     assert not [stage for stage in sizes(config) if stage.startswith("critic")]

@@ -127,6 +127,22 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n", "write n=2 or more"),
         (["algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", "adv_estimator=rloo compares the responses"),
         (["algorithm.adv_estimator=opo", f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample", "write true"),
+        (["algorithm.filter_groups.enable=true"], f"{ROLLOUT}.n", "algorithm.filter_groups compares the responses"),
+        (
+            ["algorithm.filter_groups.enable=true", f"{ROLLOUT}.n=2", f"{ROLLOUT}.do_sample=false"],
+            f"{ROLLOUT}.do_sample",
+            "algorithm.filter_groups compares them: write true",
+        ),
+        (
+            ["algorithm.filter_groups={enable: true, metric: seq_final_reward}", f"{ROLLOUT}.n=2"],
+            "algorithm.filter_groups.metric",
+            "write seq_reward",
+        ),
+        (
+            ["algorithm.adv_estimator=remax", f"{ROLLOUT}.do_sample=false"],
+            f"{ROLLOUT}.do_sample",
+            "with the greedy one",
+        ),
         (
             ["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=2"],
             "trainer.critic_warmup",
@@ -177,6 +193,15 @@ def test_a_combination_that_cannot_run_is_named_with_its_remedy(
     argv: list[str], arguments: list[str], key: str, message: str
 ) -> None:
     assert message in faults(argv, *arguments)[key]
+
+
+def test_dynamic_sampling_by_the_whole_reward_needs_the_divergence_elsewhere(argv: list[str]) -> None:
+    sampling = ["algorithm.filter_groups={enable: true, metric: seq_final_reward}", f"{ROLLOUT}.n=2"]
+    for elsewhere in (f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef=0"):
+        assert faults(argv, *sampling, elsewhere) == {}
+    assert faults(argv, *sampling, f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true").keys() == {
+        "algorithm.filter_groups.metric"
+    }
 
 
 @pytest.mark.parametrize(

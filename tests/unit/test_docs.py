@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection
 from megarl.learner.config import ActorSection, PolicyLossSection
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,6 +29,7 @@ def choices(section: type, key: str) -> list[str]:
     [
         *choices(AlgorithmSection, "adv_estimator"),
         *choices(AlgorithmSection, "kl_penalty"),
+        *choices(FilterGroupsSection, "metric"),
         *choices(ActorSection, "loss_agg_mode"),
         *choices(PolicyLossSection, "loss_mode"),
     ],

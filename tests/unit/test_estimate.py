@@ -111,6 +111,17 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
         rel=1e-5,
     )
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((1.25**2 - 1.0) / 2)
+    assert mismatch_metrics(trainer, None, mask) == {}
+
+
+def test_remax_takes_the_greedy_reward_from_that_of_each_sample() -> None:
+    algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
+    experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
+    # the divergence of row 0 is 1.5, that of row 1 is -1
+    expected = torch.tensor([0.75 - 0.15, -0.25 + 0.1, 0.0, -1.0])[:, None] * MASK
+    torch.testing.assert_close(experience.advantages, expected)
+    assert not experience.returns.any()
+    assert [metrics[f"critic/baselines/{name}"] for name in ("mean", "max", "min")] == [0.375, 0.5, 0.25]
 
 
 def advantages_of(**keys: Any) -> torch.Tensor:

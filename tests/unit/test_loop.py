@@ -12,8 +12,9 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.collect import Collector
 from megarl.data.order import Position
-from megarl.loop import Job, Schedule, train
+from megarl.loop import Job, Progress, Schedule, train
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
 from megarl.validation import Validation
@@ -29,6 +30,7 @@ class Diary:
         self.calls: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
         self.saved: dict[int, float] = {}
+        self.positions: dict[int, Position] = {}
 
     def steps_of(self, call: str) -> list[int]:
         return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
@@ -40,12 +42,9 @@ class World:
     def __init__(self, diary: Diary) -> None:
         self.diary = diary
 
-    def position_of(self, step: int) -> Position:
-        return Position(offset=step)
-
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
         self.diary.calls.append(f"take {position.offset}")
-        return prompts([4, 6]), Position(offset=position.offset + 1)
+        return prompts([4, 6]), Position(position.epoch, position.offset + 1)
 
     def batches(self) -> Iterator[Prompts]:
         yield prompts([4, 6])
@@ -58,9 +57,13 @@ class World:
         metrics["sync/check_probs_diff_mean"] = step / 100
         self.diary.calls.append("sleep")
 
-    def generate(self, prompts: Prompts, *, step: int) -> Rollouts:
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
         self.diary.calls.append(f"generate {step}")
         return answer(prompts, LENGTHS)
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"greedy {step}")
+        return answer(prompts, [1, 2])
 
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
         self.diary.calls.append(f"validate {step}")
@@ -68,7 +71,7 @@ class World:
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         self.diary.calls.append("score")
-        scores = torch.arange(4.0)
+        scores = torch.arange(float(len(rollouts)))
         scored = rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores)
         return scored, {"reward/error_rate": 0.25}
 
@@ -106,9 +109,10 @@ class Records(NullTracker):
         assert step not in self.diary.logged, "a step is logged once"
         self.diary.logged[step] = metrics
 
-    def save(self, *, step: int, kl_coef: float) -> None:
+    def save(self, *, step: int, kl_coef: float, position: Position) -> None:
         self.diary.calls.append(f"save {step}")
         self.diary.saved[step] = kl_coef
+        self.diary.positions[step] = position
 
 
 def run(kl: FixedKL | AdaptiveKL | None = None, **changes: Any) -> Diary:
@@ -123,28 +127,28 @@ def run(kl: FixedKL | AdaptiveKL | None = None, **changes: Any) -> Diary:
         "validate_first": False,
         "critic_warmup": 0,
     }
+    algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
-        "prompts": world,
-        "sampler": world,
-        "scorer": world,
+        "collector": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
         "actor": Policy(diary, "actor", says=-1.0),
         "reference": Policy(diary, "reference", says=-1.25),
         "critic": Critic(diary, "critic", says=0.5),
-        "algorithm": AlgorithmSection(use_kl_in_reward=True),
+        "algorithm": algorithm,
         "schedule": Schedule(**schedule | {key: value for key, value in changes.items() if key in schedule}),
         "validation": Validation(prompts=world, sampler=world, scorer=world, tracker=records, num_shown=2),
         "checkpoints": records,
         "tracker": records,
         "num_ranks": 4,
     }
-    train(Job(**job | {key: value for key, value in changes.items() if key in job}), kl or FixedKL(0.1))
+    progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))
+    train(Job(**job | {key: value for key, value in changes.items() if key in job}), progress)
     return diary
 
 
 def test_an_iteration_of_ppo_in_order() -> None:
     diary = run(last_step=1)
     assert diary.calls == [
-        *("take 0", "wake", "generate 0", "sleep", "score"),
+        *("wake", "take 0", "generate 0", "sleep", "score"),
         *("actor.infer", "reference.infer", "critic.infer"),
         *("critic.update 0", "actor.update 0"),
     ]
@@ -165,8 +169,8 @@ def test_an_iteration_of_ppo_in_order() -> None:
 def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
     diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="grpo"))
     assert diary.calls == [
-        "take 0",
         "wake",
+        "take 0",
         "generate 0",
         "sleep",
         "score",
@@ -174,6 +178,14 @@ def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
         "actor.update 0",
     ]
     assert "actor/reward_kl_penalty" not in diary.logged[1]
+
+
+def test_remax_hands_the_greedy_scores_to_the_estimate() -> None:
+    diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="remax"))
+    assert diary.calls[:6] == ["wake", "take 0", "generate 0", "greedy 0", "sleep", "score"]
+    metrics = diary.logged[1]
+    assert metrics["critic/baselines/max"] == 1.0  # of the second prompt, whose samples score 2 and 3
+    assert (metrics["critic/advantages/min"], metrics["critic/advantages/max"]) == (0.0, 2.0)
 
 
 def test_only_the_critic_learns_during_its_warm_up() -> None:
@@ -209,6 +221,7 @@ def test_a_resumed_run_goes_on_where_it_stopped() -> None:
     assert diary.steps_of("actor.update") == [3]
     assert list(diary.logged) == [3, 4]
     assert list(diary.saved) == [4]
+    assert diary.positions == {4: Position(2, 4)}
 
 
 def test_nothing_runs_after_the_last_step() -> None:

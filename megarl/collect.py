@@ -1,0 +1,151 @@
+"""The samples an iteration learns from: which prompts, how many answers to each, and how good they are.
+
+Usually one batch of prompts. Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) takes batch after batch until there
+are as many prompts as one batch has whose answers the reward tells apart. ReMax (Li et al. 2024, algorithm 1) draws one
+greedy answer more, whose reward is the baseline of the others. The engine stays awake, with the weights of one sync,
+until all of this is there.
+
+Invariant: records are replicated, so every rank keeps the same prompts and stops after the same batch; and what is
+taken is a pure function of the position in the data, the step and the actor's weights.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import count
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.shaping import tells_apart
+from megarl.batch import Prompts, Rollouts, Scored, join
+from megarl.data.order import Position
+from megarl.estimate import Metrics, response_rewards
+from megarl.interfaces import PromptSource, Sampler, Scorer
+from megarl.tracking.timers import Timers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What one iteration has to learn from."""
+
+    scored: Scored
+    baselines: Tensor | None  # [B] float32: the reward of the greedy answer to a sample's prompt; None: none was drawn
+    position: Position  # where the next iteration goes on in the data
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Draws samples as the algorithm wants them, and has them scored."""
+
+    prompts: PromptSource
+    sampler: Sampler
+    scorer: Scorer
+    algorithm: AlgorithmSection
+
+    def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
+        """The samples of iteration `step`, of prompts from `position` on.
+
+        Raises:
+            ValueError: on all ranks alike, where the batches that dynamic sampling may take were not enough.
+        """
+        judge = _Judge(self.scorer)
+        rollouts: Rollouts
+        with timers("gen"), self.sampler.awake(timers, step=step) as sync_metrics:
+            if self.algorithm.filter_groups.enable:
+                rollouts, position, metrics = self._told_apart(judge, position, timers, step=step)
+            else:
+                prompts, position = self.prompts.take(position)
+                rollouts, metrics = self.sampler.generate(prompts, step=step), Metrics()
+            greedy = None
+            if self.algorithm.adv_estimator == "remax":
+                with timers("gen_max"):
+                    greedy = self.sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
+        with timers("reward"):
+            scored = rollouts if isinstance(rollouts, Scored) else judge.score(rollouts)
+            baselines = None if greedy is None else self._rewards(judge.score(greedy))[scored.groups]
+        metrics |= judge.metrics() | sync_metrics
+        return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics)
+
+    def _told_apart(
+        self, judge: "_Judge", position: Position, timers: Timers, *, step: int
+    ) -> tuple[Scored, Position, Metrics]:
+        """As many prompts as one batch has whose answers differ in the metric of `filter_groups`: the first in order.
+
+        And where the data goes on, which is after the last batch that was taken.
+        """
+        start, limit = position, self.algorithm.filter_groups.max_num_gen_batches
+        kept, scores = list[Scored](), list[Tensor]()
+        for number in count(1):
+            prompts, position = self.prompts.take(position)
+            rollouts = self.sampler.generate(prompts, step=step, batch=number - 1)
+            with timers("reward", instead_of="gen"):
+                scored = judge.score(rollouts)
+            apart = scored.groups[tells_apart(self._measure(scored), scored.groups)]
+            kept.append(scored.of_prompts(apart.unique().tolist()))
+            scores.append(scored.scores)
+            wanted = len(prompts.prompts)
+            if (num_kept := sum(len(part.prompts) for part in kept)) >= wanted:
+                break
+            fruitless = num_kept == 0 and position.epoch > start.epoch + 1  # in a whole epoch
+            if number == limit or fruitless:
+                raise ValueError(self._not_enough(num_kept, wanted, num_batches=number))
+        metrics = {
+            "train/num_gen_batches": float(len(kept)),
+            "train/num_groups_kept": float(wanted),
+            "train/num_groups_alike": float(len(kept) * wanted - num_kept),
+            "train/num_groups_surplus": float(num_kept - wanted),
+            "train/sampled_score/mean": float(torch.cat(scores).mean()),
+        }
+        return join(kept).of_prompts(range(wanted)), position, metrics
+
+    def _measure(self, scored: Scored) -> Tensor:
+        """[B] what the answers to a prompt must differ in."""
+        match self.algorithm.filter_groups.metric:
+            case "acc":
+                return scored.accuracies
+            case "score":
+                return scored.scores
+            case "seq_reward" | "seq_final_reward":
+                return self._rewards(scored)
+            case unknown:
+                assert_never(unknown)
+
+    def _rewards(self, scored: Scored) -> Tensor:
+        return response_rewards(scored, self.algorithm.overlong_buffer)
+
+    def _not_enough(self, num_kept: int, wanted: int, *, num_batches: int) -> str:
+        section = self.algorithm.filter_groups
+        return (
+            f"algorithm.filter_groups found {num_kept} of {wanted} prompts whose answers differ in {section.metric} in "
+            f"{num_batches} batches (max_num_gen_batches={section.max_num_gen_batches}): the others are too easy or "
+            "too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n or max_num_gen_batches "
+            "(0 = no limit), or lower data.train_batch_size"
+        )
+
+
+class _Judge:
+    """The reward, and what it says of itself over all that it judges in an iteration."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer, self._said = scorer, list[tuple[int, Metrics]]()
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        scored, metrics = self._scorer.score(rollouts)
+        self._said.append((len(rollouts), metrics))
+        return scored
+
+    def metrics(self) -> Metrics:
+        """Means over the samples; of what is a maximum, the largest."""
+        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for num_samples, metrics in self._said:
+            for name, value in metrics.items():
+                found[name].append((num_samples, value))
+        return {
+            name: max(value for _, value in parts)
+            if name.endswith("max")
+            else sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
+            for name, parts in found.items()
+        }

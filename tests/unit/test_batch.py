@@ -1,0 +1,42 @@
+"""Records put together and taken apart: every field follows its samples."""
+
+import torch
+
+from megarl.batch import Rollouts, join
+from megarl.rollout.answers import as_rollouts
+from megarl.rollout.sampling import Generation
+from tests.records import answer, prompts
+
+
+def test_joined_records_have_the_samples_of_one_after_those_of_the_other() -> None:
+    first, second = answer(prompts([4, 6]), [1, 2, 1, 1]), answer(prompts([3]), [3, 1])
+    both = join([first, second])
+    assert [len(prompt.token_ids) for prompt in both.prompts] == [4, 6, 3]
+    assert both.groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert both.mask.sum(-1).tolist() == [1, 2, 1, 1, 3, 1]
+    assert [both.response_ids(sample) for sample in (1, 4)] == [[20, 21], [10, 11, 12]]
+    assert both.rollout_log_probs is not None
+    assert torch.equal(both.rollout_log_probs, -1.0 * both.mask)
+    assert both.lengths().tolist() == [5, 6, 7, 7, 6, 4]
+
+
+def test_the_record_of_some_prompts_has_all_their_samples_and_counts_anew() -> None:
+    some = answer(prompts([4, 6, 3]), [1, 2, 1, 1, 3, 1]).of_prompts([0, 2])
+    assert [prompt.index for prompt in some.prompts] == [0, 2]
+    assert some.groups.tolist() == [0, 0, 1, 1]
+    assert [some.response_ids(sample) for sample in range(4)] == [[10], [20, 21], [50, 51, 52], [60]]
+    assert len(some.of_prompts([])) == 0
+
+
+def generation(prompt: int, log_probs: list[float] | None) -> Generation:
+    return Generation(prompt=prompt, token_ids=[7] * (prompt + 1), log_probs=log_probs, truncated=False)
+
+
+def test_log_probs_that_were_not_asked_for_are_none() -> None:
+    def record(*log_probs: list[float] | None) -> Rollouts:
+        return as_rollouts(prompts([1, 1]), [0, 1], [generation(place, told) for place, told in enumerate(log_probs)])
+
+    assert record(None, None).rollout_log_probs is None
+    told = record([-1.0], [-2.0, -3.0]).rollout_log_probs
+    assert told is not None
+    assert told.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
