@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
-from megarl.learner.config import ActorSection, CriticSection, PolicyLossSection
-from megarl.objectives import ActorObjective, CriticObjective, mark
+from megarl.learner.config import ActorSection, CriticSection
+from megarl.objectives import ActorObjective, CriticObjective
 from tests.learners import make_test_learner
 from tests.ranks import RankPool
 
@@ -84,7 +84,6 @@ def megatron_answers(
     split: dict[str, Any],
     max_tokens: int,
     objective: Any = None,
-    actor: ActorSection | None = None,
 ) -> dict[str, Any]:
     """On one rank: infer, update, and infer again."""
     from megarl.learner.learner import Budget
@@ -94,27 +93,19 @@ def megatron_answers(
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
-    batch, budget = prepared(actor), Budget(max_tokens=max_tokens, max_sequences=None)
+    batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
     before = learner.infer(batch, budget)
     metrics = learner.update([batch], objective or (ACTOR if role == "policy" else CRITIC), budget)
     after = learner.infer(batch, budget)
     return {"before": before, "metrics": metrics, "after": after}
 
 
-def prepared(actor: ActorSection | None) -> Experience:
-    """The batch; for an actor of its own, as its loss wants it and without two of the responses."""
-    batch = experience()
-    if actor is None:
-        return batch
-    return mark(batch.without_responses(torch.arange(len(batch)) % 5 == 1), actor)
-
-
 def reference_answers(
-    checkpoint: Path, actor: ActorSection | None = None
+    checkpoint: Path, objective: ActorObjective = ACTOR, batch: Experience | None = None
 ) -> tuple[PolicyOutputs, float, dict[str, float]]:
     """Log-probabilities, gradient norm and metrics by `transformers` and autograd, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    batch, objective = prepared(actor), ActorObjective(actor, horizon=8) if actor else ACTOR
+    batch = experience() if batch is None else batch
     log_probs, entropy = [], []
     for sample in range(len(batch)):
         prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
@@ -147,24 +138,6 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
                 first = first or answer
                 torch.testing.assert_close(answer["after"].log_probs, first["after"].log_probs, rtol=1e-4, atol=1e-4)
                 assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
-
-
-@pytest.mark.parametrize("loss_mode", ["gspo", "kl_cov"])
-def test_other_losses_and_samples_without_responses(
-    pool: RankPool, checkpoints: dict[str, Path], loss_mode: str
-) -> None:
-    settings = PolicyLossSection(loss_mode=loss_mode, kl_cov_ratio=0.2)  # type: ignore[arg-type]
-    actor = ActorSection(loss_agg_mode="seq-mean-token-mean", policy_loss=settings)
-    objective = ActorObjective(actor, horizon=8)
-    expected, norm, metrics = reference_answers(checkpoints["llama"], actor)
-    for tp, pp, world_size in [(1, 1, 1), (2, 1, 4), (1, 2, 4)]:
-        arguments = (checkpoints["llama"], "policy", sizes(tp, pp), 24, objective, actor)
-        answers = pool.run(world_size, megatron_answers, *arguments)
-        for answer in answers:
-            torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
-            assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-            for name, value in metrics.items():
-                assert answer["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
