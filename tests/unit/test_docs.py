@@ -2,15 +2,25 @@
 
 import doctest
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import yaml
 
 from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection
+from megarl.config.root import LINKS
+from megarl.config.schema import Schema
 from megarl.learner.config import ActorSection, PolicyLossSection
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted([DOCS.parent / "README.md", *DOCS.rglob("*.md")])
+SCHEMAS = [Schema.of(root) for root in LINKS]
+LEAVES = {path for schema in SCHEMAS for path in schema.leaves}
+SECTIONS = {path for schema in SCHEMAS for path in schema.sections}
+SECTION_NAMES = {name for path in SECTIONS for name in path.split(".")}
+FILES = ("json", "jsonl", "md", "model", "parquet", "py", "safetensors", "yaml")  # endings of names that are no keys
 
 
 def test_the_resharding_example():
@@ -39,7 +49,35 @@ def test_every_algorithm_is_explained(name: str) -> None:
     assert any(f"`{name}`" in line.split("|")[1] for line in tables)
 
 
-def test_configurations_named_in_the_tables_exist() -> None:
-    files = re.findall(r"`(\w+\.yaml)`", (DOCS / "algorithms.md").read_text())
-    assert len(files) > 10
-    assert not [file for file in files if not (DOCS.parent / "configs" / file).exists()]
+def test_the_tables_name_every_configuration_and_no_other() -> None:
+    pages = [DOCS / "algorithms.md", DOCS.parent / "README.md"]
+    named = {file for page in pages for file in re.findall(r"`(\w+\.yaml)`", page.read_text())}
+    assert named == {file.name for file in (DOCS.parent / "configs").glob("*.yaml")}
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """The dotted keys that a page shows: as code in a sentence, on command lines, and in YAML blocks."""
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for document in yaml.safe_load_all(block):
+            yield from leaves(document, "")
+    yield from re.findall(r"(?:^|\s)\+?([a-z_]+(?:\.[a-z_]+)+)=", text)
+    for code in re.findall(r"`([^`\n]+)`", text):
+        found = re.match(r"([a-z_]+(?:\.[a-z_]+)+)(?:\.\*)?(?=$|[=:])", code)
+        if found and found[1].split(".")[0] in SECTION_NAMES and not found[1].endswith(FILES):
+            yield found[1]
+
+
+def leaves(tree: Any, prefix: str) -> Iterator[str]:
+    if isinstance(tree, dict) and prefix.removesuffix(".") not in LEAVES:
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix(".")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_key_that_is_shown_exists(page: Path) -> None:
+    shown = set(keys_in(page.read_text()))
+    assert not [
+        key for key in shown if not any(known == key or known.endswith(f".{key}") for known in LEAVES | SECTIONS)
+    ]
