@@ -118,7 +118,7 @@ class Experience(Scored):
     """What the losses need."""
 
     old_log_probs: Tensor  # [B, T] float32: the actor before this step's updates
-    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs where no KL is asked for
+    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs where no KL is estimated from them
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
     returns: Tensor  # [B, T] float32: the critic's target; zeros without a critic

@@ -57,7 +57,8 @@ def build_run(config: Config, launch: Launch) -> Run:
 
     engine = _engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
-    actor = _actor(config, source, mesh, last_step=last_step)
+    reference = _reference(config, source, mesh)
+    actor = _actor(config, source, mesh, reference.learner if reference else None, last_step=last_step)
     critic = _critic(config, mesh, last_step=last_step)
     checkpoints = Checkpoints(
         directory=run_dir,
@@ -78,9 +79,9 @@ def build_run(config: Config, launch: Launch) -> Run:
     job = Job(
         collector=Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm),
         actor=actor,
-        reference=_reference(config, source, mesh),
+        reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
         critic=critic,
-        algorithm=config.algorithm,
+        algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
         schedule=make_schedule(trainer, first_step=state.step, last_step=last_step, resumed=resumed is not None),
         validation=_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None,
         checkpoints=checkpoints,
@@ -220,7 +221,7 @@ def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Laun
     )
 
 
-def _actor(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Model[Any]:
+def _actor(config: Config, source: Source, mesh: Mesh, reference: Learner | None, *, last_step: int) -> Model[Any]:
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     learner = make_learner(
         source.directory,
@@ -237,10 +238,12 @@ def _actor(config: Config, source: Source, mesh: Mesh, *, last_step: int) -> Mod
     return Model(
         name="actor",
         learner=learner,
+        against=reference if config.kl_of_reward == "full" else None,
         budget=_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, actor, ActorObjective(actor, horizon=config.data.max_response_length)),
             prepare=partial(mark, section=actor),
+            against=reference if config.kl_of_loss == "full" else None,
         ),
     )
 

@@ -3,7 +3,7 @@
 Invariant: records are replicated, so every rank estimates from the whole batch, and moments need no communication.
 """
 
-from typing import assert_never
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
+from megarl.algorithms.kl import KLKind, kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
@@ -38,28 +39,26 @@ def estimate(
     *,
     algorithm: AlgorithmSection,
     kl_coef: float | None,
+    exact_kl: Tensor | None = None,
 ) -> tuple[Experience, Metrics]:
     """Advantages and returns of a whole batch, with their metrics.
 
     Args:
         scored: `B` samples of `T` tokens.
         old_log_probs: `[B, T]` float32 of the actor that sampled.
-        ref_log_probs: `[B, T]` of the reference; None where no KL is asked for.
+        ref_log_probs: `[B, T]` of the reference; None where no KL is estimated from them.
         values: `[B, T]` of the critic; None without one. GAE needs it.
         baselines: `[B]` rewards of the greedy responses; None where none were drawn. ReMax needs them.
         algorithm: the estimator and its numbers.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
+        exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, the others estimate theirs.
     """
     mask = scored.mask
     reference = old_log_probs if ref_log_probs is None else ref_log_probs
-    rewards, kl = token_rewards(
-        response_rewards(scored, algorithm.overlong_buffer),
-        old_log_probs,
-        reference,
-        mask,
-        kl_coef=kl_coef or 0.0,
-        kl_type=algorithm.kl_penalty,
-    )
+    kl = torch.zeros_like(old_log_probs)
+    if kl_coef is not None:
+        kl = _divergence(old_log_probs, reference, exact_kl, mask, algorithm.kl_penalty)
+    rewards = token_rewards(response_rewards(scored, algorithm.overlong_buffer), kl, mask, kl_coef=kl_coef or 0.0)
     advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
@@ -82,6 +81,16 @@ def estimate(
     if algorithm.mask_truncated_completions:
         experience = experience.without_responses(scored.truncated)
     return experience, metrics
+
+
+def _divergence(
+    old_log_probs: Tensor, ref_log_probs: Tensor, exact_kl: Tensor | None, mask: Tensor, kind: KLKind | Literal["full"]
+) -> Tensor:
+    """[B, T] divergence of the actor that sampled from the reference, zero under the mask."""
+    if kind == "full":
+        assert exact_kl is not None, "log-probabilities that were not taken against the reference"
+        return masked(exact_kl, mask)
+    return kl_penalty(masked(old_log_probs, mask), masked(ref_log_probs, mask), kind=kind)
 
 
 def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:

@@ -50,7 +50,7 @@ class Job:
 
     collector: Collector
     actor: Policy
-    reference: Policy | None  # None: nothing asks for the KL
+    reference: Policy | None  # None: nothing asks for its log-probabilities
     critic: Critic | None  # None: the advantages come from groups
     algorithm: AlgorithmSection
     schedule: Schedule
@@ -100,7 +100,8 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
             values=values,
             baselines=collected.baselines,
             algorithm=job.algorithm,
-            kl_coef=kl.coef if job.reference and job.algorithm.use_kl_in_reward else None,
+            kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
+            exact_kl=old.kl,
         )
         if "actor/reward_kl_penalty" in metrics:
             kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(scored))

@@ -61,11 +61,18 @@ class ActorObjective:
             "actor/ppo_kl": pg.ppo_kl / totals.num_tokens,
         }
         if section.use_kl_loss:
-            log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
-            kl = kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type)
-            metrics["actor/kl_loss"] = kl_loss = mean(kl.sum(-1))
+            metrics["actor/kl_loss"] = kl_loss = mean(divergence(outputs, micro, section).sum(-1))
             loss = loss + section.kl_loss_coef * kl_loss
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
+    """[b, T] divergence from the reference as `kl_loss_type` measures it, zero under the mask."""
+    if section.kl_loss_type == "full":
+        assert outputs.kl is not None, "outputs that were not taken against the reference"
+        return masked(outputs.kl, micro.mask)
+    log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
+    return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type)
 
 
 def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:

@@ -38,6 +38,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
+    against: Learner | None = None  # whose exact divergence is in the objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +49,27 @@ class Model(Generic[Outputs]):
     learner: Learner
     budget: Budget
     updates: Updates | None = None  # None: it never learns
+    against: Learner | None = None  # from whom `infer` reports the exact divergence
 
     def infer(self, batch: Rollouts) -> Outputs:
         """What the model says about the response tokens, [B, T] float32."""
-        outputs: Outputs = self.learner.infer(batch, self.budget)
+        outputs: Outputs = self.learner.infer(batch, self.budget, against=self.against)
         return outputs
 
     def update(self, experience: Experience, *, step: int) -> dict[str, float]:
         """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ..."""
-        assert self.updates is not None, f"the {self.name} does not learn"
+        updates = self.updates
+        assert updates is not None, f"the {self.name} does not learn"
         batches: Iterator[Experience] = minibatches(
             experience,
-            num_prompts=self.updates.num_prompts,
-            num_epochs=self.updates.num_epochs,
-            shuffle=self.updates.shuffle,
-            seed=self.updates.seed + step,
+            num_prompts=updates.num_prompts,
+            num_epochs=updates.num_epochs,
+            shuffle=updates.shuffle,
+            seed=updates.seed + step,
         )
-        if self.updates.prepare:
-            batches = map(self.updates.prepare, batches)
-        metrics = self.learner.update(batches, self.updates.objective, self.updates.budget)
+        if updates.prepare:
+            batches = map(updates.prepare, batches)
+        metrics = self.learner.update(batches, updates.objective, updates.budget, against=updates.against)
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
 

@@ -21,8 +21,12 @@ def make_test_learner(
     temperature: float = 1.0,
     optim: OptimSection | None = OPTIM,
     grad_clip: float = 1.0,
+    mesh: Any = None,
 ) -> Any:
-    """This rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only answers."""
+    """This rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only answers.
+
+    `mesh` is that of a learner which it goes beside, of the same split; None: a new one, and earlier learners are over.
+    """
     from megarl.learner.factory import make_learner  # Megatron is slow to import
     from megarl.models.architecture import read_architecture
 
@@ -31,7 +35,7 @@ def make_test_learner(
         checkpoint,
         read_architecture(json.loads((checkpoint / "config.json").read_text())),
         section,
-        fresh_mesh(section),
+        mesh or fresh_mesh(section),
         role=role,
         device=torch.device("cpu"),
         temperature=temperature,

@@ -11,13 +11,10 @@ Where a paper standardises over the batch (`gae` as it is used in PPO, `reinforc
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import KLKind, kl_penalty
 from megarl.algorithms.masked import masked
 
 
-def token_rewards(
-    scores: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, kl_coef: float, kl_type: KLKind
-) -> tuple[Tensor, Tensor]:
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
     """The reward of every token: a penalty for leaving the reference, and the score on the last response token.
 
     `r_t = -kl_coef * KL_t + [t is the last token] * score` (Ziegler et al. 2019, "Fine-Tuning Language Models from
@@ -25,20 +22,17 @@ def token_rewards(
 
     Args:
         scores: `[B]` reward of each whole response.
-        log_probs: `[B, T]` of the policy that sampled.
-        ref_log_probs: `[B, T]` of the reference.
+        kl: `[B, T]` divergence of the policy that sampled from the reference: estimates, or exact.
         mask: `[B, T]` bool; a row without a token gets no reward.
         kl_coef: weight of the penalty.
-        kl_type: estimator of the divergence, see `kl_penalty`.
 
     Returns:
-        Rewards `[B, T]` and the divergence `[B, T]` before its weight.
+        Rewards `[B, T]`.
     """
     assert scores.shape == mask.shape[:1], f"{tuple(scores.shape)} scores for a mask of {tuple(mask.shape)}"
-    kl = kl_penalty(masked(log_probs, mask), masked(ref_log_probs, mask), kind=kl_type)
     tokens_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (tokens_left == 1)
-    return torch.where(is_last, scores[:, None], 0.0) - kl_coef * kl, kl
+    return torch.where(is_last, scores[:, None], 0.0) - kl_coef * masked(kl, mask)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -82,8 +82,8 @@ class AlgorithmSection:
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation; false = Dr.GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = not actor.use_kl_loss."""
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"] = "kl"
-    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl."""
+    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "kl"
+    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
     """Its coefficient."""
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)

@@ -1,4 +1,4 @@
-"""Divergence from the reference policy, estimated from sampled tokens, and the controllers of its weight."""
+"""Divergence from the reference policy, estimated from sampled tokens or exact, and the controllers of its weight."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Self

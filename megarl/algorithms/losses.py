@@ -24,6 +24,7 @@ class PolicyOutputs:
 
     log_probs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] nats, of the whole next-token distribution
+    kl: Tensor | None = None  # [b, T] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
 
 @dataclass(frozen=True, kw_only=True)

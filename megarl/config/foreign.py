@@ -109,16 +109,6 @@ FOREIGN_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("*hybrid_engine", (False,), "trainer and engine always share their processes: write true"),
     ("*use_remove_padding", (False,), "micro-batches are always packed: write true"),
-    (
-        "algorithm.kl_penalty",
-        ("full",),
-        "needs the whole vocabulary's probabilities, which are never gathered: write kl, abs, mse or low_var_kl",
-    ),
-    (
-        "*kl_loss_type",
-        ("full",),
-        "needs the whole vocabulary's probabilities, which are never gathered: write kl, abs, mse or low_var_kl",
-    ),
 )
 """(pattern of a path, values, answer)."""
 

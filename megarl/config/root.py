@@ -66,11 +66,21 @@ class Config:
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def kl_of_reward(self) -> str | None:
+        """How the divergence from the frozen policy in the reward is measured; None: there is none."""
+        algorithm = self.algorithm
+        return algorithm.kl_penalty if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0 else None
+
+    @property
+    def kl_of_loss(self) -> str | None:
+        """How the divergence from the frozen policy in the loss is measured; None: there is none."""
+        actor = self.actor_rollout_ref.actor
+        return actor.kl_loss_type if actor.use_kl_loss else None
+
+    @property
     def has_reference(self) -> bool:
         """Whether something asks for the divergence from the frozen policy."""
-        algorithm = self.algorithm
-        in_reward = algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0
-        return self.actor_rollout_ref.actor.use_kl_loss or bool(in_reward)
+        return bool(self.kl_of_reward or self.kl_of_loss)
 
 
 @section

@@ -151,8 +151,8 @@ class ActorSection:
     """Add the divergence from the reference to the loss; true for GRPO."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of that divergence."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"] = "low_var_kl"
-    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl."""
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "low_var_kl"
+    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
     ppo_epochs: PositiveInt = 1
     """Passes over the samples of one iteration."""
     shuffle: bool = True

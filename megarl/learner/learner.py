@@ -3,11 +3,15 @@
 Invariant: every rank calls with the same batch and receives the same answer. The learner spreads the samples over
 data-parallel ranks and micro-batches by itself, and no split changes a result: objectives return contributions to the
 global batch, which are only ever added.
+
+A policy can measure itself `against` another one of the same tokens and mesh: that one first reads the same
+micro-batches on the same ranks, and its hidden states wait in host memory until the policy is there. They are what the
+exact divergence needs, a few thousand numbers per response token, and no rank sends any of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,13 +28,13 @@ from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Rollouts
 from megarl.data.packing import pack, partition
 from megarl.learner.experts import share_batch_size
-from megarl.learner.heads import vocab_parallel_log_probs
+from megarl.learner.heads import vocab_parallel_kl, vocab_parallel_log_probs
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packed import Packed, pack_samples
 from megarl.learner.parallel import Mesh
-from megarl.learner.schedule import Head, num_micro_batches, run_schedule
+from megarl.learner.schedule import Micro, num_micro_batches, run_schedule
 from megarl.models.architecture import Architecture
 from megarl.platform.cpu import megatron_platform
 from megarl.reshard.layout import Layout
@@ -48,6 +52,14 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the exact divergence from a policy needs of it on one micro-batch."""
+
+    hidden: Tensor  # [R, hidden_size] final hidden states of the places that predict a response token; on the host
+    weight: Tensor  # [rows, hidden_size] this rank's slice of its output embedding; on the device
+
+
+@dataclass(frozen=True, kw_only=True)
 class Learner:
     """A sharded policy or value model."""
 
@@ -60,18 +72,25 @@ class Learner:
     device: torch.device
     balance: bool = True  # spread samples by length; otherwise only by number
 
-    def infer(self, batch: Rollouts, budget: Budget) -> Any:
+    def infer(self, batch: Rollouts, budget: Budget, *, against: "Learner | None" = None) -> Any:
         """Log-probabilities and entropies, or values, of every response token.
 
         Returns:
-            `PolicyOutputs` of [B, T] float32 for a policy, [B, T] float32 values for a value model, where the value at
-            a token is that of the state before it. Zero where `batch.mask` is False; on the host, equal on all ranks.
+            `PolicyOutputs` of [B, T] float32 for a policy, with the exact divergence where there is a policy `against`
+            which to take it; [B, T] float32 values for a value model, where the value at a token is that of the state
+            before it. Zero where `batch.mask` is False; on the host, equal on all ranks.
         """
+        micro_batches = self._micro_batches(batch, budget)
+        readings = self._readings(against, batch, micro_batches, budget)
+        micros = self._packed(batch, micro_batches)
+        heads = [
+            partial(self._outputs, packed=packed, other=other) for packed, other in zip(micros, readings, strict=True)
+        ]
         for module in self.modules:
             module.eval()
         with torch.no_grad(), self.offload.parameters():
-            micros, outputs = self._run(batch, budget, self._outputs, forward_only=True)
-        names = ("log_probs", "entropy") if self.is_policy else ("values",)
+            outputs = self._run(list(zip(micros, heads, strict=True)), budget, forward_only=True)
+        names = ["log_probs", "entropy", *(["kl"] if against else [])] if self.is_policy else ["values"]
         found = torch.zeros(len(names), *batch.mask.shape, device=self.device)
         if self.mesh.speaks_for_its_samples:
             for packed, output in zip(micros, outputs, strict=True):
@@ -80,10 +99,19 @@ class Learner:
         flat = found[:, batch.mask.to(self.device)]
         dist.all_reduce(flat)  # exactly one rank contributes each number
         rows = [torch.zeros(batch.mask.shape).masked_scatter(batch.mask, row) for row in flat.cpu()]
-        return PolicyOutputs(log_probs=rows[0], entropy=rows[1]) if self.is_policy else rows[0]
+        return PolicyOutputs(**dict(zip(names, rows, strict=True))) if self.is_policy else rows[0]
 
-    def update(self, minibatches: Iterable[Rollouts], objective: Objective, budget: Budget) -> dict[str, float]:
+    def update(
+        self,
+        minibatches: Iterable[Rollouts],
+        objective: Objective,
+        budget: Budget,
+        *,
+        against: "Learner | None" = None,
+    ) -> dict[str, float]:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
+
+        The objective of a policy is told the exact divergence from the policy `against` which it is taken, if any.
 
         Returns:
             The mean of each metric over the mini-batches, with `grad_norm` (before clipping) and `lr`.
@@ -94,25 +122,33 @@ class Learner:
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
         with self.offload.everything():
-            steps = [self._step(minibatch, objective, budget) for minibatch in minibatches]
+            steps = [self._step(minibatch, objective, budget, against) for minibatch in minibatches]
         means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         return means | {"lr": self.optimizer.lr}
 
-    def _step(self, minibatch: Rollouts, objective: Objective, budget: Budget) -> dict[str, float]:
+    def _step(
+        self, minibatch: Rollouts, objective: Objective, budget: Budget, against: "Learner | None"
+    ) -> dict[str, float]:
         assert self.optimizer is not None
-        totals = Totals.of(minibatch.mask)
+        micro_batches = self._micro_batches(minibatch, budget)
+        readings = self._readings(against, minibatch, micro_batches, budget)
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         share_batch_size(self.modules, int((minibatch.lengths() - 1).sum()))
+        totals = Totals.of(minibatch.mask)
 
-        def loss(hidden: Tensor, packed: Packed) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(hidden: Tensor, *, packed: Packed, other: Reading | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             micro = minibatch.select(packed.samples)
-            value, metrics = objective(self._outputs(hidden, packed), micro.to(self.device), totals)
+            value, metrics = objective(self._outputs(hidden, packed=packed, other=other), micro.to(self.device), totals)
             return value, torch.ones((), dtype=torch.int), metrics
 
-        _, metrics = self._run(minibatch, budget, loss, forward_only=False)
+        micros: list[Micro] = [
+            (packed, partial(loss, packed=packed, other=other))
+            for packed, other in zip(self._packed(minibatch, micro_batches), readings, strict=True)
+        ]
+        metrics = self._run(micros, budget, forward_only=False)
         with megatron_platform():
             grad_norm = self.optimizer.step()
         return self._sum(metrics) | {"grad_norm": grad_norm}
@@ -137,17 +173,10 @@ class Learner:
         with self.offload.parameters():
             yield weights(self.modules)
 
-    def _run(
-        self, batch: Rollouts, budget: Budget, head: Head, *, forward_only: bool
-    ) -> tuple[list[Packed], list[Any]]:
-        """Run the micro-batches of this rank's samples; returns them and what `head` said on the last stage."""
-        mesh, max_tokens = self.mesh, budget.max_tokens * self.mesh.cp_size
-        num_parts = mesh.tp_size if self.modules[0].config.sequence_parallel else 1
-        packed = partial(
-            pack_samples, batch, device=self.device, num_parts=num_parts, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size
-        )
-        micros = [packed(samples) for samples in self._micro_batches(batch, replace(budget, max_tokens=max_tokens))]
-        return micros, run_schedule(self.models, micros, head, max_tokens=max_tokens, forward_only=forward_only)
+    def _run(self, micros: Sequence[Micro], budget: Budget, *, forward_only: bool) -> list[Any]:
+        """What the heads of the micro-batches said on the last stage."""
+        max_tokens = budget.max_tokens * self.mesh.cp_size
+        return run_schedule(self.models, micros, max_tokens=max_tokens, forward_only=forward_only)
 
     def _micro_batches(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
         """This rank's samples in micro-batches; as many on every data-parallel rank, because experts may span them."""
@@ -158,34 +187,72 @@ class Learner:
         groups = [int(batch.groups[unit[0]]) for unit in units]
         shares = partition(costs, groups, self.mesh.dp_size)
         most_units = budget.max_sequences and max(1, budget.max_sequences // size)
-        packed = partial(pack, max_tokens=budget.max_tokens, max_sequences=most_units)
+        packed = partial(pack, max_tokens=budget.max_tokens * self.mesh.cp_size, max_sequences=most_units)
         most = max(len(packed([tokens[unit] for unit in share])) for share in shares)
         mine = shares[self.mesh.dp_rank]
         bins = packed([tokens[unit] for unit in mine], num_bins=num_micro_batches(most, self.mesh))
         return [[sample for place in places for sample in units[mine[place]]] for places in bins]
 
-    def _outputs(self, hidden: Tensor, packed: Packed) -> PolicyOutputs | Tensor:
-        """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
-        states, module = hidden[0], self.modules[-1]
-        if module.config.sequence_parallel:
+    def _packed(self, batch: Rollouts, micro_batches: Iterable[Sequence[int]]) -> list[Packed]:
+        """The micro-batches as this model's layers take them."""
+        mesh = self.mesh
+        num_parts = mesh.tp_size if self.modules[0].config.sequence_parallel else 1
+        packed = partial(
+            pack_samples, batch, device=self.device, num_parts=num_parts, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size
+        )
+        return [packed(samples) for samples in micro_batches]
+
+    @staticmethod
+    def _readings(
+        other: "Learner | None", batch: Rollouts, micro_batches: list[list[int]], budget: Budget
+    ) -> list[Reading | None]:
+        """What `other` reads of each micro-batch; None where there is none, and before the last stage."""
+        if other is None:
+            return [None] * len(micro_batches)
+        micros = other._packed(batch, micro_batches)
+        for module in other.modules:
+            module.eval()
+        with torch.no_grad(), other.offload.parameters():
+            heads = [partial(other._reading, packed=packed) for packed in micros]
+            readings = other._run(list(zip(micros, heads, strict=True)), budget, forward_only=True)
+        return readings or [None] * len(micro_batches)
+
+    def _reading(self, hidden: Tensor, *, packed: Packed) -> Reading:
+        # The weight is the storage itself: it stays on the device when the others are offloaded.
+        return Reading(hidden=self._states(hidden, packed).cpu(), weight=self._output_weight().detach())
+
+    def _states(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[R, hidden_size] states of the places that predict a response token, equal on all tensor-parallel ranks."""
+        states = hidden[0]
+        if self.modules[-1].config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.is_policy)
         elif self.is_policy:
             states = copy_to_tensor_model_parallel_region(states)
-        states = states[packed.predictors]
+        return states[packed.predictors]
+
+    def _output_weight(self) -> Tensor:
+        """[rows, hidden_size] this rank's slice of a policy's output embedding, or the weight of a value head."""
+        module = self.modules[-1]
+        tied = self.is_policy and module.share_embeddings_and_output_weights
+        weight: Tensor = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+        return weight
+
+    def _outputs(self, hidden: Tensor, *, packed: Packed, other: Reading | None) -> PolicyOutputs | Tensor:
+        """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
+        states, weight = self._states(hidden, packed), self._output_weight()
         if not self.is_policy:
-            values = torch.nn.functional.linear(states, module.output_layer.weight)[:, 0].float()
+            values = torch.nn.functional.linear(states, weight)[:, 0].float()
             return self._whole(packed.unpack(values))
-        tied = module.share_embeddings_and_output_weights
-        log_probs, entropy = vocab_parallel_log_probs(
-            states,
-            module.shared_embedding_or_output_weight() if tied else module.output_layer.weight,
-            packed.targets,
-            temperature=self.temperature,
-            vocab_size=self.architecture.vocab_size,
-            group=self.mesh.tp_group,
-        )
-        log_probs, entropy = self._whole(torch.stack([packed.unpack(log_probs), packed.unpack(entropy)]))
-        return PolicyOutputs(log_probs=log_probs, entropy=entropy)
+        softmax: dict[str, Any] = {
+            "temperature": self.temperature,
+            "vocab_size": self.architecture.vocab_size,
+            "group": self.mesh.tp_group,
+        }
+        numbers = [*vocab_parallel_log_probs(states, weight, packed.targets, **softmax)]
+        if other:
+            numbers.append(vocab_parallel_kl(states, weight, other.hidden.to(self.device), other.weight, **softmax))
+        whole = self._whole(torch.stack([packed.unpack(number) for number in numbers]))
+        return PolicyOutputs(log_probs=whole[0], entropy=whole[1], kl=whole[2] if other else None)
 
     def _whole(self, parts: Tensor) -> Tensor:
         """The sum over the ranks that share the sequences; each goes on with the gradient of its own part alone."""

@@ -11,25 +11,24 @@ from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.platform.cpu import megatron_platform
 
-Head = Callable[[Tensor, Packed], Any]
+Head = Callable[[Tensor], Any]
+Micro = tuple[Packed, Head]  # a micro-batch, and what reads its final hidden states
 
 
-def run_schedule(
-    models: Sequence[Any], micros: Sequence[Packed], head: Head, *, max_tokens: int, forward_only: bool
-) -> list[Any]:
+def run_schedule(models: Sequence[Any], micros: Sequence[Micro], *, max_tokens: int, forward_only: bool) -> list[Any]:
     """Run `micros` through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
 
-    `head` reads the final hidden states of a micro-batch: its answers, on the last stage alone and in the order of the
-    micro-batches, are returned. For a backward pass it gives (loss, anything, answer).
+    The answers of the heads, on the last stage alone and in the order of the micro-batches, are returned. For a
+    backward pass a head gives (loss, anything, answer).
     """
 
-    def forward_step(rows: Iterator[Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        row = next(rows)
+    def forward_step(rows: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        row, head = next(rows)
         filling = _filling(row, getattr(model, "module", model))
         hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=filling)
 
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
-            return head(hidden, row)
+            return head(hidden)
 
         return hidden, read
 

@@ -28,6 +28,7 @@ class Work:
     num_micro_batches: int
     role: str  # policy or value
     recompute: bool
+    exact_kl: bool = False  # the head takes the divergence from the reference, over the whole vocabulary
 
 
 def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: int, num_tokens: int) -> int:
@@ -86,15 +87,21 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
 
     The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), the float32 numbers
     of one chunk of one rank's slice of the vocabulary, and in training the gradient of that slice of the output
-    embedding, in float32 and in the type of the weights. A value head has one logit.
+    embedding, in float32 and in the type of the weights. A value head has one logit. The exact divergence adds the
+    hidden states and the logits of the reference, and in training another gradient of states and slice.
     """
     itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
     states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
     if work.role == "value":
         return states
     rows = -(-architecture.vocab_size // tp)
-    chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * (HEAD_BACKWARD if training else HEAD_FORWARD)
-    return states + chunk + (rows * architecture.hidden_size * (FLOAT32 + itemsize) if training else 0)
+    numbers = HEAD_BACKWARD if training else HEAD_FORWARD + work.exact_kl
+    chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * numbers
+    gradient = rows * architecture.hidden_size * (FLOAT32 + itemsize) if training else 0
+    if work.exact_kl:
+        more = work.num_tokens * (2 if training else 1) + (rows if training else 0)
+        states += more * architecture.hidden_size * itemsize
+    return states + chunk + gradient
 
 
 def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:

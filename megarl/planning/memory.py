@@ -6,15 +6,15 @@ Not counted: what the CUDA context, the communication libraries and the allocato
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from megarl.models.trainer import parameter_shapes
-from megarl.planning.activations import inference_bytes, training_bytes
+from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.ends import engine_end
 from megarl.planning.engine import EngineMemory, engine_memory
-from megarl.planning.states import States, frozen_states, held_bytes, trained_states
+from megarl.planning.states import DTYPE_BYTES, States, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import TrainerModel, Workload
 
 Phase = Literal["sync", "generate", "infer", "update"]
@@ -117,21 +117,35 @@ def _moments(
         parked |= weights | cache
     for model in workload.models:
         present, activations = states[model.name], f"{model.name} activations"
-        here = {f"{model.name} weights": present.weights}
-        work = {
-            activations: inference_bytes(
-                model.architecture, model.section, workload.grid, stage=stage, work=model.infers
-            )
-        }
-        yield Moment(phase="infer", worker=model.name, parts=parked | here | work)
+        here = parked | {f"{model.name} weights": present.weights}
+        size = inference_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.infers)
+        kept = _kept_of_reference(workload, stage, model.infers, here)
+        yield Moment(phase="infer", worker=model.name, parts=here | kept | {activations: size})
         if model.updates:
             here |= {f"{model.name} gradients": present.gradients, f"{model.name} optimizer": present.optimizer}
-            work = {
-                activations: training_bytes(
-                    model.architecture, model.section, workload.grid, stage=stage, work=model.updates
-                )
-            }
-            yield Moment(phase="update", worker=model.name, parts=parked | here | work)
+            if model.updates.exact_kl:
+                yield _reading(workload, stage, states["reference"], model.updates, here)
+            size = training_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.updates)
+            kept = _kept_of_reference(workload, stage, model.updates, here)
+            yield Moment(phase="update", worker=model.name, parts=here | kept | {activations: size})
+
+
+def _reading(workload: Workload, stage: int, states: States, work: Work, here: Mapping[str, int]) -> Moment:
+    """The reference reads a mini-batch beside a model that learns; its hidden states go to host memory."""
+    a, section = workload.policy, workload.config.actor_rollout_ref.ref.megatron
+    work = replace(work, role="value")  # as of a value model, no logits are asked for
+    size = inference_bytes(a, section, workload.grid, stage=stage, work=work)
+    parts = {**here, "reference weights": states.weights, "reference activations": size}
+    return Moment(phase="update", worker="reference", parts=parts)
+
+
+def _kept_of_reference(workload: Workload, stage: int, work: Work, here: Mapping[str, int]) -> dict[str, int]:
+    """What stays of the reference for a model whose head takes the exact divergence: its slice of the vocabulary."""
+    if not work.exact_kl or stage != workload.grid.pp - 1:
+        return {}
+    rows = -(-workload.policy.vocab_size // workload.grid.tp)
+    itemsize = DTYPE_BYTES[workload.config.actor_rollout_ref.ref.megatron.dtype]
+    return {"reference weights": max(here["reference weights"], rows * workload.policy.hidden_size * itemsize)}
 
 
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:

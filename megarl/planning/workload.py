@@ -1,7 +1,7 @@
 """From the configuration to the models of a run: what each is, how it is cut, and how much it computes at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megarl.config.checks import world_size
@@ -52,18 +52,20 @@ def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterato
     actor, ref = policy.actor, policy.ref
     recompute = _recomputes(policy.model.enable_gradient_checkpointing, actor.megatron)
     infers = _work(config, grid, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size)
+    updates = _work(
+        config, grid, actor.ppo_micro_batch_size, num_prompts=actor.ppo_mini_batch_size, recompute=recompute
+    )
     yield TrainerModel(
         name="actor",
         architecture=architecture,
         section=actor.megatron,
-        infers=infers,
-        updates=_work(
-            config, grid, actor.ppo_micro_batch_size, num_prompts=actor.ppo_mini_batch_size, recompute=recompute
-        ),
+        infers=replace(infers, exact_kl=config.kl_of_reward == "full"),
+        updates=replace(updates, exact_kl=config.kl_of_loss == "full"),
     )
     if config.has_reference:
-        max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
-        infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
+        if config.kl_of_reward != "full":  # otherwise it reads the micro-batches of the actor
+            max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
+            infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
         yield TrainerModel(
             name="reference", architecture=architecture, section=ref.megatron, infers=infers, updates=None
         )

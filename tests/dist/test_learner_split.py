@@ -84,38 +84,50 @@ def megatron_answers(
     split: dict[str, Any],
     max_tokens: int,
     objective: Any = None,
+    against: Path | None = None,
 ) -> dict[str, Any]:
-    """On one rank: infer, update, and infer again."""
+    """On one rank: infer, update, and infer again; `against` another policy, if one is given."""
     from megarl.learner.learner import Budget
 
     learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
+    other = None
+    if against:
+        other = make_test_learner(against, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
     if role == "value" and learner.mesh.is_last_stage:
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
-    before = learner.infer(batch, budget)
-    metrics = learner.update([batch], objective or (ACTOR if role == "policy" else CRITIC), budget)
-    after = learner.infer(batch, budget)
+    before = learner.infer(batch, budget, against=other)
+    objective = objective or (ACTOR if role == "policy" else CRITIC)
+    metrics = learner.update([batch], objective, budget, against=other)
+    after = learner.infer(batch, budget, against=other)
     return {"before": before, "metrics": metrics, "after": after}
 
 
 def reference_answers(
-    checkpoint: Path, objective: ActorObjective = ACTOR, batch: Experience | None = None
+    checkpoint: Path,
+    objective: ActorObjective = ACTOR,
+    batch: Experience | None = None,
+    against: Path | None = None,
 ) -> tuple[PolicyOutputs, float, dict[str, float]]:
     """Log-probabilities, gradient norm and metrics by `transformers` and autograd, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch = experience() if batch is None else batch
-    log_probs, entropy = [], []
+    other = AutoModelForCausalLM.from_pretrained(against or checkpoint, dtype=torch.float32).requires_grad_(False)
+    log_probs, entropy, kl = [], [], []
     for sample in range(len(batch)):
         prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        log_p = logits.log_softmax(-1)
+        log_p, log_q = (
+            (says(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+            for says in (model, other)
+        )
         padding = (0, batch.mask.shape[1] - len(response))
         chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
         log_probs.append(torch.nn.functional.pad(chosen, padding))
         entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
-    outputs = PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy))
+        kl.append(torch.nn.functional.pad((log_p.exp() * (log_p - log_q)).sum(-1), padding))
+    outputs = PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
     loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()

@@ -238,6 +238,7 @@ def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Pat
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update a step: in the first there is no divergence yet
         "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_type=full",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         "actor_rollout_ref.rollout.n=2",
         "algorithm.adv_estimator=grpo",

@@ -169,7 +169,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
 def test_reinforce_plus_plus_is_the_score_less_the_divergence_to_come() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     log_probs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -0.5]])
-    rewards, _ = token_rewards(torch.tensor([3.0]), log_probs, reference, mask, kl_coef=0.1, kl_type="kl")
+    rewards = token_rewards(torch.tensor([3.0]), log_probs - reference, mask, kl_coef=0.1)
     torch.testing.assert_close(
         reinforce_plus_plus(rewards, mask, gamma=1.0), torch.tensor([[3.0 - 0.1 * (0.5 - 1.0), 3.0 + 0.1, 3.0]])
     )
@@ -182,11 +182,8 @@ def test_remax_by_hand() -> None:
 
 def test_token_rewards_by_hand() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    log_probs = torch.tensor([[-1.0, -2.0, NAN], [-1.0, -1.0, -1.0], [NAN, NAN, NAN]])
-    ref_log_probs = torch.tensor([[-1.5, -1.0, NAN], [-1.0, -1.0, -3.0], [NAN, NAN, NAN]])
-    scores = torch.tensor([1.0, -1.0, 8.0])
-    rewards, kl = token_rewards(scores, log_probs, ref_log_probs, mask, kl_coef=0.1, kl_type="kl")
-    torch.testing.assert_close(kl, torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]))
+    kl = torch.tensor([[0.5, -1.0, NAN], [0.0, 0.0, 2.0], [NAN, NAN, NAN]])
+    rewards = token_rewards(torch.tensor([1.0, -1.0, 8.0]), kl, mask, kl_coef=0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.1, 0.0], [0.0, 0.0, -1.2], [0.0, 0.0, 0.0]]))
 
 

@@ -83,7 +83,6 @@ def test_features_that_are_not_there_are_unknown_keys() -> None:
         ("actor_rollout_ref.rollout.load_format=dummy_dtensor", "write dummy_megatron"),
         ("actor_rollout_ref.actor.optim.clip_grad=1.0", "write actor_rollout_ref.actor.grad_clip"),
         ("actor_rollout_ref.model.use_remove_padding=False", "always packed"),
-        ("algorithm.kl_penalty=full", "low_var_kl"),
         ("critic.ppo_max_token_len_per_gpu=4096", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
         ("trainer.ray_wait_register_center_timeout=300", "torchrun, mpirun or srun"),
         ("trainer.logger=[console,wandb]", "write mlflow"),

@@ -223,3 +223,14 @@ def test_what_the_engine_saw_differently_is_corrected(
     correction = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
     assert correction == pytest.approx({f"rollout_corr/{name}": value for name, value in metrics.items()}, rel=1e-5)
     assert found["critic/advantages/max"] == 1.0
+
+
+def test_an_exact_divergence_is_taken_as_it_is() -> None:
+    exact = torch.tensor([[0.1, 0.2, 0.3], [0.4, math.nan, math.nan], [0.0, 0.5, math.nan], [0.0, 0.0, math.nan]])
+    algorithm = AlgorithmSection(kl_penalty="full", gamma=0.5)
+    experience, metrics = estimate(scored(), OLD, None, VALUES, algorithm=algorithm, kl_coef=0.1, exact_kl=exact)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.2 + 0.4 + 0.25 + 0.0) / 4)
+    assert experience.returns[0, 2].item() == pytest.approx(1.0 - 0.03)  # Monte Carlo: lam = 1
+    assert experience.returns[0, 0].item() == pytest.approx(-0.01 + 0.5 * (-0.02 + 0.5 * 0.97))
+    out_of_it, _ = estimate(scored(), OLD, REF, VALUES, algorithm=algorithm, kl_coef=None)
+    assert out_of_it.returns[0, 2].item() == 1.0

@@ -88,9 +88,18 @@ class Learner:
 
 
 class Policy(Learner):
+    exact_kl: float | None = None
+
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         self.diary.calls.append(f"{self.name}.infer")
-        return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask)
+        kl = None if self.exact_kl is None else self.exact_kl * batch.mask
+        return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask, kl=kl)
+
+
+class Measured(Policy):
+    """Knows how far it is from the reference."""
+
+    exact_kl = 0.5
 
 
 class Critic(Learner):
@@ -115,8 +124,8 @@ class Records(NullTracker):
         self.diary.positions[step] = position
 
 
-def run(kl: FixedKL | AdaptiveKL | None = None, **changes: Any) -> Diary:
-    """Train PPO for three steps, or as `changes` of the schedule and the job say."""
+def run(kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, **changes: Any) -> Diary:
+    """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
     diary = Diary()
     world, records = World(diary), Records(diary)
     schedule = {
@@ -130,7 +139,7 @@ def run(kl: FixedKL | AdaptiveKL | None = None, **changes: Any) -> Diary:
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
         "collector": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
-        "actor": Policy(diary, "actor", says=-1.0),
+        "actor": (Measured if exact else Policy)(diary, "actor", says=-1.0),
         "reference": Policy(diary, "reference", says=-1.25),
         "critic": Critic(diary, "critic", says=0.5),
         "algorithm": algorithm,
@@ -240,3 +249,12 @@ def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
     diary = run(algorithm=AlgorithmSection(use_kl_in_reward=False), save_freq=1)
     assert diary.logged[1]["critic/rewards/mean"] == diary.logged[1]["critic/score/mean"]
     assert "actor/reward_kl_penalty" not in diary.logged[1]
+
+
+def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> None:
+    algorithm = AlgorithmSection(use_kl_in_reward=True, kl_penalty="full")
+    diary = run(exact=True, reference=None, algorithm=algorithm, last_step=1)
+    assert "reference.infer" not in diary.calls
+    metrics = diary.logged[1]
+    assert metrics["actor/reward_kl_penalty"] == 0.5
+    assert metrics["critic/rewards/mean"] == pytest.approx(1.5 - 0.1 * 0.5 * sum(LENGTHS) / 4)

@@ -191,3 +191,15 @@ def test_critic_metrics_are_means_over_tokens() -> None:
     torch.testing.assert_close(loss, (0.5 * (x - micro.returns) ** 2)[micro.mask].mean())
     torch.testing.assert_close(metrics["critic/vpred_mean"], x[micro.mask].mean())
     assert metrics["critic/vf_clipfrac"].item() == 0.0
+
+
+def test_an_exact_divergence_is_the_kl_loss_as_it_is() -> None:
+    micro, x = experience(), outputs()
+    section = ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5, entropy_coeff=0.0)
+    exact = outputs(garbage=float("nan")).abs().requires_grad_()
+    policy = PolicyOutputs(log_probs=x, entropy=x, kl=exact)
+    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, Totals.of(micro.mask))
+    torch.testing.assert_close(metrics["actor/kl_loss"], exact.detach()[micro.mask].mean())
+    torch.testing.assert_close(loss.detach(), metrics["actor/pg_loss"] + 0.5 * metrics["actor/kl_loss"])
+    (gradient,) = torch.autograd.grad(loss, exact)
+    torch.testing.assert_close(gradient, 0.5 * micro.mask / micro.mask.sum())

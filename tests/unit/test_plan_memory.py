@@ -15,7 +15,7 @@ from megarl.models.grid import Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import Work, chunks_in_flight, head_bytes, layer_bytes, training_bytes
 from megarl.planning.engine import cache_bytes_per_token, engine_memory
-from megarl.planning.memory import RankMemory, fullest_rank
+from megarl.planning.memory import Moment, RankMemory, fullest_rank, rank_memory
 from megarl.planning.states import States, frozen_states, trained_states
 from megarl.planning.workload import Workload, workload_of
 from megarl.rollout.config import RolloutSection
@@ -126,6 +126,11 @@ def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
         3 * states + 1024 * rows * 4 * 5 + rows * 4096 * (4 + 2)
     )
     assert head_bytes(model, section, work=replace(work, role="value"), training=False) == 2 * states
+    exact = replace(work, exact_kl=True)  # the logits and states of two models
+    assert head_bytes(model, section, work=exact, training=False) == 3 * states + 1024 * rows * 4 * 5
+    assert head_bytes(model, section, work=exact, training=True) == (
+        5 * states + 1024 * rows * 4 * 5 + rows * 4096 * (4 + 2 + 2)
+    )
 
 
 def test_the_cache_gets_what_the_engines_share_leaves() -> None:
@@ -188,6 +193,32 @@ def test_models_at_rest_keep_what_is_not_offloaded() -> None:
 def test_an_engine_that_stays_awake_stays_on_the_device() -> None:
     asleep, awake = memory(), memory(f"{ROLLOUT}.free_cache_engine=false")
     assert awake.fullest["update"].total == asleep.fullest["update"].total + 40 * GB
+
+
+def moments(stage: int, *argv: str) -> dict[tuple[str, str], Moment]:
+    """Those of a rank of the stage, by phase and worker."""
+    load = workload(*argv)
+    engine = engine_memory(load.policy, load.config.actor_rollout_ref.rollout, weights=0, device_bytes=80 * GB)
+    found = rank_memory(load, stage, engine, bucket_bytes=0).moments
+    return {(moment.phase, moment.worker): moment for moment in found}
+
+
+def test_for_an_exact_divergence_the_reference_reads_every_mini_batch_beside_the_actor() -> None:
+    full = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
+    n, head = LLAMA_FIRST_STAGE + 4_096, 32_064 * 4_096
+    resting = moments(1, *full)
+    reads, learns = resting["update", "reference"].parts, resting["update", "actor"].parts
+    assert reads["reference weights"] == learns["reference weights"] == 2 * n
+    assert reads["actor optimizer"] == 12 * n
+    assert 0 < reads["reference activations"] < learns["actor activations"]
+    assert ("update", "reference") not in moments(1, f"{ACTOR}.use_kl_loss=true")
+
+    offloaded = (*full, "actor_rollout_ref.ref.megatron.param_offload=true")
+    for stage, kept in ((0, 0), (1, 2 * head)):
+        parts = moments(stage, *offloaded)["update", "actor"].parts
+        assert parts["reference weights"] == kept  # its slice of the vocabulary, where the head is
+    in_reward = ("algorithm.kl_penalty=full", "actor_rollout_ref.ref.megatron.param_offload=true")
+    assert moments(1, *in_reward)["infer", "actor"].parts["reference weights"] == 2 * head
 
 
 def test_a_sync_holds_the_actors_weights_the_engines_and_four_buckets() -> None:

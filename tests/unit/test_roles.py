@@ -20,7 +20,7 @@ class Learner:
     def __init__(self) -> None:
         self.minibatches: list[Experience] = []
 
-    def update(self, minibatches: Iterable[Experience], objective: Any, budget: Budget) -> dict[str, float]:
+    def update(self, minibatches: Iterable[Experience], objective: Any, budget: Budget, **_: Any) -> dict[str, float]:
         self.minibatches += minibatches
         return {"lr": 0.5, "actor/pg_loss": 1.0}
 
