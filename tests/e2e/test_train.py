@@ -75,6 +75,7 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         "data.train_batch_size=24",
         "data.val_batch_size=8",
         "data.max_prompt_length=64",
+        "data.filter_overlong_prompts=true",
         f"data.max_response_length={MAX_RESPONSE_LENGTH}",
         f"actor_rollout_ref.model.path={workspace.model}",
         "actor_rollout_ref.actor.optim.lr=1e-6",
@@ -109,6 +110,7 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
     assert "step 1/2  reward" in output
     assert "step 2/2  validation  countdown" in output
     assert "actor mini-batches" in output  # how a batch is divided
+    assert "data/prompts at step 0" in output  # how many prompts there are, and how many were too long
     assert "Traceback" not in output
 
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
