@@ -25,6 +25,8 @@ from megarl.estimate import Metrics, response_rewards
 from megarl.interfaces import PromptSource, Sampler, Scorer
 from megarl.tracking.timers import Timers
 
+MAXIMA = ("/max", "/slowest_s")  # how the names of those end among the metrics of scoring
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
@@ -145,7 +147,7 @@ class _Judge:
                 found[name].append((num_samples, value))
         return {
             name: max(value for _, value in parts)
-            if name.endswith("max")
+            if name.endswith(MAXIMA)
             else sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
             for name, parts in found.items()
         }

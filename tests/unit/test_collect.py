@@ -91,7 +91,7 @@ class World:
         if num_samples == 1:
             scored = dict.fromkeys(scored, torch.tensor([prompt.index / 10 for prompt in rollouts.prompts]))
         texts = [str(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
-        metrics = {"reward/error_rate": 1.0 - self.batch, "reward/seconds/max": 7.0 - self.batch}
+        metrics = {"reward/error_rate": 1.0 - self.batch, "reward/slowest_s": 7.0 - self.batch}
         return rollouts.extend(Scored, texts=texts, **scored), metrics
 
     @staticmethod
@@ -133,7 +133,7 @@ def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(fi
     assert collected.baselines is None
     assert collected.metrics == {
         "reward/error_rate": 1.0,
-        "reward/seconds/max": 7.0,
+        "reward/slowest_s": 7.0,
         "sync/check_probs_diff_mean": 0.5,
     }
 
@@ -159,7 +159,7 @@ def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStre
         "train/num_groups_surplus": 0.0,
         "train/sampled_score/mean": 0.5,  # of 0 1, 1 1, 0 0, 0 1
         "reward/error_rate": 0.5,
-        "reward/seconds/max": 7.0,
+        "reward/slowest_s": 7.0,
         "sync/check_probs_diff_mean": 0.5,
     }
 
