@@ -101,6 +101,13 @@ class Rollouts(Prompts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preferences(Rollouts):
+    """Pairs of sequences to be scored, each with its prompt, the preferred one first: rows `2 i` and `2 i + 1`."""
+
+    margins: Tensor  # [B] float32: by how much the score of the first should exceed that of the second; alike for both
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scored(Rollouts):
     """Rollouts with their rewards."""
 

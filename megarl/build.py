@@ -11,7 +11,7 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
 from megarl.collect import Collector
 from megarl.config.load import to_dict, to_yaml
-from megarl.config.root import Config, SFTConfig
+from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
@@ -318,7 +318,9 @@ def _budget(config: Config, max_sequences: int | None, max_tokens: int | None = 
     return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
 
 
-def run_tracker(config: Config | SFTConfig, launch: Launch, *, last_step: int, resume_step: int | None) -> Tracker:
+def run_tracker(
+    config: Config | SupervisedConfig, launch: Launch, *, last_step: int, resume_step: int | None
+) -> Tracker:
     """What `trainer.logger` asks for, on the rank that tracks."""
     trainer = config.trainer
     return make_tracker(

@@ -21,6 +21,7 @@ from megarl.algorithms.losses import (
     PolicyOutputs,
     Totals,
     aggregate,
+    bradley_terry,
     cispo,
     clip_cov,
     entropy,
@@ -29,10 +30,11 @@ from megarl.algorithms.losses import (
     kl_cov,
     lm_cross_entropy,
     ppo_clip,
+    reward_centering,
     value_clip,
 )
 from megarl.algorithms.masked import masked
-from megarl.batch import Experience, Marked, Rollouts
+from megarl.batch import Experience, Marked, Preferences, Rollouts
 from megarl.learner.config import ActorSection, CriticSection
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
@@ -142,6 +144,28 @@ class SFTObjective:
         """Loss and metrics of the model on `micro`, whose responses are the right answers."""
         loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
         return loss, {"sft/loss": loss.detach()}
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """The Bradley-Terry loss of a reward model, plus `centering` times the squared sum of a pair's rewards."""
+
+    centering: float
+
+    def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
+        """Loss and metrics of the scores `values` `[b, 1]` of the pairs in `micro`."""
+        (chosen, rejected), num_pairs = values[:, 0].view(-1, 2).unbind(-1), totals.num_sequences / 2
+        loss = bradley_terry(chosen, rejected, micro.margins[::2]).sum() / num_pairs
+        margins = (chosen - rejected).detach()
+        metrics = {
+            "reward_model/loss": loss,
+            "reward_model/accuracy": ((margins > 0) + 0.5 * (margins == 0)).sum() / num_pairs,  # a tie is half right
+            "reward_model/margin/mean": margins.sum() / num_pairs,
+            "reward_model/score/mean": values.sum() / totals.num_sequences,
+        }
+        if self.centering:
+            loss = loss + self.centering * reward_centering(chosen, rejected).sum() / num_pairs
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggMode, horizon: int) -> Tensor:

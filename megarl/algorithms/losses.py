@@ -260,6 +260,33 @@ def lm_cross_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
     return -masked(log_probs, mask).sum(-1)
 
 
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+    """Losses `[p]` of pairs of rewards: `-log sigmoid(r_chosen - r_rejected - margin)`.
+
+    Without margins the negative log-likelihood of Bradley and Terry (1952, "Rank Analysis of Incomplete Block
+    Designs") as in Ouyang et al. (2022, "InstructGPT", arXiv 2203.02155, eq. 1) for one pair per prompt; with them
+    eq. 2 of Touvron et al. (2023, "Llama 2", arXiv 2307.09288).
+
+    Args:
+        chosen: `[p]` rewards of the responses that were preferred.
+        rejected: `[p]` rewards of the others.
+        margins: `[p]` by how much the first should exceed the second; zeros for the plain loss.
+    """
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margins)
+
+
+def reward_centering(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Squares `[p]` of `r_chosen + r_rejected`: pairs fix only differences, and this brings the mean reward to 0.
+
+    Eisenstein et al. (2023, "Helping or Herding?", arXiv 2312.09244, eq. 2).
+
+    Args:
+        chosen: `[p]` rewards of the responses that were preferred.
+        rejected: `[p]` rewards of the others.
+    """
+    return (chosen + rejected) ** 2
+
+
 def aggregate(
     sums: Tensor, counts: Tensor, *, mode: LossAggMode, num_tokens: int, num_sequences: int, horizon: int
 ) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes
-from megarl.data.config import DataSection, SFTDataSection
+from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.learner.config import MegatronSection, ModelSection, OptimSection
 from megarl.models.architecture import Architecture, Experts
 from megarl.rollout.config import RolloutSection
@@ -165,7 +165,7 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
         )
 
 
-def data_faults(data: DataSection | SFTDataSection) -> Iterator[Fault]:
+def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
     """Local files must be there; a URI is left to whoever opens it."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.ppo_rules import PPO_RULES
-from megarl.config.root import LINKS, Config, SFTConfig, VerifyConfig
+from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
 from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
@@ -51,6 +51,13 @@ def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths:
     return _load(SFTConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
 
 
+def load_reward_train_config(
+    argv: Sequence[str], *, world_size: int | None, check_paths: bool = True
+) -> RewardTrainConfig:
+    """Read the configuration of a reward model's training; as `load_config`."""
+    return _load(RewardTrainConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+
+
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
     """Read the configuration of `megarl.verify`; as `load_config`.
 
@@ -70,13 +77,13 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     return _load(VerifyConfig, argv, rules=VERIFY_RULES, facts=facts)
 
 
-def to_dict(config: Config | SFTConfig) -> dict[str, Any]:
+def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
     """Return every key with its resolved value, nested, in plain types."""
     tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
     return tree
 
 
-def to_yaml(config: Config | SFTConfig) -> str:
+def to_yaml(config: Config | SupervisedConfig) -> str:
     """Return a YAML file that loads as this very configuration."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 

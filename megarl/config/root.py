@@ -1,4 +1,4 @@
-"""The roots: which sections make up a run that learns from rewards and a supervised run, and which keys follow which.
+"""The roots: which sections make up a run that learns from rewards or from files, and which keys follow which.
 
 A key that follows another is an interpolation underneath the user's files, so that whatever a user sets wins.
 """
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megarl.algorithms.config import AlgorithmSection
-from megarl.data.config import DataSection, SFTDataSection
+from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.learner.config import (
     ActorSection,
     CriticSection,
@@ -84,11 +84,9 @@ class Config:
 
 
 @section
-class SFTConfig:
-    """The root of a supervised run."""
+class SupervisedConfig:
+    """What every run has that learns from files alone."""
 
-    data: SFTDataSection
-    """Pairs of prompt and response."""
     model: ModelSection
     """The checkpoint to start from."""
     optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
@@ -101,6 +99,24 @@ class SFTConfig:
     """Token budget of a micro-batch."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """The run as a whole."""
+
+
+@section
+class SFTConfig(SupervisedConfig):
+    """The root of a supervised run."""
+
+    data: SFTDataSection
+    """Pairs of prompt and response."""
+
+
+@section
+class RewardTrainConfig(SupervisedConfig):
+    """The root of a reward model's training."""
+
+    data: PreferenceDataSection
+    """Pairs of responses."""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0."""
 
 
 @section
@@ -153,5 +169,6 @@ LINKS: Mapping[type, Mapping[str, str]] = {
         **RUN_DIRECTORY,
     },
     SFTConfig: RUN_DIRECTORY,
+    RewardTrainConfig: RUN_DIRECTORY,
     VerifyConfig: {"actor_rollout_ref.rollout.dtype": "${actor_rollout_ref.actor.megatron.dtype}"},
 }

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from megarl.config.faults import Fault
 
-C = TypeVar("C")
+C = TypeVar("C", contravariant=True)  # a rule of what two roots share is a rule of each
 
 
 @dataclass(frozen=True, kw_only=True)

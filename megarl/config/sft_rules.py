@@ -1,4 +1,4 @@
-"""What must hold between the sections of a supervised run, with the remedy where it does not."""
+"""What must hold between the sections of a run that learns from files, with the remedy where it does not."""
 
 from collections.abc import Iterator
 
@@ -16,19 +16,21 @@ from megarl.config.checks import (
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.model_files import model_faults, read_sizes
-from megarl.config.root import SFTConfig
+from megarl.config.root import RewardTrainConfig, SFTConfig
 from megarl.config.rule import Facts, Rule, rule
+
+LearnsFromFiles = SFTConfig | RewardTrainConfig
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "model")
-def _files(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+def _files(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
         yield from data_faults(config.data)
         yield from model_faults(config.model, "model.path")
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "model")
-def _ranks(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+def _ranks(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from launch_faults(config.trainer, facts.world_size)
     yield from mesh_faults(config.megatron, config.trainer, "megatron")
     yield from partition_faults(config.model, "model", config.megatron, "megatron")
@@ -36,7 +38,7 @@ def _ranks(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "data.train_batch_size")
-def _work_for_all(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+def _work_for_all(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     ranks = data_parallel_size(config.megatron, world_size(config.trainer))
     if config.data.train_batch_size < ranks:
         yield Fault(
@@ -47,21 +49,23 @@ def _work_for_all(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
 
 
 @rule("data.max_length", "max_token_len_per_gpu", "model")
-def _lengths(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     longest, ranks = config.data.max_length, config.megatron.context_parallel_size  # share the tokens of a sequence
-    if longest > config.max_token_len_per_gpu * ranks:
+    whole = 2 * (longest + 1) if isinstance(config, RewardTrainConfig) else longest
+    if whole > config.max_token_len_per_gpu * ranks:
+        row = "pair" if isinstance(config, RewardTrainConfig) else "sequence"
         yield Fault(
             path="max_token_len_per_gpu",
-            message=f"{config.max_token_len_per_gpu} tokens cannot hold one sequence of data.max_length={longest}: "
-            f"write at least {-(-longest // ranks)}",
+            message=f"{config.max_token_len_per_gpu} tokens cannot hold one {row} of data.max_length={longest}: "
+            f"write at least {-(-whole // ranks)}",
         )
     yield from length_faults(read_sizes(config.model), "model.path", "data.max_length", longest)
 
 
 @rule("trainer.resume_mode", "trainer.resume_from_path", "optim")
-def _schedule(config: SFTConfig, facts: Facts) -> Iterator[Fault]:
+def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from schedule_faults(config.optim, "optim")
 
 
-SFT_RULES: tuple[Rule[SFTConfig], ...] = (_files, _ranks, _work_for_all, _lengths, _schedule)
+SFT_RULES: tuple[Rule[LearnsFromFiles], ...] = (_files, _ranks, _work_for_all, _lengths, _schedule)

@@ -50,28 +50,48 @@ class DataSection:
 
 
 @section
-class SFTDataSection:
-    """`data.*` of supervised fine-tuning: pairs of prompt and response."""
+class SupervisedDataSection:
+    """`data.*` of every run that learns from files alone."""
 
     train_files: str | list[str]
     """Parquet file or files; a local path or any URI that pyarrow or fsspec opens."""
     val_files: str | list[str] | None = None
-    """Parquet file or files whose loss is reported; null = none."""
+    """Parquet file or files that are reported on; null = none."""
     tokenizer: str | None = None
     """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of {role, content}, or a plain string."""
-    response_key: str = "response"
-    """Column with the response, a plain string; only its tokens carry loss."""
-    max_length: PositiveInt = 1024
-    """Longest prompt with its response, in tokens."""
     train_batch_size: PositiveInt = 256
-    """Pairs per optimizer step, over all ranks."""
+    """Rows per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
+    """Rows per forward pass at most, per rank; null = only the token budget bounds it."""
     shuffle: bool = True
-    """A new order of the pairs in every epoch."""
+    """A new order of the rows in every epoch."""
     seed: int = 1
     """Seed of that order."""
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
+
+
+@section
+class SFTDataSection(SupervisedDataSection):
+    """`data.*` of supervised fine-tuning: pairs of prompt and response."""
+
+    response_key: str = "response"
+    """Column with the response, a plain string; only its tokens carry loss."""
+    max_length: PositiveInt = 1024
+    """Longest prompt with its response, in tokens."""
+
+
+@section
+class PreferenceDataSection(SupervisedDataSection):
+    """`data.*` of a reward model's training: two responses to a prompt, of which one is preferred."""
+
+    chosen_key: str = "chosen"
+    """Column with the response that is preferred, a plain string."""
+    rejected_key: str = "rejected"
+    """Column with the other one."""
+    margin_key: str | None = None
+    """Column with a number: by how much the first reward should exceed the second; null = none."""
+    max_length: PositiveInt = 1024
+    """Longest prompt with a response, in tokens; longer ones are cut on the left."""

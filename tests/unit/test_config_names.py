@@ -12,9 +12,10 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.config.root import LINKS, Config, SFTConfig, VerifyConfig
+from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.schema import Schema
 
+ROOTS = (Config, SFTConfig, RewardTrainConfig, VerifyConfig)
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 
 
@@ -125,7 +126,7 @@ def sections(root: type) -> Iterator[type]:
             yield from sections(kind)
 
 
-@pytest.mark.parametrize("kind", sorted({*sections(Config), *sections(SFTConfig), *sections(VerifyConfig)}, key=str))
+@pytest.mark.parametrize("kind", sorted({kind for root in ROOTS for kind in sections(root)}, key=str))
 def test_every_section_refuses_unknown_keys_and_every_key_is_explained(kind: type) -> None:
     assert kind.__pydantic_config__["extra"] == "forbid"  # type: ignore[attr-defined]
     (body,) = (
@@ -141,6 +142,6 @@ def test_every_section_refuses_unknown_keys_and_every_key_is_explained(kind: typ
         assert isinstance(text.value, ast.Constant), f"line {body[index].lineno}: a key without a docstring"
 
 
-@pytest.mark.parametrize("root", [Config, SFTConfig, VerifyConfig])
+@pytest.mark.parametrize("root", ROOTS)
 def test_links_join_keys_that_exist(root: type) -> None:
     assert LINKS[root].keys() <= Schema.of(root).leaves.keys()

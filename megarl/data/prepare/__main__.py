@@ -4,7 +4,17 @@ import argparse
 from pathlib import Path
 
 from megarl.data.parquet import write_rows
-from megarl.data.prepare import check, countdown, gsm8k, knights_knaves, math, multiply, svamp
+from megarl.data.prepare import (
+    check,
+    countdown,
+    gsm8k,
+    knights_knaves,
+    math,
+    multiply,
+    preferences,
+    svamp,
+    tinystories_sentiment,
+)
 
 TASKS = {
     "countdown": countdown,
@@ -12,7 +22,9 @@ TASKS = {
     "knights_knaves": knights_knaves,
     "math": math,
     "multiply": multiply,
+    "preferences": preferences,
     "svamp": svamp,
+    "tinystories-sentiment": tinystories_sentiment,
 }
 SHOWN_FAULTS = 20
 
@@ -20,7 +32,11 @@ SHOWN_FAULTS = 20
 def main() -> None:
     """Read the command line; build the rows of every split and write `DIR/SPLIT.parquet`, or check a file."""
     parser = argparse.ArgumentParser(prog="python -m megarl.data.prepare", description=__doc__)
-    parser.add_argument("--check", metavar="FILE", help="say what is wrong with a parquet file of prompts, by row")
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="say what is wrong with a parquet file of prompts or of preference pairs, by row",
+    )
     tasks = parser.add_subparsers(dest="task")
     for name, task in TASKS.items():
         task_parser = tasks.add_parser(

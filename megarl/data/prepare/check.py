@@ -1,5 +1,6 @@
-"""What is wrong with a parquet file of prompts, by row."""
+"""What is wrong with a parquet file of prompts, or of preference pairs, by row."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ from megarl.rewards import REWARDS
 
 ROLES = ("system", "user", "assistant", "tool")
 STYLES = ("rule", "model")
+PAIR = ("chosen", "rejected")
 
 _PROBE = "#### 0\n\\boxed{0}\n<answer>0</answer>"
 """An answer in the format of every built-in reward, so that the reward looks at the ground truth."""
@@ -16,15 +18,39 @@ _PROBE = "#### 0\n\\boxed{0}\n<answer>0</answer>"
 def faults(file: str) -> Iterator[str]:
     """One line for each fault, beginning with the file and, where it is one row's, the row."""
     try:
-        rows = Rows(file, columns=("prompt", "data_source", "reward_model"), optional=("ability", "extra_info"))
+        if _holds_preferences(file):
+            rows, faults_of = Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair
+        else:
+            columns = ("prompt", "data_source", "reward_model")
+            rows, faults_of = Rows(file, columns=columns, optional=("ability", "extra_info")), _faults_of_prompt_row
     except ValueError as error:
         yield str(error)
         return
     for index, row in enumerate(rows):
-        yield from (f"{rows.place(index)}, {fault}" for fault in _faults_of(row))
+        yield from (f"{rows.place(index)}, {fault}" for fault in faults_of(row))
 
 
-def _faults_of(row: dict[str, Any]) -> Iterator[str]:
+def _holds_preferences(file: str) -> bool:
+    """Whether the file has a column that only preference pairs have."""
+    try:
+        return any(Rows(file, columns=(), optional=PAIR)[0])
+    except ValueError:
+        return False
+
+
+def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
+    yield from _faults_of_prompt(row["prompt"])
+    for column in PAIR:
+        if not isinstance(row[column], str) or not row[column]:
+            yield f"{column}: a text is expected, not {row[column]!r}"
+    if row["chosen"] == row["rejected"]:
+        yield "chosen, rejected: both are the same text, which prefers nothing"
+    margin = row.get("margin", 0.0)
+    if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        yield f"margin: a finite number is expected, not {margin!r}"
+
+
+def _faults_of_prompt_row(row: dict[str, Any]) -> Iterator[str]:
     yield from _faults_of_prompt(row["prompt"])
     yield from _faults_of_reward(row)
     for column, kind in (("ability", str), ("extra_info", dict)):

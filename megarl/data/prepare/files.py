@@ -51,7 +51,7 @@ def rows_of(arguments: argparse.Namespace, make_row: Callable[[Row, str, str, in
     rows = {}
     for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
         files = [place] if place.is_file() else _files_of(place, name)
-        problems = islice(((file, i, row) for file in files for i, row in _problems(file)), getattr(arguments, split))
+        problems = islice(((file, i, row) for file in files for i, row in problems_of(file)), getattr(arguments, split))
         rows[split] = [
             make_row(problem, f"{file}, row {i}", split, index) for index, (file, i, problem) in enumerate(problems)
         ]
@@ -71,11 +71,11 @@ def _files_of(directory: Path, split: str) -> list[Path]:
     return folders
 
 
-def _problems(file: Path) -> Iterator[tuple[int, Row]]:
-    """The problems of a file with their row numbers."""
+def problems_of(file: Path) -> Iterator[tuple[int, Row]]:
+    """The problems of a file with their row numbers. Raises ValueError where it cannot be read."""
     try:
         found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else _json(file)
-    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     for index, problem in enumerate(found):
         if not isinstance(problem, dict):

@@ -1,0 +1,139 @@
+"""Preference pairs for a reward model, from files in the layouts that such data sets have, or from the hub."""
+
+import argparse
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeGuard
+
+from megarl.data.prepare.files import add_source_arguments, rows_of
+
+Messages = list[dict[str, str]]
+Pair = tuple[str | Messages, str, str]
+
+PROMPTS = ("prompt", "question", "instruction", "input", "query")
+NAMED = (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k"))
+NUMBERED = (("response_0", "response_1"), ("response_a", "response_b"), ("response1", "response2"))
+WINNERS = ("better_response_id", "preference", "preferred", "winner", "label")
+TURN = "\n\nAssistant:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    add_source_arguments(parser, "Anthropic/hh-rlhf")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=0,
+        help="pairs to take out of a source without a test split, for validation; no prompt is then in both",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="which pairs are held out")
+    parser.add_argument(
+        "--chat", action="store_true", help="make a text prompt the message of a user; else the answers continue it"
+    )
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The rows of `train` and `val`. Raises ValueError where the files are missing or hold something else."""
+    splits = rows_of(arguments, partial(_row, arguments.chat))
+    if not arguments.held_out:
+        return splits
+    if "val" in splits:
+        raise ValueError(f"--held-out {arguments.held_out}: {arguments.source} has a test split; leave it out")
+    return hold_out(splits["train"], arguments.held_out, arguments.seed, key=lambda row: repr(row["prompt"]))
+
+
+def hold_out(
+    rows: list[dict[str, Any]], number: int, seed: int, *, key: Callable[[dict[str, Any]], Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Divide `rows` into `train` and `val`: at least `number` of them for validation, rows of one `key` together.
+
+    Raises ValueError where nothing would be left to train on.
+    """
+    order = sorted({key(row) for row in rows})
+    random.Random(seed).shuffle(order)
+    ranks, held = {name: rank for rank, name in enumerate(order)}, set()
+    for found, row in enumerate(sorted(rows, key=lambda row: ranks[key(row)])):
+        if found >= number and key(row) not in held:
+            break
+        held.add(key(row))
+    splits: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
+    for row in rows:
+        splits["val" if key(row) in held else "train"].append(row)
+    if not splits["train"]:
+        raise ValueError(f"{number} of {len(rows)} pairs are to be held out, which leaves none: ask for fewer")
+    return splits
+
+
+def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
+    for read in (_named, _numbered, _transcripts):
+        if (pair := read(problem)) is not None:
+            prompt, chosen, rejected = pair
+            if as_chat and isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _margin(problem)
+    raise ValueError(
+        f"{place}: no preference is recognised in {', '.join(problem)}; name the prompt 'prompt' and the responses "
+        "'chosen' and 'rejected'"
+    )
+
+
+def _named(problem: dict[str, Any]) -> Pair | None:
+    """Responses by name; as messages, the last one is the response, and those before it are the prompt."""
+    for better, worse in NAMED:
+        chosen, rejected = problem.get(better), problem.get(worse)
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            prompt = _prompt(problem)
+            return None if prompt is None else (prompt, chosen, rejected)
+        if _are_messages(chosen) and _are_messages(rejected):
+            prompt = chosen[:-1] or _prompt(problem)
+            same = len(chosen) == 1 or chosen[:-1] == rejected[:-1]
+            return (prompt, chosen[-1]["content"], rejected[-1]["content"]) if prompt and same else None
+    return None
+
+
+def _numbered(problem: dict[str, Any]) -> Pair | None:
+    """Two responses and the number, letter or name of the better one."""
+    prompt = _prompt(problem)
+    winner = next((problem[key] for key in WINNERS if problem.get(key) is not None), None)
+    for names in NUMBERED:
+        if prompt is None or winner is None or not all(isinstance(problem.get(name), str) for name in names):
+            continue
+        marks = [name.removeprefix("response").removeprefix("_") for name in names]
+        for number in (0, 1):
+            if str(winner).lower() in (names[number], marks[number]):
+                return prompt, problem[names[number]], problem[names[1 - number]]
+    return None
+
+
+def _transcripts(problem: dict[str, Any]) -> Pair | None:
+    """Two dialogues of `Human:` and `Assistant:` that differ in their last answer."""
+    chosen, rejected = problem.get("chosen"), problem.get("rejected")
+    if not isinstance(chosen, str) or not isinstance(rejected, str) or TURN not in chosen or TURN not in rejected:
+        return None
+    (prompt, _, better), (other, _, worse) = chosen.rpartition(TURN), rejected.rpartition(TURN)
+    return (prompt + TURN, better, worse) if prompt == other else None
+
+
+def _prompt(problem: dict[str, Any]) -> str | Messages | None:
+    system = problem.get("system")
+    for key in PROMPTS:
+        value = problem.get(key)
+        if _are_messages(value):
+            return value
+        if isinstance(value, str) and value:
+            said = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+            return [*said, {"role": "user", "content": value}] if said else value
+    return None
+
+
+def _are_messages(value: Any) -> TypeGuard[Messages]:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "content" in m for m in value)
+
+
+def _margin(problem: dict[str, Any]) -> dict[str, float]:
+    """By how much the first response is better, where the data says so."""
+    margin, high, low = (problem.get(key) for key in ("margin", "score_chosen", "score_rejected"))
+    if margin is None and isinstance(high, (int, float)) and isinstance(low, (int, float)):
+        margin = high - low
+    return {} if margin is None else {"margin": float(margin)}

@@ -1,0 +1,85 @@
+"""Learning from files, with no engine: what supervised fine-tuning and the training of a reward model share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from megarl.batch import Rollouts
+from megarl.build import run_tracker
+from megarl.checkpoints import Checkpoints, State, find_checkpoint
+from megarl.config.root import SupervisedConfig
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.launch import Launch
+from megarl.learner.factory import make_learner
+from megarl.learner.learner import Budget, Learner, Objective
+from megarl.learner.parallel import build_mesh
+from megarl.loop import is_due
+from megarl.platform.device import device_type, local_device
+from megarl.source import Source
+from megarl.tracking.timers import Timers
+
+
+class Batches(Protocol):
+    """Training data in an order that is a pure function of the step."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in one pass."""
+
+    def take(self, step: int) -> Rollouts:
+        """The batch of a step, counted from 0 over all epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """What a model learns, and from what."""
+
+    role: Literal["policy", "value"]
+    name: str  # of the model in checkpoints
+    batches: Batches
+    objective: Objective
+    budget: Budget
+    validate: Callable[[Learner], dict[str, float]] | None  # None: nothing to validate on
+
+
+def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons) -> Learner:
+    """Train on this rank until the last step, from the run's latest checkpoint on; returns the trained model."""
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        config.megatron,
+        build_mesh(config.megatron),
+        role=lessons.role,
+        device=local_device(device_type(trainer.device)),
+        recompute=config.model.enable_gradient_checkpointing,
+        balance=trainer.balance_batch,
+        training=(config.optim, config.grad_clip, last_step),
+    )
+    written = source if learner.is_policy else source.as_classifier(tokenizer)
+    checkpoints = Checkpoints(
+        directory=run_dir,
+        learners={lessons.name: learner},
+        keep=trainer.max_ckpt_to_keep,
+        write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+    )
+    resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
+    first_step = (checkpoints.load(resumed) if resumed else State()).step
+    tracker = run_tracker(config, launch, last_step=last_step, resume_step=first_step if resumed else None)
+    failed = True
+    try:
+        for step in range(first_step, last_step):
+            timers = Timers()
+            with timers("step"):
+                metrics = learner.update([lessons.batches.take(step)], lessons.objective, lessons.budget)
+            if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
+                metrics |= lessons.validate(learner)
+            if is_due(trainer.save_freq, step + 1, last_step=last_step):
+                checkpoints.save(step=step + 1)
+            tracker.log(metrics | timers.seconds(), step=step + 1)
+        failed = False
+    finally:
+        tracker.close(failed=failed)
+    return learner
