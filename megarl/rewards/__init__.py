@@ -1,6 +1,8 @@
 """The rule-based rewards, by the data source of the row."""
 
-from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply
+from collections.abc import Callable
+
+from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply, reasoning_gym
 
 REWARDS = {
     "countdown": countdown.compute_score,
@@ -14,3 +16,10 @@ REWARDS = {
     "svamp": gsm8k.compute_score,
     "svamp/flexible": gsm8k.compute_score_flexible,
 }
+
+
+def reward_of(data_source: str) -> Callable[..., float] | None:
+    """The reward of the rows of `data_source`, None where there is none."""
+    if data_source.startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.compute_score
+    return REWARDS.get(data_source)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.batch import Rollouts
-from megarl.rewards import REWARDS
+from megarl.rewards import REWARDS, reward_of
 from megarl.rewards.config import CustomRewardSection
 
 RewardFn = Callable[..., Any]
@@ -46,12 +46,13 @@ def score_by_data_source(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
     """Score by the built-in reward of `data_source`."""
-    if data_source not in REWARDS:
+    reward = reward_of(data_source)
+    if reward is None:
         raise ValueError(
             f"no built-in reward for data source {data_source!r} (there are: {', '.join(sorted(REWARDS))}); "
             "set custom_reward_function.path"
         )
-    return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
+    return reward(data_source, solution_str, ground_truth, extra_info)
 
 
 def score(

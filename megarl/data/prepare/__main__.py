@@ -12,6 +12,7 @@ from megarl.data.prepare import (
     math,
     multiply,
     preferences,
+    reasoning_gym,
     svamp,
     tinystories_sentiment,
 )
@@ -23,6 +24,7 @@ TASKS = {
     "math": math,
     "multiply": multiply,
     "preferences": preferences,
+    "reasoning-gym": reasoning_gym,
     "svamp": svamp,
     "tinystories-sentiment": tinystories_sentiment,
 }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.data.parquet import Rows
-from megarl.rewards import REWARDS
+from megarl.rewards import reward_of
 
 ROLES = ("system", "user", "assistant", "tool")
 STYLES = ("rule", "model")
@@ -87,11 +87,11 @@ def _faults_of_reward(row: dict[str, Any]) -> Iterator[str]:
         yield f"reward_model.style: {style!r} is none of {', '.join(STYLES)}"
     if style != "rule":
         return
-    if source not in REWARDS:
+    if (reward := reward_of(source)) is None:
         yield f"data_source: no built-in reward for {source!r}; set custom_reward_function.path where this file is used"
         return
     truth = model["ground_truth"]
     try:
-        REWARDS[source](source, _PROBE, truth, row.get("extra_info") or {})
+        reward(source, _PROBE, truth, row.get("extra_info") or {})
     except Exception as error:  # whatever a reward stumbles over is a fault of this row
         yield f"reward_model.ground_truth: {truth!r} does not suit the reward of {source!r} ({error!r})"

@@ -1,0 +1,102 @@
+"""reasoning-gym: any of its procedural tasks, scored by the task itself (Stojanovski et al. 2025, arXiv 2505.24760).
+
+The data source is `reasoning_gym/NAME`, the ground truth the task's own answer; `extra_info` has what else its scorer
+reads, as JSON: `metadata` of the problem (see `to_json`) and `config` of the task. Tasks whose scorer would run a
+response, or the data file, as code are refused. Needs `pip install reasoning-gym==0.1.25`.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from megarl.rewards.tags import answer_of
+
+PREFIX = "reasoning_gym/"
+_TUPLE, _ITEMS = "(tuple)", "(items)"  # the only key of an object that stands for one
+REMEDY = "needs `pip install reasoning-gym==0.1.25`"
+
+_EVAL = "its scorer gives the response to Python's eval"
+_SYMPY = "its scorer gives the response to sympy's parse_expr, which ends in Python's eval"
+_DATA = "its scorer gives the data file to Python's eval"
+REFUSED: Mapping[str, str] = {
+    "binary_matrix": _EVAL,
+    "bitwise_arithmetic": _DATA,
+    "composite": "it is other tasks mixed: prepare each of them, and name all their files",
+    "countdown": f"{_SYMPY}; megarl has a countdown task of its own",
+    "intermediate_integration": _SYMPY,
+    "n_queens": _EVAL,
+    "number_sorting": _DATA,
+    "polynomial_multiplication": _SYMPY,
+    "puzzle24": f"{_SYMPY}; countdown with four numbers is the same game",
+    "simple_integration": _SYMPY,
+    "spiral_matrix": _EVAL,
+    "string_insertion": _EVAL,
+}
+"""Name of a task -> why it is not to be had."""
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> float:
+    """Score what stands in the last `<answer>...</answer>` of a response by the task's own rule, from 0 to 1.
+
+    A response without these tags gets what the task gives for no answer. Raises ValueError for a task that is refused
+    or unknown, and where the package is missing.
+    """
+    info = extra_info or {}
+    task = load_task(data_source.removeprefix(PREFIX), info.get("config") or "{}")
+    answer, tagged = answer_of(solution_str)
+    entry = {"answer": str(ground_truth), "metadata": from_json(info["metadata"])}
+    return float(task.score_answer(answer.strip() if tagged else None, entry))
+
+
+def to_json(value: Any) -> str:
+    """A JSON text that keeps what JSON alone would change: tuples, and keys that are no texts."""
+    return json.dumps(_marked(value), default=str)
+
+
+def from_json(text: str) -> Any:
+    """What `to_json` was given."""
+    return json.loads(text, object_hook=_unmarked)
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {_TUPLE: [_marked(item) for item in value]}
+    if isinstance(value, list):
+        return [_marked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value):
+        return {key: _marked(item) for key, item in value.items()}
+    return {_ITEMS: [[_marked(key), _marked(item)] for key, item in value.items()]}
+
+
+def _unmarked(value: dict[str, Any]) -> Any:
+    if value.keys() == {_TUPLE}:
+        return tuple(value[_TUPLE])
+    return dict(value[_ITEMS]) if value.keys() == {_ITEMS} else value
+
+
+@lru_cache(maxsize=64)
+def load_task(name: str, config: str) -> Any:
+    """The task `name` of reasoning-gym with the settings of the JSON object `config`.
+
+    Raises ValueError where it is refused, unknown or configured in a way it does not know.
+    """
+    if name in REFUSED:
+        raise ValueError(f"reasoning-gym's {name} is refused: {REFUSED[name]}")
+    try:
+        factory = importlib.import_module("reasoning_gym.factory")
+        importlib.import_module("reasoning_gym")  # registers the tasks
+    except ImportError as error:
+        raise ValueError(f"the data source {PREFIX}{name} {REMEDY} ({error})") from error
+    if name not in factory.DATASETS:
+        names = ", ".join(sorted(factory.DATASETS.keys() - REFUSED))
+        raise ValueError(f"reasoning-gym has no task {name!r}; it has {names}")
+    try:
+        return factory.create_dataset(name, **json.loads(config))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"reasoning-gym's {name} does not take {config}: {error}") from error
