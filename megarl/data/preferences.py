@@ -11,13 +11,15 @@ from megarl.data.config import PreferenceDataSection
 from megarl.data.conversations import Conversations, to_be_scored
 from megarl.data.order import Order
 from megarl.data.parquet import Rows
+from megarl.distributed.exchange import in_shares
 
 
 class PreferenceStream:
     """The pairs of parquet files in batches: endless and shuffled by epoch for training, once through for validation.
 
-    Each answer is read behind its prompt by `reader`, as it will be where the model is used. Raises ValueError for the
-    first row that is no pair.
+    Each answer is read behind its prompt by `reader`, as it will be where the model is used. Pairs are tokenised when
+    they are asked for, and all are looked through once, here, all ranks of a job together. Raises ValueError for a row
+    that is no pair.
     """
 
     def __init__(self, section: PreferenceDataSection, files: str | Sequence[str], reader: Conversations) -> None:
@@ -27,11 +29,10 @@ class PreferenceStream:
         if section.margin_key is not None:
             columns.append(section.margin_key)
         self._rows = Rows(files, columns=columns)
-        for index, row in enumerate(self._rows):
-            self._check(index, row)
         self._order = Order(
-            num_rows=len(self._rows), batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
+            self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
+        in_shares(len(self._rows), self._look_through)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -43,12 +44,16 @@ class PreferenceStream:
 
     def take(self, step: int) -> Preferences:
         """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
-        rows, _ = self._order.take(self._order.position_of(step), self._section.train_batch_size)
+        rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
 
     def batches(self) -> Iterator[Preferences]:
         """Every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
+
+    def _look_through(self, share: range) -> None:
+        for index, row in zip(share, self._rows.scan(share), strict=True):
+            self._check(index, row)
 
     def _check(self, index: int, row: dict[str, Any]) -> None:
         for key in (self._section.chosen_key, self._section.rejected_key):

@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from megarl.tracking.names import KL, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
+from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
 
 RECENT_STEPS = 10  # the pace behind the time left
 MAX_CELL = 160  # characters of a sample shown
@@ -94,6 +94,7 @@ class Console:
         shown = []
         if REWARD in metrics:
             shown.append(f"reward {metrics[REWARD]:.3f}")
+        shown += [f"{title} {metrics[name]:.4f}" for name, title in LEARNT.items() if name in metrics]
         if kl := [metrics[name] for name in KL if name in metrics]:
             shown.append(f"kl {kl[0]:.4f}")
         if TOKENS in metrics and STEP_SECONDS in metrics:

@@ -7,6 +7,13 @@ KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first t
 TOKENS = "perf/total_num_tokens"  # prompts and responses of a step, over all ranks
 STEP_SECONDS = "timing_s/step"
 TIMING = "timing_s/"
+LEARNT = {  # what runs that learn from files log -> what people read
+    "sft/loss": "loss",
+    "reward_model/loss": "loss",
+    "reward_model/accuracy": "accuracy",
+    "val/loss": "held-out loss",
+    "val/accuracy": "held-out accuracy",
+}
 VALIDATION = ("val-core/", "val/test_score/")
 
 

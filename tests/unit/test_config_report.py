@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.load import load_config, load_sft_config, to_yaml
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_yaml
 from megarl.config.report import batch_table, remarks
 from megarl.config.root import Config
 
+LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ACTOR = "actor_rollout_ref.actor"
@@ -129,7 +130,7 @@ def test_there_is_nothing_to_remark_on_the_defaults() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_sound_short_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
-    loader = load_sft_config if "sft" in path.stem else load_config
+    loader = next((load for name, load in LOADERS.items() if name in path.stem), load_config)
     config = loader([str(path)], world_size=None, check_paths=False)
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(to_yaml(config))

@@ -91,6 +91,13 @@ def test_console_on_a_terminal_is_one_live_line_and_the_same_tables() -> None:
     assert shown.rstrip().endswith("runs/quickstart/hf")
 
 
+def test_console_of_a_run_that_learns_from_files() -> None:
+    out = io.StringIO()
+    tracker = Console(total_steps=2, console=RichConsole(file=out, width=100))
+    tracker.log({"reward_model/loss": 0.6931, "reward_model/accuracy": 0.5, "val/accuracy": 0.75}, step=1)
+    assert out.getvalue() == "step 1/2  loss 0.6931  accuracy 0.5000  held-out accuracy 0.7500\n"
+
+
 def test_null_tracker_is_what_other_ranks_hold(tmp_path: Path) -> None:
     tracker = jsonl(tmp_path / "run", is_main=False)
     assert isinstance(tracker, NullTracker)
