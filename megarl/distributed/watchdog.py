@@ -1,0 +1,167 @@
+"""A deadline for every phase of a run: when one passes, each rank writes down where it is, and the job ends.
+
+A rank that waits for another in a collective cannot be interrupted, so each rank has a thread that watches. All ranks
+go through the same phases in the same order, so those that have begun the fewest are those that the others wait for.
+All ranks see the same RUN_DIR; the first report in it makes every other rank report too.
+
+    RUN_DIR/hang/rank_3.json    rank, step, phase, samples, where in megarl, and the stacks of all its threads
+"""
+
+import faulthandler
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+DIRECTORY = "hang"
+EXIT_CODE = 124  # what `timeout` ends with
+COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How far a rank has come."""
+
+    rank: int
+    host: str
+    num_phases: int  # begun since the start of the run
+    step: int
+    phase: str
+    samples: Sequence[int]  # rows of the data set that the step works on
+    where: str = ""  # the innermost line of megarl in the main thread
+    waits: bool = False  # in a collective
+
+
+class Watchdog:
+    """Ends the job when this rank stays in one phase for `timeout_s` seconds."""
+
+    def __init__(self, run_dir: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float = 20.0) -> None:
+        self._directory, self._world_size = run_dir / DIRECTORY, world_size
+        self._timeout_s, self._grace_s = timeout_s, grace_s
+        self._place = Place(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", samples=())
+        self._since = time.monotonic()
+        self._main = threading.main_thread().ident
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="megarl-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch; no report of an earlier run may be left (`forget`)."""
+        self._since = time.monotonic()
+        self._arm_last_resort()
+        self._thread.start()
+
+    def enter(self, phase: str, *, step: int, samples: Sequence[int] = ()) -> None:
+        """This rank goes on to `phase` of `step`, and has `timeout_s` seconds from now."""
+        place = self._place
+        self._place = replace(place, num_phases=place.num_phases + 1, step=step, phase=phase, samples=samples)
+        self._since = time.monotonic()
+        self._arm_last_resort()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._grace_s / 4):
+            if time.monotonic() - self._since > self._timeout_s or self._directory.exists():
+                self._end_job()
+
+    def _arm_last_resort(self) -> None:
+        """Where what hangs keeps Python from running, this rank's thread too: print the stacks and exit, in C."""
+        faulthandler.dump_traceback_later(self._timeout_s + 3 * self._grace_s, exit=True, file=sys.__stderr__)
+
+    def _end_job(self) -> None:
+        """Write this rank's report, let the first rank that could say what all reports come to, and leave."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._report(self._directory / f"rank_{self._place.rank}.json")
+            places = self._wait_for_reports()
+            if self._place.rank == min(places):
+                found, size = list(places.values()), self._world_size
+                words = verdict(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
+                print(words, file=sys.stderr, flush=True)
+        except OSError:  # the disk may be what hangs, or full
+            traceback.print_exc()
+        os._exit(EXIT_CODE)
+
+    def _report(self, path: Path) -> None:
+        """Write where this rank is, whole or not at all."""
+        frame = sys._current_frames().get(self._main or 0)
+        lines = traceback.extract_stack(frame) if frame else []
+        ours = [line for line in lines if line.filename.startswith(PACKAGE)]
+        place = replace(
+            self._place,
+            where=f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}" if ours else "",
+            waits=bool(lines) and COLLECTIVES in lines[-1].filename,
+        )
+        temporary = path.with_suffix(".part")
+        with temporary.open("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read().splitlines()
+        temporary.write_text(json.dumps(asdict(place) | {"stacks": stacks}, indent=1))
+        temporary.replace(path)
+
+    def _wait_for_reports(self) -> dict[int, Place]:
+        """The places of all ranks that report before the time of grace is over."""
+        until = time.monotonic() + self._grace_s
+        while True:
+            places = read_places(self._directory)
+            if len(places) == self._world_size or time.monotonic() > until:
+                return places
+            time.sleep(self._grace_s / 20)
+
+
+def forget(run_dir: Path) -> None:
+    """Remove the reports of an earlier run, before any rank of this one watches."""
+    shutil.rmtree(run_dir / DIRECTORY, ignore_errors=True)
+
+
+def read_places(directory: Path) -> dict[int, Place]:
+    """The places of the ranks that wrote a report, by rank."""
+    found = [json.loads(path.read_text()) for path in sorted(directory.glob("rank_*.json"))]
+    names = [field.name for field in fields(Place)]
+    return {report["rank"]: Place(**{name: report[name] for name in names}) for report in found}
+
+
+def verdict(places: Sequence[Place], *, world_size: int, timeout_s: float, directory: Path) -> str:
+    """What the reports of a job's ranks come to, for people: who is behind, and who waits for whom.
+
+    Args:
+        places: of the ranks that could report.
+        world_size: ranks of the job.
+        timeout_s: seconds that none of them came further.
+        directory: of the reports.
+    """
+    silent = sorted(set(range(world_size)) - {place.rank for place in places})
+    fewest = min(place.num_phases for place in places)
+    slow = [place for place in places if place.num_phases == fewest]
+    if len(slow) == len(places):  # all are in the same phase: those that wait in a collective wait for the others
+        slow = [place for place in places if not place.waits]
+    behind = [f"rank {rank}: no sign of it: stopped, dead, or its host is gone" for rank in silent]
+    behind += [_describe(place) for place in slow]
+    waiting = [_describe(place) for place in places if place not in slow]
+    return "\n  ".join(
+        [
+            f"megarl: no progress for {timeout_s:g} s (trainer.phase_timeout_s). Behind:",
+            *(behind or ["no rank: all wait in collectives, and not in the same one"]),
+            "waiting:",
+            *(waiting or ["no rank"]),
+            f"The stacks of each rank are in {directory}",
+        ]
+    )
+
+
+def _describe(place: Place) -> str:
+    samples = f", rows {', '.join(map(str, place.samples))}" if place.samples else ""
+    return f"rank {place.rank} on {place.host}: step {place.step}, phase {place.phase}, at {place.where}{samples}"
