@@ -5,18 +5,24 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import asdict
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from megarl.config.faults import ConfigError
+from megarl.distributed.agreement import agree
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
 from megarl.platform.device import device_type
+from megarl.platform.versions import code_digest, versions
+from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
 
 
 class Configuration(Protocol):
-    """What an entry point is told; its trainer section says how many ranks there are, and on what device."""
+    """What an entry point is told, a dataclass; its trainer section says how many ranks there are, on what device."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def trainer(self) -> TrainerSection:
@@ -41,6 +47,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         config = load(argv, world_size=place.world_size if place else None)
         launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
         init_process_groups(launch, device_type(config.trainer.device), PROCESS_GROUP_TIMEOUT_S)
+        agree(dict(flatten(asdict(config))) | versions() | {"megarl's source": code_digest()})
     except ConfigError as error:
         if rank == "0":
             print(error, file=sys.stderr)

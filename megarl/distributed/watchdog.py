@@ -78,7 +78,7 @@ class Watchdog:
 
     def _arm_last_resort(self) -> None:
         """Where what hangs keeps Python from running, this rank's thread too: print the stacks and exit, in C."""
-        faulthandler.dump_traceback_later(self._timeout_s + 3 * self._grace_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self._timeout_s + 3 * self._grace_s, exit=True, file=2)  # stderr
 
     def _end_job(self) -> None:
         """Write this rank's report, let the first rank that could say what all reports come to, and leave."""

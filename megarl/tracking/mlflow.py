@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.section import flatten
+
 logger = logging.getLogger(__name__)
 
 RUN_ID_FILE = "mlflow_run_id"
@@ -120,15 +122,6 @@ class Mlflow:
 def safe_name(name: str) -> str:
     """A name that every MLflow store takes: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`."""
     return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
-
-
-def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and leaf values of nested mappings; an empty mapping is a leaf."""
-    for key, value in params.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _cut(text: str) -> str:

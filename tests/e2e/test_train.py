@@ -16,8 +16,9 @@ import yaml
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.mlflow import flatten, safe_name
+from megarl.tracking.mlflow import safe_name
 from tests.programs import succeed
 from tests.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megarl.tracking.mlflow import flatten, safe_name
+from megarl.section import flatten
+from megarl.tracking.mlflow import safe_name
 from megarl.tracking.tracker import Tracker, make_tracker
 
 PARAMS = {

@@ -1,0 +1,49 @@
+"""Ranks that believe different things refuse to go on, all of them, and say who believes what."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+def believe(facts_of_ranks: list[dict[str, Any]]) -> str:
+    import torch.distributed as dist
+
+    from megarl.distributed.agreement import agree
+
+    try:
+        agree(facts_of_ranks[dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_that_were_started_alike(pool: RankPool) -> None:
+    assert pool.run(3, believe, [{"a.b": 1, "c": [1.5, None]}] * 3) == ["agreed"] * 3
+
+
+def test_what_differs_is_named_on_every_rank(pool: RankPool) -> None:
+    facts = [{"lr": 0.1, "n": 2, "torch": "2.13"}, {"lr": 0.1, "n": 4}, {"lr": 0.1, "n": 2, "torch": "2.13"}]
+    said = pool.run(3, believe, facts)
+    assert said[0] == said[1] == said[2]
+    assert said[0].splitlines()[1:] == [
+        "  n: 2 on ranks 0, 2, 4 on rank 1",
+        "  torch: '2.13' on ranks 0, 2, nothing on rank 1",
+    ]
+
+
+def test_a_long_list_is_cut(pool: RankPool) -> None:
+    facts = [{f"key{number:02}": rank for number in range(25)} for rank in range(3)]
+    lines = pool.run(3, believe, facts)[0].splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "  and 15 more"
