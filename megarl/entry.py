@@ -6,13 +6,17 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from megarl.config.faults import ConfigError
 from megarl.distributed.agreement import agree
+from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.watchdog import GRACE_S, watching
 from megarl.platform.device import device_type
 from megarl.platform.versions import code_digest, versions
 from megarl.section import flatten
@@ -30,7 +34,6 @@ class Configuration(Protocol):
 
 
 C = TypeVar("C", bound=Configuration)
-PROCESS_GROUP_TIMEOUT_S = 1800.0
 
 
 def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable[[C, Launch], None]) -> None:
@@ -46,7 +49,9 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         rank = str(place.rank) if place else rank
         config = load(argv, world_size=place.world_size if place else None)
         launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
-        init_process_groups(launch, device_type(config.trainer.device), PROCESS_GROUP_TIMEOUT_S)
+        trainer = config.trainer
+        # The watchdog says more than a collective that times out, so it comes first.
+        init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | versions() | {"megarl's source": code_digest()})
     except ConfigError as error:
         if rank == "0":
@@ -54,8 +59,11 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         sys.exit(2)
     except ValueError as error:
         sys.exit(f"megarl: rank {rank}: {error}")
+    name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
+    reports = Path(trainer.default_local_dir) / name
     try:
-        body(config, launch)
+        with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=trainer.phase_timeout_s):
+            body(config, launch)
     except ValueError as error:
         logging.getLogger(__name__).debug("the error's origin", exc_info=True)
         sys.exit(f"megarl: rank {rank}: {error}")

@@ -10,6 +10,7 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.collect import Collector
 from megarl.data.order import Position
+from megarl.distributed import watchdog
 from megarl.estimate import Metrics, estimate, mismatch_metrics
 from megarl.interfaces import Checkpoints, Critic, Policy
 from megarl.tracking.timers import Timers
@@ -66,6 +67,7 @@ def train(job: Job, progress: Progress) -> None:
     if job.validation and schedule.validate_first:
         job.tracker.log(job.validation.run(step=schedule.first_step), step=schedule.first_step)
     for step in range(schedule.first_step, schedule.last_step):
+        watchdog.note(step=step)
         timers = Timers()
         with timers("step"):
             metrics, progress = iterate(job, progress, timers, step=step)

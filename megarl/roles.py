@@ -13,6 +13,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
 from megarl.data.minibatches import minibatches
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.reshard.executor import Destination, Reshard
@@ -118,6 +119,7 @@ class Sampler:
         num_replicas = self.engine.num_replicas
         shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
         mine = [prompts.prompts[place] for place in shares[self.engine.replica]]
+        watchdog.note(rows=[prompt.index for prompt in mine])
 
         def generate() -> list[Generation]:
             generations = self.engine.generate(

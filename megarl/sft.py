@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.load import load_sft_config
 from megarl.config.root import SFTConfig
+from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 
@@ -55,6 +56,7 @@ def mean_loss(learner: "Learner", *, pairs: "PairStream", budget: "Budget") -> d
     """Cross-entropy per response token, in nats."""
     total, num_tokens = 0.0, 0
     for batch in pairs.batches():
+        watchdog.note(phase="validation")
         total -= float(learner.infer(batch, budget).log_probs.sum())
         num_tokens += int(batch.mask.sum())
     return {"val/loss": total / num_tokens}

@@ -10,6 +10,7 @@ from megarl.build import run_tracker
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
@@ -71,6 +72,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     failed = True
     try:
         for step in range(first_step, last_step):
+            watchdog.note(step=step)
             timers = Timers()
             with timers("step"):
                 metrics = learner.update([lessons.batches.take(step)], lessons.objective, lessons.budget)

@@ -2,26 +2,27 @@
 
 A rank that waits for another in a collective cannot be interrupted, so each rank has a thread that watches. All ranks
 go through the same phases in the same order, so those that have begun the fewest are those that the others wait for.
-All ranks see the same RUN_DIR; the first report in it makes every other rank report too.
+All ranks see the directory of the reports; the first one in it makes every other rank report too.
 
-    RUN_DIR/hang/rank_3.json    rank, step, phase, samples, where in megarl, and the stacks of all its threads
+    DIRECTORY/rank_3.json    rank, step, phase, rows, where in megarl, and the stacks of all its threads
 """
 
 import faulthandler
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-DIRECTORY = "hang"
 EXIT_CODE = 124  # what `timeout` ends with
+GRACE_S = 20.0
 COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -35,33 +36,65 @@ class Place:
     num_phases: int  # begun since the start of the run
     step: int
     phase: str
-    samples: Sequence[int]  # rows of the data set that the step works on
+    rows: Sequence[int]  # of the data set, that this rank samples answers to
     where: str = ""  # the innermost line of megarl in the main thread
     waits: bool = False  # in a collective
+
+
+_watchdog: "Watchdog | None" = None  # a process is in one place at a time
+
+
+@contextmanager
+def watching(
+    directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float = GRACE_S
+) -> Iterator[None]:
+    """Within the block, end the job when a rank notes no progress for `timeout_s` seconds.
+
+    Args:
+        directory: for the reports; the same on all ranks, and not there yet.
+        rank: of this process.
+        world_size: ranks of the job.
+        timeout_s: seconds that a phase may take.
+        grace_s: seconds in which the other ranks report once one has.
+    """
+    global _watchdog
+    _watchdog = Watchdog(directory, rank=rank, world_size=world_size, timeout_s=timeout_s, grace_s=grace_s)
+    _watchdog.start()
+    try:
+        yield
+    finally:
+        _watchdog.stop()
+        _watchdog = None
+
+
+def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[int] | None = None) -> None:
+    """This rank goes on to `phase` of `step`, working on `rows`; what is None stays. Without a watchdog, nothing."""
+    if _watchdog:
+        news = {"step": step, "phase": phase, "rows": rows}
+        _watchdog.note(**{name: value for name, value in news.items() if value is not None})
 
 
 class Watchdog:
     """Ends the job when this rank stays in one phase for `timeout_s` seconds."""
 
-    def __init__(self, run_dir: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float = 20.0) -> None:
-        self._directory, self._world_size = run_dir / DIRECTORY, world_size
+    def __init__(self, directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float) -> None:
+        self._directory, self._world_size = directory, world_size
         self._timeout_s, self._grace_s = timeout_s, grace_s
-        self._place = Place(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", samples=())
+        self._place = Place(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
         self._since = time.monotonic()
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megarl-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; no report of an earlier run may be left (`forget`)."""
+        """Begin to watch; the directory does not exist yet."""
         self._since = time.monotonic()
         self._arm_last_resort()
         self._thread.start()
 
-    def enter(self, phase: str, *, step: int, samples: Sequence[int] = ()) -> None:
-        """This rank goes on to `phase` of `step`, and has `timeout_s` seconds from now."""
-        place = self._place
-        self._place = replace(place, num_phases=place.num_phases + 1, step=step, phase=phase, samples=samples)
+    def note(self, **news: Any) -> None:
+        """This rank has come further; it has `timeout_s` seconds from now."""
+        self._place = replace(self._place, num_phases=self._place.num_phases + 1, **news)
         self._since = time.monotonic()
         self._arm_last_resort()
 
@@ -90,6 +123,8 @@ class Watchdog:
                 found, size = list(places.values()), self._world_size
                 words = verdict(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
                 print(words, file=sys.stderr, flush=True)
+            else:
+                time.sleep(self._grace_s)  # a launcher ends all ranks with the first that leaves
         except OSError:  # the disk may be what hangs, or full
             traceback.print_exc()
         os._exit(EXIT_CODE)
@@ -120,11 +155,6 @@ class Watchdog:
             if len(places) == self._world_size or time.monotonic() > until:
                 return places
             time.sleep(self._grace_s / 20)
-
-
-def forget(run_dir: Path) -> None:
-    """Remove the reports of an earlier run, before any rank of this one watches."""
-    shutil.rmtree(run_dir / DIRECTORY, ignore_errors=True)
 
 
 def read_places(directory: Path) -> dict[int, Place]:
@@ -163,5 +193,5 @@ def verdict(places: Sequence[Place], *, world_size: int, timeout_s: float, direc
 
 
 def _describe(place: Place) -> str:
-    samples = f", rows {', '.join(map(str, place.samples))}" if place.samples else ""
-    return f"rank {place.rank} on {place.host}: step {place.step}, phase {place.phase}, at {place.where}{samples}"
+    rows = f", rows {', '.join(map(str, place.rows))}" if place.rows else ""
+    return f"rank {place.rank} on {place.host}: step {place.step}, phase {place.phase}, at {place.where}{rows}"

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.section import section
 
@@ -72,3 +72,5 @@ class TrainerSection:
     """Validation samples shown in tables."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda where there is one."""
+    phase_timeout_s: PositiveFloat = 1800.0
+    """Seconds that no phase of a step takes; after them the ranks say where they are, and the job ends."""

@@ -1,10 +1,11 @@
-"""Wall-clock seconds per phase of a step."""
+"""Wall-clock seconds per phase of a step; the watchdog hears of each."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megarl.distributed import watchdog
 from megarl.tracking.names import TIMING
 
 
@@ -13,6 +14,7 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
 
     @contextmanager
     def __call__(self, phase: str, *, instead_of: str | None = None) -> Iterator[None]:
@@ -21,9 +23,13 @@ class Timers:
         `instead_of` is the phase around it that these seconds do not count in.
         """
         start = time.perf_counter()
+        self._open.append(phase)
+        watchdog.note(phase=phase)
         try:
             yield
         finally:
+            self._open.pop()
+            watchdog.note(phase=self._open[-1] if self._open else None)
             seconds = time.perf_counter() - start
             self._seconds[phase] += seconds
             if instead_of:

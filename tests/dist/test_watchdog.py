@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.distributed.watchdog import DIRECTORY, EXIT_CODE, Place, verdict
+from megarl.distributed.watchdog import EXIT_CODE, Place, verdict
 from tests.dist.stalled import TIMEOUT_S
 from tests.dist.test_distributed_launch import ROOT
 
@@ -18,14 +18,13 @@ WAYS = ("none", "stop", "sleep", "lock", "apart")
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, Path]]]:
-    """Exit code, standard error and run directory of one job for each way; together, since all they do is wait."""
+    """Exit code, standard error and directory of reports of one job for each way; together, since all they do is wait."""
     jobs = {}
     for how in WAYS:
-        run_dir = tmp_path_factory.mktemp(how)
-        (run_dir / DIRECTORY).mkdir()  # what an earlier run left
-        command = [sys.executable, "-m", "tests.dist.stalled", str(run_dir), how]
-        jobs[how] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), run_dir
-    yield {how: (*_end(process), run_dir) for how, (process, run_dir) in jobs.items()}
+        directory = tmp_path_factory.mktemp(how) / "hang"
+        command = [sys.executable, "-m", "tests.dist.stalled", str(directory), how]
+        jobs[how] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), directory
+    yield {how: (*_end(process), directory) for how, (process, directory) in jobs.items()}
     for process, _ in jobs.values():
         process.kill()
 
@@ -35,47 +34,47 @@ def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def reports(run_dir: Path) -> dict[int, dict[str, object]]:
-    found = [json.loads(path.read_text()) for path in (run_dir / DIRECTORY).glob("*.json")]
+def reports(directory: Path) -> dict[int, dict[str, object]]:
+    found = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     return {report["rank"]: report for report in found}
 
 
 def test_a_job_that_goes_on_is_left_alone(ended: dict[str, tuple[int, str, Path]]) -> None:
-    code, _, run_dir = ended["none"]
+    code, _, directory = ended["none"]
     assert code == 0
-    assert not (run_dir / DIRECTORY).exists()
+    assert not directory.exists()
 
 
 @pytest.mark.parametrize("how", ["stop", "lock"])
 def test_a_rank_that_cannot_speak_is_named_by_the_others(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
-    code, errors, run_dir = ended[how]
+    code, errors, directory = ended[how]
     assert code == EXIT_CODE
     assert f"megarl: no progress for {TIMEOUT_S:g} s (trainer.phase_timeout_s). Behind:\n  rank 1: no sign" in errors
-    (report,) = reports(run_dir).values()
+    (report,) = reports(directory).values()
     assert report["rank"] == 0 and report["step"] == 1 and report["phase"] == "update_actor"
 
 
 def test_a_rank_that_is_elsewhere_is_told_from_those_that_wait(ended: dict[str, tuple[int, str, Path]]) -> None:
-    code, errors, run_dir = ended["sleep"]
+    code, errors, directory = ended["sleep"]
     assert code == EXIT_CODE
     behind, waiting = errors.split("Behind:")[1].split("waiting:")
     assert "rank 1 on " in behind and "step 1, phase update_actor" in behind and "rows 4, 7" in behind
     assert "rank 0 on " in waiting
-    found = reports(run_dir)
+    found = reports(directory)
     assert any("in halt" in line for line in found[1]["stacks"])  # type: ignore[attr-defined]
     assert found[0]["waits"] and not found[1]["waits"]
 
 
 def test_a_collective_that_one_rank_never_joins(ended: dict[str, tuple[int, str, Path]]) -> None:
-    code, errors, run_dir = ended["apart"]
+    code, errors, directory = ended["apart"]
     assert code == EXIT_CODE
     assert "no rank: all wait in collectives, and not in the same one" in errors
-    assert any("in halt" in line for line in reports(run_dir)[1]["stacks"])  # type: ignore[attr-defined]
+    assert any("in halt" in line for line in reports(directory)[1]["stacks"])  # type: ignore[attr-defined]
 
 
 def test_ranks_in_an_earlier_phase_are_behind() -> None:
     def place(rank: int, num_phases: int, phase: str) -> Place:
-        return Place(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, samples=(), waits=True)
+        return Place(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, rows=(), waits=True)
 
     said = verdict(
         [place(0, 8, "ref"), place(2, 7, "reward")], world_size=4, timeout_s=60.0, directory=Path("run") / "hang"
