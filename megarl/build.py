@@ -1,6 +1,7 @@
 """The composition root: the one file that knows all concrete classes and puts a run together as configured."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.archive import Archive
 from megarl.checkpoints import Checkpoints, State, find_checkpoint
-from megarl.collect import Collector
+from megarl.collect import Collector, SampleSource
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptDataset, PromptStream
@@ -24,6 +26,7 @@ from megarl.loop import KL, Job, Progress, Schedule
 from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
+from megarl.replay import Recorder, Replay
 from megarl.reshard.executor import Reshard
 from megarl.rewards.scoring import load_reward
 from megarl.roles import Model, Sampler, Scorer, Updates
@@ -42,59 +45,78 @@ class Run:
 
     job: Job
     progress: Progress
-    engine: RolloutEngine
+    engine: RolloutEngine | None  # None: nothing is sampled
 
 
-def build_run(config: Config, launch: Launch) -> Run:
-    """Everything of a training run, in the state of the checkpoint it continues from."""
+def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> Run:
+    """Everything of a training run, in the state of the checkpoint it continues from.
+
+    `replay` names samples of an earlier run, which then stand in for engine, reward and validation.
+    """
     trainer, policy = config.trainer, config.actor_rollout_ref
-    run_dir = Path(trainer.default_local_dir)
     source = Source.read(policy.model)
     tokenizer = _tokenizer(config, source)
     prompts, val_prompts = _prompts(config, tokenizer), _val_prompts(config, tokenizer)
     scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
 
-    engine = _engine(config, source, tokenizer)
+    engine = None if replay else _engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     reference = _reference(config, source, mesh)
     actor = _actor(config, source, mesh, reference.learner if reference else None, last_step=last_step)
     critic = _critic(config, mesh, last_step=last_step)
-    checkpoints = Checkpoints(
-        directory=run_dir,
-        learners={model.name: model.learner for model in (actor, critic) if model},
-        keep=trainer.max_ckpt_to_keep,
-        write_huggingface=lambda directory: source.write_companions(
-            directory, tokenizer, dtype=policy.actor.megatron.dtype
-        ),
-    )
-    resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
+    checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
+    resumed = find_checkpoint(checkpoints.directory, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
+    first_step, validation = state.step, None
+    samples: SampleSource
+    if replay:
+        config = replaying(config)
+        samples = Replay.find(replay, after=state.step)
+        first_step, last_step = samples.first_step, samples.last_step
     tracker = run_tracker(config, launch, last_step=last_step, resume_step=state.step if resumed else None)
     if config.data.filter_overlong_prompts:
-        streams = {"train": prompts, "validation": val_prompts}
-        sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
-        tracker.log_table("data/prompts", sizes, step=state.step)
-    sampler = _sampler(config, engine, actor.learner, launch)
+        _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
+    if engine:
+        sampler = _sampler(config, engine, actor.learner, launch)
+        collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
+        samples = Recorder(samples=collector, archive=archive) if (archive := _archive(config)) else collector
+        validation = _validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None
     job = Job(
-        collector=Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm),
+        samples=samples,
         actor=actor,
         reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
         critic=critic,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
-        schedule=make_schedule(trainer, first_step=state.step, last_step=last_step, resumed=resumed is not None),
-        validation=_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None,
+        schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=resumed is not None),
+        validation=validation,
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
     )
     if launch.rank == 0:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
+        (Path(config.trainer.default_local_dir) / "config.yaml").write_text(to_yaml(config))
     progress = Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or prompts.position_of(state.step),
     )
     return Run(job=job, progress=progress, engine=engine)
+
+
+def replaying(config: Config) -> Config:
+    """What a replay does otherwise than its run: it keeps records of its own, and no samples and no checkpoints."""
+    trainer = config.trainer
+    trainer = replace(
+        trainer,
+        default_local_dir=f"{trainer.default_local_dir}/replay",
+        experiment_name=f"{trainer.experiment_name}-replay",
+        rollout_data_dir=None,
+        save_freq=-1,
+        test_freq=-1,
+        val_before_train=False,
+        val_only=False,
+    )
+    return replace(config, trainer=trainer)
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
@@ -177,6 +199,11 @@ def _val_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
     return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
 
 
+def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:
+    sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
+    tracker.log_table("data/prompts", sizes, step=step)
+
+
 def _validation(
     config: Config, prompts: PromptStream, sampler: Sampler, scorer: Scorer, tracker: Tracker
 ) -> Validation:
@@ -186,7 +213,13 @@ def _validation(
         scorer=scorer,
         tracker=tracker,
         num_shown=config.trainer.log_val_generations,
+        archive=_archive(config),
     )
+
+
+def _archive(config: Config) -> Archive | None:
+    directory = config.trainer.rollout_data_dir
+    return Archive(Path(directory)) if directory else None
 
 
 def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
@@ -218,6 +251,16 @@ def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Laun
         reshard=Reshard(plan, device=actor.device),
         section=rollout,
         check=SelfCheck(rollout.sync, engine, actor, _budget(config, None)),
+    )
+
+
+def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: Sequence[Model[Any]]) -> Checkpoints:
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
+    return Checkpoints(
+        directory=Path(config.trainer.default_local_dir),
+        learners={model.name: model.learner for model in models},
+        keep=config.trainer.max_ckpt_to_keep,
+        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
     )
 
 

@@ -12,7 +12,7 @@ taken is a pure function of the position in the data, the step and the actor's w
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ class Collected:
     baselines: Tensor | None  # [B] float32: the reward of the greedy answer to a sample's prompt; None: none was drawn
     position: Position  # where the next iteration goes on in the data
     metrics: Metrics
+
+
+class SampleSource(Protocol):
+    """Where an iteration gets its samples from."""
+
+    def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
+        """The samples of iteration `step`, of prompts from `position` on; the same on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

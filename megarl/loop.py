@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.collect import Collector
+from megarl.collect import SampleSource
 from megarl.data.order import Position
 from megarl.distributed import watchdog
 from megarl.estimate import Metrics, estimate, mismatch_metrics
@@ -49,7 +49,7 @@ class Progress:
 class Job:
     """All that a run needs."""
 
-    collector: Collector
+    samples: SampleSource
     actor: Policy
     reference: Policy | None  # None: nothing asks for its log-probabilities
     critic: Critic | None  # None: the advantages come from groups
@@ -85,7 +85,7 @@ def train(job: Job, progress: Progress) -> None:
 
 def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
     """One iteration; returns its metrics and what the next one starts from."""
-    collected, kl = job.collector.collect(progress.position, timers, step=step), progress.kl
+    collected, kl = job.samples.collect(progress.position, timers, step=step), progress.kl
     scored = collected.scored
     with timers("old_log_prob"):
         old = job.actor.infer(scored)

@@ -1,38 +1,79 @@
-"""Reinforcement learning: `python -m megarl.train CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`."""
+"""Reinforcement learning: `python -m megarl.train CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]`."""
 
+import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import batch_table, remarks
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How to train, and on which samples if not on new ones."""
+
+    config: Config
+    replay: Path | None
+
+    @property
+    def trainer(self) -> TrainerSection:
+        """How many ranks there are."""
+        return self.config.trainer
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as the configuration says, on every rank of the job."""
-    run("megarl.train", argv, load_config, train)
+    run("megarl.train", argv, read_arguments, train)
 
 
-def train(config: Config, launch: Launch) -> None:
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: naming every fault by its dotted key, with the remedy.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.train",
+        usage="%(prog)s CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        help="learn again from what a run kept in trainer.rollout_data_dir: one file, or all that follow the weights",
+    )
+    options, configuration = parser.parse_known_args(argv)
+    if options.replay and not options.replay.exists():
+        raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {options.replay}")])
+    return Arguments(load_config(configuration, world_size=world_size), options.replay)
+
+
+def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.build import build_run
     from megarl.loop import train as loop
 
     if launch.rank == 0:
-        show_plan(config)
-    built = build_run(config, launch)
+        show_plan(arguments.config)
+    built = build_run(arguments.config, launch, replay=arguments.replay)
     failed = True
     try:
         loop(built.job, built.progress)
         failed = False
     finally:
         built.job.tracker.close(failed=failed)
-    built.engine.close()
+    if built.engine:
+        built.engine.close()
 
 
 def show_plan(config: Config) -> None:

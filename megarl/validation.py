@@ -1,10 +1,13 @@
-"""What a validation says: mean scores per data source, and some answers for people to read."""
+"""What a validation says: scores per data source, of answers alone and together, and samples for people to read."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.algorithms.groups import statistics
+from megarl.archive import Archive
+from megarl.batch import Scored, join
 from megarl.interfaces import PromptSource, Sampler, Scorer
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
@@ -19,17 +22,47 @@ class Validation:
     scorer: Scorer
     tracker: Tracker
     num_shown: int  # answers logged each time
+    archive: Archive | None = None  # None: the samples are not kept
 
     def run(self, *, step: int) -> dict[str, float]:
-        """Mean score of each data source as `val/test_score/SOURCE`; logs the scores and the first answers."""
-        scores: dict[str, list[float]] = defaultdict(list)
-        rows: list[Mapping[str, Any]] = []
+        """Draw and score answers to every prompt; logs the first of them, and keeps all where they are to be kept.
+
+        Returns:
+            Of each data source the mean score as `val/test_score/SOURCE`, and where a prompt has several answers
+            `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`.
+        """
         with self.sampler.awake(Timers(), step=step) as metrics:
-            for prompts in self.prompts.batches():
-                scored, _ = self.scorer.score(self.sampler.validate(prompts, step=step))
-                for sample, (text, score) in enumerate(zip(scored.texts, scored.scores.tolist(), strict=True)):
-                    prompt = scored.prompt_of(sample)
-                    scores[prompt.data_source].append(score)
-                    rows.append({"prompt": prompt.text, "response": text, "score": score})
-        self.tracker.log_table("val/generations", rows[: self.num_shown], step=step)
-        return metrics | {f"val/test_score/{source}": sum(found) / len(found) for source, found in scores.items()}
+            drawn = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
+        scored = join([self.scorer.score(rollouts)[0] for rollouts in drawn])
+        self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
+        if self.archive:
+            self.archive.keep_validation(scored, step=step)
+        return metrics | scores_by_source(scored)
+
+
+def scores_by_source(scored: Scored) -> dict[str, float]:
+    """The metrics of a validation, from all its samples; each prompt has equally many."""
+    num_prompts = len(scored.prompts)
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(scored.prompts):
+        places[prompt.data_source].append(place)
+    metrics = {}
+    for source, of_source in places.items():
+        scores = scored.scores.view(num_prompts, -1)[of_source]
+        metrics[f"val/test_score/{source}"] = float(scores.double().mean())
+        metrics |= {f"val/{source}/{name}": value for name, value in statistics(scores, None).items()}
+    return metrics
+
+
+def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:
+    """Rows of the first samples, for people."""
+    have_ids = any(prompt.prompt_id is not None for prompt in scored.prompts)
+    return [
+        ({"prompt_id": scored.prompt_of(sample).prompt_id} if have_ids else {})
+        | {
+            "prompt": scored.prompt_of(sample).text,
+            "response": scored.texts[sample],
+            "score": float(scored.scores[sample]),
+        }
+        for sample in range(min(count, len(scored)))
+    ]

@@ -78,6 +78,10 @@ FOREIGN_KEYS = (
     ("actor_rollout_ref.rollout.mode", _REMOVE + "the engine lives in the trainer's processes and works in step"),
     ("*optim.min_lr", "write min_lr_ratio, a share of the peak learning rate"),
     ("*optim.clip_grad", "write {owner}grad_clip"),
+    (
+        "trainer.validation_data_dir",
+        "write trainer.rollout_data_dir: validations are kept there too, as val_step_*.parquet",
+    ),
     ("*lora_*", "adapters are not supported: all parameters are trained"),
     ("trainer.ray_*", _NO_RAY),
     ("ray_*", _NO_RAY),

@@ -335,6 +335,17 @@ def _validation(config: Config, facts: Facts) -> Iterator[Fault]:
         yield Fault(path="data.val_files", message=f"trainer.{asked} needs validation prompts: name parquet files")
 
 
+@rule(f"{ROLLOUT}.val_kwargs")
+def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if sampling.n > 1 and not (sampling.do_sample and sampling.temperature):
+        key, remedy = ("temperature", "1.0") if sampling.do_sample else ("do_sample", "true, and a temperature")
+        yield Fault(
+            path=f"{ROLLOUT}.val_kwargs.{key}",
+            message=f"the {sampling.n} greedy responses to a prompt would all be the same: write {remedy}, or n=1",
+        )
+
+
 @rule("trainer.resume_mode", "trainer.resume_from_path")
 def _resume(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
@@ -367,6 +378,7 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _correction,
     _policy_loss,
     _validation,
+    _val_sampling,
     _resume,
     _schedules,
 )

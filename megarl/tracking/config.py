@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.section import section
 
@@ -19,6 +19,12 @@ def _mlflow_by_any_name(value: object) -> object:
 def _only_null(value: object) -> None:
     if value is not None:
         raise ValueError("must be null: checkpoints go to trainer.default_local_dir, which may be on a shared disk")
+
+
+def _local(value: str | None) -> str | None:
+    if value and "://" in value:
+        raise ValueError("must be a directory, which may be on a shared disk")
+    return value
 
 
 # A name like 2024 is a number to YAML.
@@ -70,6 +76,8 @@ class TrainerSection:
     """Checkpoints kept; null = all."""
     log_val_generations: NonNegativeInt = 8
     """Validation samples shown in tables."""
+    rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None
+    """Directory that keeps every iteration's and validation's samples as parquet; null = they are not kept."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda where there is one."""
     phase_timeout_s: PositiveFloat = 1800.0

@@ -46,6 +46,7 @@ def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "critic.optim.lr=1e-3",
         "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
         "trainer.critic_warmup=1",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
         "trainer.save_freq=1",
         "trainer.test_freq=3",
     ]
@@ -85,6 +86,7 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         "actor_rollout_ref.rollout.log_prob_micro_batch_size=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.rollout.val_kwargs={n: 2, do_sample: true, temperature: 1.0}",
         "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
         "critic.optim.lr=1e-5",
         f"critic.model.path={workspace.model}",
@@ -137,6 +139,8 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
         assert [metric.step for metric in client.get_metric_history(run.info.run_id, name)] == [1, 2], name
     [score] = client.get_metric_history(run.info.run_id, "val/test_score/countdown")
     assert score.step == 2
+    mean, best = (run.data.metrics[f"val/countdown/{name}"] for name in ("mean_at_2", "best_at_2/mean"))
+    assert best >= mean == score.value
     assert run.data.metrics["training/rollout_probs_diff_max"] < 0.05  # bfloat16
     tables = [file.path for file in client.list_artifacts(run.info.run_id, "val")]
     assert tables == ["val/generations.json"]
@@ -187,6 +191,31 @@ def test_a_run_that_died_goes_on_as_if_it_had_not(resumed_run: tuple[Path, dict[
     client, [run] = mlflow_runs(run_dir, "megarl_examples")
     assert run.info.status == "FINISHED"
     assert {metric.step for metric in client.get_metric_history(run.info.run_id, "critic/vf_loss")} == {1, 2, 3}
+
+
+def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]]
+) -> None:
+    run_dir, _ = resumed_run
+    samples = run_dir / "samples"
+    names = [f"step_{n}.parquet" for n in (1, 2, 3)] + [f"val_step_{n}.parquet" for n in (0, 2, 3)]
+    assert sorted(path.name for path in samples.iterdir()) == names
+    kept, original = pq.read_table(samples / "step_3.parquet"), metrics_of(run_dir)
+    assert sum(kept["score"].to_pylist()) / 8 == pytest.approx(original[3]["critic/score/mean"])
+    shown = [row["response"] for row in read_jsonl(run_dir / "val_generations.jsonl") if row["step"] == 3]
+    assert pq.read_table(samples / "val_step_3.parquet")["response"].to_pylist() == shown
+
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    arguments = [*ppo_arguments(workspace, run_dir), "trainer.total_training_steps=3", "trainer.resume_mode=disable"]
+    succeed(*PYTHON, "megarl.train", *arguments, "--replay", samples, timeout_s=LAUNCH_S)
+    again = metrics_of(run_dir / "replay")
+    assert list(again) == [1, 2, 3]
+    for step, metrics in again.items():
+        not_learning = ("val/", "reward/")
+        expected = {name: value for name, value in original[step].items() if not name.startswith(not_learning)}
+        assert metrics == expected, f"step {step}"
+    after = {path: path.stat().st_mtime_ns for path in before if path != run_dir}
+    assert after.items() <= before.items()  # the run and its samples are untouched
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,7 @@ def test_features_that_are_not_there_are_unknown_keys() -> None:
         ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0", "actor_rollout_ref.actor.megatron"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "actor_rollout_ref.actor.megatron.sequence_"),
         ("actor_rollout_ref.actor.strategy=fsdp", "write megatron"),
+        ("trainer.validation_data_dir=dumps", "write trainer.rollout_data_dir"),
         ("critic.strategy=fsdp2", "critic.megatron.tensor_model_parallel_size"),
         ("actor_rollout_ref.model.use_liger=True", "remove it"),
         ("actor_rollout_ref.rollout.name=sglang", "write vllm"),

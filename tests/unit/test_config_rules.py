@@ -173,6 +173,13 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["critic.model.path=''"], "critic.model.path", "gae trains a critic"),
         (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path", "the critic reads the actor's"),
         (["trainer.test_freq=5"], "data.val_files", "trainer.test_freq=5 needs validation prompts"),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.do_sample", "the 4 greedy responses"),
+        (
+            [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
+            f"{ROLLOUT}.val_kwargs.temperature",
+            "write 1.0, or n=1",
+        ),
+        (["trainer.rollout_data_dir=s3://bucket/rollouts"], "trainer.rollout_data_dir", "must be a directory"),
         (["trainer.val_only=true"], "data.val_files", "trainer.val_only=true needs validation prompts"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path", "is None"),
         (["trainer.resume_from_path=here"], "trainer.resume_from_path", "with trainer.resume_mode=auto"),

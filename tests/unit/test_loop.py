@@ -138,7 +138,7 @@ def run(kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, **change
     }
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
-        "collector": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
+        "samples": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
         "actor": (Measured if exact else Policy)(diary, "actor", says=-1.0),
         "reference": Policy(diary, "reference", says=-1.25),
         "critic": Critic(diary, "critic", says=0.5),

@@ -1,0 +1,184 @@
+"""Samples as parquet: a row for each, with all that an update needs to learn from them again.
+
+    DIRECTORY/step_40.parquet      what iteration 40 learnt from
+             /val_step_40.parquet  what the validation after 40 iterations drew
+
+A file is whole or not there. What is read back is bit for bit what was written, but for `extra_info`, which only
+rewards read, and for ground truths of other types than JSON has, which become texts.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import Prompt, Scored
+from megarl.distributed.exchange import together
+from megarl.reshard.files import replacing
+
+PROMPT_COLUMNS = {
+    "index": pa.int64(),
+    "prompt_id": pa.string(),
+    "data_source": pa.string(),
+    "prompt": pa.string(),
+    "prompt_ids": pa.list_(pa.int32()),
+    "ground_truth": pa.string(),  # JSON
+}
+SAMPLE_COLUMNS = {
+    "step": pa.int64(),
+    "group": pa.int64(),  # samples of one prompt have one number and are neighbours
+    "response": pa.string(),
+    "response_ids": pa.list_(pa.int32()),
+    "rollout_log_probs": pa.list_(pa.float32()),  # null where the engine was not asked for them
+    "truncated": pa.bool_(),
+    "score": pa.float32(),
+    "accuracy": pa.float32(),
+    "baseline": pa.float32(),  # the reward of the greedy response to the prompt, null where none was drawn
+}
+COLUMNS = PROMPT_COLUMNS | SAMPLE_COLUMNS
+STEP, SUFFIX = "step_", ".parquet"
+WIDTH = b"megarl.width"  # metadata: `T` of the record, which may be more than the longest response
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The directory of a run's samples; rank 0 writes."""
+
+    directory: Path
+
+    def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
+        """Write what iteration `step`, counted from 1, learns from. Collective; an earlier file is replaced."""
+        self._write(f"{STEP}{step}", scored, baselines, step=step)
+
+    def keep_validation(self, scored: Scored, *, step: int) -> None:
+        """Write what the validation after `step` iterations drew. Collective; an earlier file is replaced."""
+        self._write(f"val_{STEP}{step}", scored, None, step=step)
+
+    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
+        def write() -> None:
+            if dist.get_rank() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_samples(self.directory / f"{name}{SUFFIX}", scored, baselines, step=step)
+
+        together(write)
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """The files of iterations in a directory, by number, ascending."""
+    numbers = {path: path.stem.removeprefix(STEP) for path in directory.glob(f"{STEP}*{SUFFIX}")}
+    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def step_of(path: Path) -> int:
+    """The iteration whose samples a file has. ValueError as for `read_samples`."""
+    return int(_read(path)["step"][0].as_py())
+
+
+def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
+    """Write a record to a file; `baselines` are [B] float32, None where there are none."""
+    table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
+    with replacing(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
+    """The record and the baselines that were written to `path`.
+
+    Raises:
+        ValueError: there is no such file, or it is not of this kind.
+    """
+    table = _read(path)
+    lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
+    width = int((table.schema.metadata or {}).get(WIDTH, lengths.max()))
+    mask = torch.arange(width) < lengths[:, None]
+    _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
+    first_rows = (sizes.cumsum(0) - sizes).numpy()
+    rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
+    responses = _padded(table["response_ids"], mask, torch.int64)
+    assert responses is not None, "every response has tokens"
+    scored = Scored(
+        prompts=[_prompt(row) for row in rows],
+        groups=groups,
+        responses=responses,
+        mask=mask,
+        rollout_log_probs=_padded(table["rollout_log_probs"], mask, torch.float32),
+        truncated=torch.tensor(table["truncated"].to_pylist()),
+        texts=table["response"].to_pylist(),
+        scores=torch.from_numpy(table["score"].to_numpy().copy()),
+        accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
+    )
+    baselines = table["baseline"]
+    return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
+
+
+def _read(path: Path) -> Any:
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as samples of a run: {error}") from error
+    missing = [name for name in COLUMNS if name not in table.column_names]
+    if missing or not table.num_rows:
+        raise ValueError(f"{path} has {f'no column {missing[0]!r}' if missing else 'no samples'}: give a dump of a run")
+    return table
+
+
+def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
+    """One row a sample; the columns of its prompt are repeated."""
+    of_prompts = {
+        "index": [prompt.index for prompt in scored.prompts],
+        "prompt_id": [prompt.prompt_id for prompt in scored.prompts],
+        "data_source": [prompt.data_source for prompt in scored.prompts],
+        "prompt": [prompt.text for prompt in scored.prompts],
+        "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
+        "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
+    }
+    num, log_probs = len(scored), scored.rollout_log_probs
+    of_samples = {
+        "step": [step] * num,
+        "group": scored.groups.numpy(),
+        "response": list(scored.texts),
+        "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
+        "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
+        "truncated": scored.truncated.tolist(),
+        "score": scored.scores.numpy(),
+        "accuracy": scored.accuracies.numpy(),
+        "baseline": [None] * num if baselines is None else baselines.numpy(),
+    }
+    prompts = pa.table(of_prompts, schema=pa.schema(PROMPT_COLUMNS.items())).take(scored.groups.numpy())
+    samples = pa.table(of_samples, schema=pa.schema(SAMPLE_COLUMNS.items()))
+    return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
+
+
+def _flat(values: Tensor, mask: Tensor) -> Any:
+    """[B, T] as a list for each row, of what is under the mask."""
+    ends = mask.sum(-1).cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return pa.ListArray.from_arrays(offsets.numpy(), values[mask].numpy())
+
+
+def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The reverse: [B, T], zero outside the mask; None where a row has no list."""
+    if column.null_count:
+        return None
+    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy().copy()).to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values)
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        index=row["index"],
+        prompt_id=row["prompt_id"],
+        token_ids=row["prompt_ids"],
+        text=row["prompt"],
+        data_source=row["data_source"],
+        ground_truth=json.loads(row["ground_truth"]),
+        extra_info={},
+    )

@@ -1,0 +1,89 @@
+"""Which numbers a validation gives of each data source, and which samples it shows."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.batch import Prompts, Rollouts, Scored
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import NullTracker
+from megarl.validation import Validation
+from tests.records import answer, prompts
+
+SOURCES = ["gsm8k", "math", "gsm8k"]
+SCORES = [1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # four to each prompt
+
+
+class World(NullTracker):
+    """Three prompts in batches of two and one, `num` answers to each, whose scores are the first of SCORES."""
+
+    def __init__(self, num: int, ids: Sequence[str | None]) -> None:
+        self.num, self.ids, self.given, self.tables = num, ids, 0, dict[str, Sequence[Any]]()
+
+    def batches(self) -> Iterator[Prompts]:
+        asked = [
+            replace(prompt, data_source=source, text=f"question {number}", prompt_id=self.ids[number])
+            for number, (prompt, source) in enumerate(zip(prompts([1, 1, 1]).prompts, SOURCES, strict=True))
+        ]
+        yield Prompts(prompts=asked[:2])
+        yield Prompts(prompts=asked[2:])
+
+    @contextmanager
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
+        yield {"sync/check_probs_diff_mean": 0.0}
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        return answer(prompts, [1] * self.num * len(prompts.prompts))
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        first, self.given = self.given, self.given + len(rollouts)
+        scores = torch.tensor(SCORES[first : self.given])
+        texts = [f"answer {first + number}" for number in range(len(rollouts))]
+        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores), {}
+
+    def log_table(self, name: str, rows: Sequence[Any], *, step: int) -> None:
+        self.tables[name] = rows
+
+
+def validate(
+    num: int, *, shown: int = 3, ids: Sequence[str | None] = (None, None, None)
+) -> tuple[dict[str, float], World]:
+    world: Any = World(num, ids)
+    validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown)
+    return validation.run(step=4), world
+
+
+def test_one_answer_has_a_mean_alone() -> None:
+    metrics, world = validate(1)
+    expected = {"val/test_score/gsm8k": 0.5, "val/test_score/math": 0.0, "sync/check_probs_diff_mean": 0.0}
+    assert metrics == pytest.approx(expected)
+
+
+def test_several_answers_are_judged_together_by_data_source() -> None:
+    metrics, _ = validate(4)
+    assert metrics["val/test_score/gsm8k"] == metrics["val/gsm8k/mean@4"] == 0.125
+    assert metrics["val/gsm8k/best@4/mean"] == 0.5
+    assert metrics["val/gsm8k/best@2/mean"] == pytest.approx((3 / 6 + 0) / 2)
+    assert metrics["val/test_score/math"] == metrics["val/math/mean@4"] == 0.75
+    assert metrics["val/math/best@4/mean"] == 1.0
+    assert metrics["val/math/best@2/mean"] == pytest.approx((5 * 1.0 + 1 * 0.5) / 6)
+    assert "val/gsm8k/maj@4" not in metrics  # nobody told the answers
+
+
+@pytest.mark.parametrize("shown", [0, 1, 3, 9])
+def test_the_first_samples_of_all_batches_are_shown(shown: int) -> None:
+    _, world = validate(2, shown=shown)
+    rows = world.tables["val/generations"]
+    assert [row["response"] for row in rows] == [f"answer {number}" for number in range(min(shown, 6))]
+    assert [row["prompt"] for row in rows] == [f"question {number // 2}" for number in range(min(shown, 6))]
+
+
+def test_ids_are_shown_where_prompts_have_them() -> None:
+    _, world = validate(1, ids=["q1", None, "q3"])
+    assert [row["prompt_id"] for row in world.tables["val/generations"]] == ["q1", None, "q3"]
+    _, world = validate(1)
+    assert world.tables["val/generations"][0].keys() == {"prompt", "response", "score"}
