@@ -160,5 +160,5 @@ class Scorer:
         for rank, part in enumerate(together(judge)):
             judged[rank :: dist.get_world_size()] = part
         texts, numbers = zip(*judged, strict=True)
-        scores, accuracies = torch.tensor(numbers).unbind(-1)
+        scores, accuracies = map(torch.tensor, zip(*numbers, strict=True))
         return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=accuracies), {}
