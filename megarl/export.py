@@ -1,7 +1,8 @@
 """A checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
 
-CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest. `transformers` and vLLM load what is written. Under
-torchrun, mpirun or srun the model is cut over all ranks, for one that does not fit into a single process.
+CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest; the actor is written, or the reward model that a run of
+`megarl.reward.train` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is cut
+over all ranks, for one that does not fit into a single process.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megarl.distributed.launch import Launch
 from megarl.entry import run
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer
     from megarl.learner.learner import Learner
     from megarl.source import Source
+
+ACTS: tuple[str, Literal["policy"]] = ("actor", "policy")
+SCORES: tuple[str, Literal["value"]] = ("reward_model", "value")
+"""Name of a model in checkpoints, and its role."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Write the actor of a checkpoint."""
+    """Write the actor of a checkpoint, or the reward model that it is of."""
     run("megarl.export", argv, read_arguments, write)
 
 
@@ -55,7 +60,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
-    """Load the actor on all ranks and write it."""
+    """Load the model on all ranks and write it."""
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection, ModelSection
     from megarl.learner.factory import make_learner
@@ -67,15 +72,16 @@ def write(arguments: Arguments, launch: Launch) -> None:
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
+    name, role = SCORES if source.architecture.scalar_head else ACTS
     learner = make_learner(
         None,
         source.architecture,
         section,
         build_mesh(section),
-        role="policy",
+        role=role,
         device=local_device(device_type(arguments.trainer.device)),
     )
-    load_learner(learner, arguments.checkpoint / "actor")
+    load_learner(learner, arguments.checkpoint / name)
     export_model(learner, source, source.tokenizer(), arguments.out, launch)
 
 

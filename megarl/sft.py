@@ -28,7 +28,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.data.pairs import PairStream
-    from megarl.export import export_model
+    from megarl.export import ACTS, export_model
     from megarl.learner.learner import Budget
     from megarl.objectives import SFTObjective
     from megarl.source import Source
@@ -40,9 +40,10 @@ def train(config: SFTConfig, launch: Launch) -> None:
     )
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
+    name, role = ACTS
     lessons = Lessons(
-        role="policy",
-        name="actor",
+        name=name,
+        role=role,
         batches=PairStream(data, data.train_files, tokenizer),
         objective=SFTObjective(),
         budget=budget,

@@ -30,7 +30,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
-    from megarl.export import export_model
+    from megarl.export import SCORES, export_model
     from megarl.learner.learner import Budget
     from megarl.objectives import PreferenceObjective
     from megarl.source import Source
@@ -48,9 +48,10 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     )
     objective = PreferenceObjective(config.center_rewards_coefficient)
     val_pairs = PreferenceStream(data, data.val_files, reader) if data.val_files else None
+    name, role = SCORES
     lessons = Lessons(
-        role="value",
-        name="reward_model",
+        name=name,
+        role=role,
         batches=PreferenceStream(data, data.train_files, reader),
         objective=objective,
         budget=budget,

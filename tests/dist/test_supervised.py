@@ -1,0 +1,81 @@
+"""A run that learns from files goes on from its checkpoint as if it had not stopped, and its checkpoint is exported."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.data.parquet import write_rows
+from megarl.distributed.launch import Launch
+from tests.ranks import RankPool
+from tests.sentencepieces import train_sentencepiece
+from tests.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def here() -> Launch:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()  # that of the run before, in these processes
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Launch(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+
+
+def train(argv: list[str]) -> None:
+    from megarl.config.load import load_reward_train_config
+    from megarl.reward.train import train as body
+
+    launch = here()
+    body(load_reward_train_config(argv, world_size=launch.world_size), launch)
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    from megarl.export import read_arguments, write
+
+    launch = here()
+    write(read_arguments([str(checkpoint), str(out)], world_size=launch.world_size), launch)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_a_reward_model_resumes_and_is_exported(pool: RankPool, tmp_path: Path) -> None:
+    model, run_dir = write_checkpoint(tmp_path / "model", "llama"), tmp_path / "run"
+    train_sentencepiece(model / "tokenizer.model", vocab_size=200)
+    rows = [{"prompt": f"{i} =", "chosen": f" {i} + 0", "rejected": f" {i} * 0"} for i in range(12)]
+    write_rows(tmp_path / "pairs.parquet", rows)
+    argv = [
+        f"data.train_files={tmp_path / 'pairs.parquet'}",
+        "data.train_batch_size=4",
+        "data.max_length=32",
+        f"model.path={model}",
+        "megatron={dtype: float32, pipeline_model_parallel_size: 2}",
+        "optim.lr=1e-3",
+        f"trainer.default_local_dir={run_dir}",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=[jsonl]",
+    ]
+    pool.run(2, train, argv)
+    expected = weights(run_dir / "huggingface")
+    shutil.rmtree(run_dir / "global_step_4")
+    shutil.rmtree(run_dir / "huggingface")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
+    pool.run(2, train, argv)
+    pool.run(2, export, run_dir, tmp_path / "exported")  # cut by tensor parallelism
+    for directory in (run_dir / "huggingface", tmp_path / "exported"):
+        found = weights(directory)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), directory
+    assert not torch.equal(expected["score.weight"], torch.zeros_like(expected["score.weight"]))
