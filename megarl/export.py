@@ -1,8 +1,8 @@
 """A checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest; the actor is written, or the reward model that a run of
-`megarl.reward.train` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is cut
-over all ranks, for one that does not fit into a single process.
+`megarl.reward.train` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is
+cut over all ranks, for one that does not fit into a single process.
 """
 
 import argparse
