@@ -28,8 +28,8 @@ from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
 from megarl.replay import Recorder, Replay
 from megarl.reshard.executor import Reshard
-from megarl.rewards.scoring import load_reward
-from megarl.roles import Model, Sampler, Scorer, Updates
+from megarl.rewards.scoring import Scorer
+from megarl.roles import Model, Sampler, Updates
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import stop_token_ids
 from megarl.selfcheck import SelfCheck
@@ -57,7 +57,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     source = Source.read(policy.model)
     tokenizer = _tokenizer(config, source)
     prompts, val_prompts = _prompts(config, tokenizer), _val_prompts(config, tokenizer)
-    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
+    scorer = Scorer.make(config.reward_model, config.custom_reward_function, tokenizer.decode)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
 
     engine = None if replay else _engine(config, source, tokenizer)
@@ -78,7 +78,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     if config.data.filter_overlong_prompts:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
     if engine:
-        sampler = _sampler(config, engine, actor.learner, launch)
+        sampler = _sampler(config, engine, actor.learner, scorer, launch)
         collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
         samples = Recorder(samples=collector, archive=archive) if (archive := _archive(config)) else collector
         validation = _validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None
@@ -152,7 +152,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     prompts = _val_prompts(config, tokenizer)
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
-    scorer = Scorer(reward=load_reward(config.custom_reward_function), tokenizer=tokenizer)
+    scorer = Scorer.make(config.reward_model, config.custom_reward_function, tokenizer.decode)
     engine = _engine(config, source, tokenizer)
     actor = make_learner(
         source.directory,
@@ -169,7 +169,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     tracker = make_tracker(
         ["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0
     )
-    sampler = _sampler(config, engine, actor, launch)
+    sampler = _sampler(config, engine, actor, scorer, launch)
     return _validation(config, prompts, sampler, scorer, tracker), engine, step
 
 
@@ -235,7 +235,7 @@ def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngi
     )
 
 
-def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Launch) -> Sampler:
+def _sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Scorer, launch: Launch) -> Sampler:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     plan = plan_sync(
         actor.architecture,
@@ -251,6 +251,7 @@ def _sampler(config: Config, engine: RolloutEngine, actor: Learner, launch: Laun
         reshard=Reshard(plan, device=actor.device),
         section=rollout,
         check=SelfCheck(rollout.sync, engine, actor, _budget(config, None)),
+        finished=scorer.begin,
     )
 
 

@@ -1,23 +1,19 @@
-"""The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples, who scores."""
+"""The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.minibatches import minibatches
-from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.reshard.executor import Destination, Reshard
-from megarl.rewards.scoring import RewardFn, score
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
@@ -83,6 +79,7 @@ class Sampler:
     reshard: Reshard
     section: RolloutSection
     check: SelfCheck
+    finished: Callable[[Prompt, Sequence[int]], None]  # told of each answer as soon as it is there, on one rank
 
     @contextmanager
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
@@ -123,7 +120,12 @@ class Sampler:
 
         def generate() -> list[Generation]:
             generations = self.engine.generate(
-                mine, sampling, max_tokens=self.section.response_length, step=step, first_sample=first_sample
+                mine,
+                sampling,
+                max_tokens=self.section.response_length,
+                step=step,
+                first_sample=first_sample,
+                finished=lambda answer: self.finished(mine[answer.prompt], answer.token_ids),
             )
             return generations if self.engine.tp_rank == 0 else []
 
@@ -135,30 +137,3 @@ class Sampler:
         ]
         placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
         return as_rollouts(prompts, [place for place, _ in placed], [generation for _, generation in placed])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scorer:
-    """The reward, spread over all ranks."""
-
-    reward: RewardFn
-    tokenizer: Tokenizer
-
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        """Decode and score every sample; metrics are those of the scoring.
-
-        Raises:
-            RewardError: on every rank alike, naming the sample whose reward failed.
-        """
-        share = range(dist.get_rank(), len(rollouts), dist.get_world_size())
-
-        def judge() -> list[tuple[str, tuple[float, float]]]:
-            texts = {sample: self.tokenizer.decode(rollouts.response_ids(sample)) for sample in share}
-            return list(zip(texts.values(), score(rollouts, texts, self.reward, share=share), strict=True))
-
-        judged: list[tuple[str, tuple[float, float]]] = [("", (0.0, 0.0))] * len(rollouts)
-        for rank, part in enumerate(together(judge)):
-            judged[rank :: dist.get_world_size()] = part
-        texts, numbers = zip(*judged, strict=True)
-        scores, accuracies = map(torch.tensor, zip(*numbers, strict=True))
-        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=accuracies), {}

@@ -12,6 +12,8 @@ from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.learner.config import MegatronSection, ModelSection, OptimSection
 from megarl.models.architecture import Architecture, Experts
+from megarl.rewards.config import CustomRewardSection, RewardModelSection
+from megarl.rewards.rules import CUSTOM, rule_names
 from megarl.rollout.config import RolloutSection
 from megarl.tracking.config import TrainerSection
 
@@ -175,6 +177,26 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
             yield from path_faults(file, f"data.{key}", "give parquet files that exist")
     if data.tokenizer and data.tokenizer.startswith(("/", ".")):
         yield from path_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file or a HF id")
+
+
+def reward_faults(section: RewardModelSection, custom: CustomRewardSection) -> Iterator[Fault]:
+    """The weights must be of rules that there are, and every rule that is given must have one."""
+    key, weights = "reward_model.weights", section.weights
+    if weights is None:
+        return
+    if not weights:
+        yield Fault(path=key, message="is empty, so there is no score: name rules, or leave the key out")
+    for name in weights:
+        if name not in rule_names():
+            yield Fault(path=key, message=f"there is no rule {name!r}: choose from {', '.join(rule_names())}")
+    if CUSTOM in weights and custom.path is None:
+        yield Fault(path=key, message=f"{CUSTOM} is the function in custom_reward_function.path: name its file")
+    if CUSTOM not in weights and custom.path is not None:
+        yield Fault(
+            path=key,
+            message=f"leaves out {CUSTOM}, so that {custom.path} is never called: give it a weight, or remove "
+            "custom_reward_function.path",
+        )
 
 
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from megarl.config.checks import (
     path_faults,
     replica_faults,
     resume_faults,
+    reward_faults,
     schedule_faults,
     world_size,
 )
@@ -49,6 +50,11 @@ def _prompt_ids(config: Config, facts: Facts) -> Iterator[Fault]:
             path="data.max_prompt_id_length",
             message="bounds the values of a column that is not read: set data.prompt_id_key, or leave this key out",
         )
+
+
+@rule("reward_model.weights", "custom_reward_function.path")
+def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
+    yield from reward_faults(config.reward_model, config.custom_reward_function)
 
 
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
@@ -360,6 +366,7 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
 PPO_RULES: tuple[Rule[Config], ...] = (
     _files,
     _prompt_ids,
+    _rewards,
     _models,
     _launch,
     _mesh,

@@ -5,7 +5,6 @@ Invariant: when `join_or_launch` returns, the environment holds torch's own name
 """
 
 import atexit
-import ctypes
 import os
 import re
 import signal
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
+
+from megarl.platform.processes import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int) -> L
     if launch is None:
         _launch(module, argv, num_processes=num_processes)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with_parent()
+        die_with_parent(signal.SIGKILL)  # of the agent that watches it, as nobody else would then
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         host, port = rendezvous(os.environ, launch)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
@@ -175,10 +176,3 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the agent that watches it is gone: nobody else would (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

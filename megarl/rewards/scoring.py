@@ -1,114 +1,167 @@
-"""Turn responses into scores, by a built-in reward or the user's own; whatever goes wrong names the sample."""
+"""The reward of a run: every response is scored on some rank, by processes that it cannot harm, and known on all.
 
-import importlib.util
-import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+A response may be begun as soon as the engine has finished it, while others are still decoded. It has a score whatever
+becomes of it there: one that failed or took too long has `default_score`, and is counted and named.
+"""
 
-from megarl.batch import Rollouts
-from megarl.rewards import REWARDS, reward_of
-from megarl.rewards.config import CustomRewardSection
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-RewardFn = Callable[..., Any]
-"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps `acc`."""
+import torch
+import torch.distributed as dist
+
+from megarl.batch import Prompt, Rollouts, Scored
+from megarl.distributed.exchange import together
+from megarl.rewards.config import CustomRewardSection, RewardModelSection
+from megarl.rewards.pool import Limits, Outcome, Pool
+from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.wire import pack
 
 SHOWN_CHARACTERS = 120
+NUM_WARNINGS = 3
+MAX_METRICS = 32
+logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
-    """A reward function raised, or returned what is no finite number."""
+    """A reward that fails on every response, or a row that no reward can read."""
 
 
-def load_reward(section: CustomRewardSection) -> RewardFn:
-    """The reward of a run: the user's function, or the built-in one of each row's data source.
+@dataclass(frozen=True)
+class Begun:
+    """A response that is being scored here."""
 
-    Raises ValueError where the file does not load or has no such function.
-    """
-    if section.path is None:
-        return score_by_data_source
-    module = _load_module(Path(section.path))
-    reward = getattr(module, section.name, None)
-    if not callable(reward):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"custom_reward_function.name: {section.path} has no function {section.name!r}; "
-            f"it has {', '.join(own) or 'none'}"
+    prompt: Prompt  # held, so that its id is nobody else's
+    text: str
+    outcome: Future[Outcome]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """The reward, spread over all ranks."""
+
+    rules: Rules
+    pool: Pool
+    decode: Callable[[Sequence[int]], str]
+    default_score: float
+    _begun: dict[tuple[int, tuple[int, ...]], list[Begun]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def make(
+        cls, section: RewardModelSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
+    ) -> "Scorer":
+        """The reward that the configuration asks for. ValueError where the custom file does not give its function."""
+        rules = Rules(path=custom.path, name=custom.name, weights=section.weights)
+        rules.load()  # here only to find its faults before anything else starts
+        limits = Limits(
+            num_workers=section.num_workers,
+            timeout_s=section.timeout_s,
+            max_memory=int(section.max_memory_gb * 1e9),
         )
-    loaded: RewardFn = reward
-    return loaded
+        return cls(rules=rules, pool=Pool(rules, limits), decode=decode, default_score=section.default_score)
+
+    def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Start to score a response on this rank; `score` will find it. Never raises."""
+        self._begun[id(prompt), tuple(token_ids)].append(self._submit(prompt, token_ids))
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        """Score every sample; with metrics of the scoring.
+
+        Raises:
+            RewardError: on every rank alike, where no response has a score of its own because all fail, naming the
+                first; where a data source has no rule; where a row holds what cannot be handed to a reward.
+        """
+        if self.rules.reads_data_source():
+            for prompt in rollouts.prompts:
+                known_data_source(prompt.data_source)
+        begun = {sample: found for sample in range(len(rollouts)) if (found := self._find(rollouts, sample))}
+        judged = self._gather(begun)
+        if rest := [sample for sample in range(len(rollouts)) if sample not in judged]:
+            share = rest[dist.get_rank() :: dist.get_world_size()]
+            judged |= self._gather(
+                {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
+            )
+        texts, outcomes = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
+        self._report(rollouts, texts, outcomes)
+        scores = [outcome.numbers.get("score", self.default_score) for outcome in outcomes]
+        accuracies = [outcome.numbers.get("acc", score) for outcome, score in zip(outcomes, scores, strict=True)]
+        scored = rollouts.extend(Scored, texts=texts, scores=torch.tensor(scores), accuracies=torch.tensor(accuracies))
+        return scored, metrics_of(outcomes)
+
+    def _submit(self, prompt: Prompt, token_ids: Sequence[int]) -> Begun:
+        text = self.decode(token_ids)
+        try:
+            arguments = pack(
+                {
+                    "data_source": prompt.data_source,
+                    "solution_str": text,
+                    "ground_truth": prompt.ground_truth,
+                    "extra_info": prompt.extra_info,
+                }
+            )
+        except TypeError as error:
+            unreadable: Future[Outcome] = Future()
+            unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
+            return Begun(prompt, text, unreadable)
+        return Begun(prompt, text, self.pool.submit(arguments))
+
+    def _find(self, rollouts: Rollouts, sample: int) -> Begun | None:
+        place = id(rollouts.prompt_of(sample)), tuple(rollouts.response_ids(sample))
+        found = self._begun.get(place)
+        if not found:
+            return None
+        if len(found) == 1:
+            del self._begun[place]
+        return found.pop()
+
+    def _gather(self, begun: Mapping[int, Begun]) -> dict[int, tuple[str, Outcome]]:
+        """Text and outcome of what any rank has begun, by sample."""
+
+        def wait() -> dict[int, tuple[str, Outcome]]:
+            outcomes = self.pool.wait([response.outcome for response in begun.values()])
+            texts = [response.text for response in begun.values()]
+            return dict(zip(begun, zip(texts, outcomes, strict=True), strict=True))
+
+        return {sample: judged for part in together(wait) for sample, judged in part.items()}
+
+    def _report(self, rollouts: Rollouts, texts: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        failed = [sample for sample, outcome in enumerate(outcomes) if outcome.fault]
+        messages = [_message(rollouts, sample, texts[sample], outcomes[sample]) for sample in failed[:NUM_WARNINGS]]
+        if all(outcome.fault == "error" for outcome in outcomes):
+            raise RewardError(f"the reward fails on all {len(rollouts)} responses; {messages[0]}")
+        if dist.get_rank() == 0:
+            for message in messages:
+                logger.warning("%s; its score is reward_model.default_score=%s", message, self.default_score)
+            if len(failed) > len(messages):
+                logger.warning("... and so on %d more of %d", len(failed) - len(messages), len(outcomes))
 
 
-def score_by_data_source(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
-    """Score by the built-in reward of `data_source`."""
-    reward = reward_of(data_source)
-    if reward is None:
-        raise ValueError(
-            f"no built-in reward for data source {data_source!r} (there are: {', '.join(sorted(REWARDS))}); "
-            "set custom_reward_function.path"
-        )
-    return reward(data_source, solution_str, ground_truth, extra_info)
+def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """How scoring went, and the mean of each number that rewards gave beside the score, over those that have it."""
+    reported = defaultdict[str, list[float]](list)
+    for outcome in outcomes:
+        for name, number in outcome.numbers.items():
+            if name != "score" and (name in reported or len(reported) < MAX_METRICS):
+                reported[name].append(number)
+    return {
+        "reward/timeout_rate": _share(outcome.fault == "timeout" for outcome in outcomes),
+        "reward/error_rate": _share(outcome.fault == "error" for outcome in outcomes),
+        "reward/slowest_s": max(outcome.seconds for outcome in outcomes),
+    } | {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in reported.items()}
 
 
-def score(
-    rollouts: Rollouts,
-    texts: Sequence[str] | Mapping[int, str],
-    reward: RewardFn,
-    *,
-    share: slice | Sequence[int] = slice(None),
-) -> list[tuple[float, float]]:
-    """Scores and accuracies of the samples in `share`, in its order; `texts[i]` is the decoded response of sample `i`.
-
-    Raises RewardError for the first sample whose reward fails.
-    """
-    samples = range(len(rollouts))[share] if isinstance(share, slice) else share
-    return [_score_one(rollouts, sample, texts[sample], reward) for sample in samples]
+def _share(answers: Iterable[bool]) -> float:
+    counted = list(answers)
+    return sum(counted) / len(counted)
 
 
-def _score_one(rollouts: Rollouts, sample: int, text: str, reward: RewardFn) -> tuple[float, float]:
+def _message(rollouts: Rollouts, sample: int, text: str, outcome: Outcome) -> str:
     prompt = rollouts.prompt_of(sample)
-    try:
-        result = reward(
-            data_source=prompt.data_source,
-            solution_str=text,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-        )
-        return _numbers(result)
-    except Exception as error:  # the user's code may raise anything; it is passed on with the sample's name
-        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-        raise RewardError(
-            f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "
-            f"response {shown!r}): {type(error).__name__}: {error}"
-        ) from error
-
-
-def _numbers(result: Any) -> tuple[float, float]:
-    values: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
-    score = values["score"]
-    numbers = (score, values.get("acc", score))
-    if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
-        raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {result!r}")
-    return float(numbers[0]), float(numbers[1])
-
-
-def _load_module(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"custom_reward_function.path: no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"custom_reward_function.path: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything; it is passed on with the file's name
-        raise ValueError(
-            f"custom_reward_function.path: {path} fails to load: {type(error).__name__}: {error}"
-        ) from error
-    return module
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return (
+        f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "
+        f"response {shown!r}): {outcome.detail}"
+    )

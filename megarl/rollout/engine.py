@@ -136,12 +136,14 @@ class RolloutEngine:
         step: int,
         first_sample: int = 0,
         log_probs: bool | None = None,
+        finished: Callable[[Generation], None] | None = None,
     ) -> list[Generation]:
         """Draw `sampling.n` samples of each of this replica's `prompts`; all ranks of the replica must call it alike.
 
         Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
         prompt's index and the sample's number, counted from `first_sample`. `log_probs` None asks for them as
-        configured. ValueError for a prompt that leaves no room for `max_tokens`.
+        configured. `finished` is told of each sample as soon as it is there, on one rank of the replica, and must not
+        raise. ValueError for a prompt that leaves no room for `max_tokens`.
         """
         for prompt in prompts:
             if len(prompt.token_ids) + max_tokens > self.max_model_len:
@@ -163,14 +165,20 @@ class RolloutEngine:
             for position, sample in asked
         ]
         requests = [{"prompt_token_ids": list(prompts[position].token_ids)} for position, _ in asked]
-        with patches.random_state_kept(), self._compilation():
+
+        def read(number: int, output: Any) -> Generation:
+            position, _ = asked[number]
+            return read_output(output, position=position, prompt=prompts[position])
+
+        def tell(number: int, output: Any) -> None:
+            if finished and number % self.tp_size == self.tp_rank:
+                finished(read(number, output))
+
+        with patches.random_state_kept(), self._compilation(), patches.outputs_told(self._llm, tell):
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         if len(outputs) != len(asked):
             raise RuntimeError(f"The engine returned {len(outputs)} samples of {len(asked)}")
-        return [
-            read_output(output, position=position, prompt=prompts[position])
-            for output, (position, _) in zip(outputs, asked, strict=True)
-        ]
+        return [read(number, output) for number, output in enumerate(outputs)]
 
     def close(self) -> None:
         """Shut the engine down, while the process groups it uses still exist."""

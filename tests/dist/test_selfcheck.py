@@ -70,6 +70,7 @@ class Pair:
             check=SelfCheck(
                 SyncSection(check_every=1), self.engine, self.learner, Budget(max_tokens=800, max_sequences=None)
             ),
+            finished=lambda prompt, token_ids: None,
         )
 
     def change(self, amount: float) -> None:

@@ -78,17 +78,23 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     rank = torch.distributed.get_rank()
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
     budget = Budget(max_tokens=400, max_sequences=None)
+    told: list[tuple[int, list[int]]] = []
     sampler = Sampler(
         engine=engine,
         actor=learner,
         reshard=Reshard(plan, device=learner.device),
         section=RolloutSection(tensor_model_parallel_size=engine.tp_size, **SAMPLING),
         check=SelfCheck(SyncSection(check_every=2, logprob_stop=1e-5), engine, learner, budget),
+        finished=lambda prompt, token_ids: told.append((prompt.index, list(token_ids))),
     )
     rounds, asked = [], Prompts(prompts=PROMPTS)
     for step in range(3):
+        told.clear()
         with sampler.awake(Timers(), step=step) as metrics:
             rollouts = sampler.generate(asked, step=step)
+            everywhere = itertools.chain.from_iterable(together(told.copy))
+            answers = [(rollouts.prompt_of(number).index, rollouts.response_ids(number)) for number in range(len(rollouts))]
+            assert sorted(everywhere) == sorted(answers), "one rank is told of each"
             if step == 0:
                 again, greedy = sampler.generate(asked, step=step, batch=1), sampler.greedy(asked, step=step)
                 assert not torch.equal(again.responses, rollouts.responses)

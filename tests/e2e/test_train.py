@@ -56,7 +56,7 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     """What was logged at each step, but for what the clock says and the checks that a run begins with."""
     lines = read_jsonl(run_dir / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == len(lines)
-    passing = ("time", "timing_s/", "perf/", "sync/check")
+    passing = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
     return {line["step"]: {k: v for k, v in line.items() if not k.startswith(passing)} for line in lines}
 
 

@@ -188,6 +188,18 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["data.max_prompt_id_length=8"], "data.max_prompt_id_length", "set data.prompt_id_key"),
         (["data.tokenizer=./nothere"], "data.tokenizer", "no such file"),
         (["custom_reward_function.path=nothere.py"], "custom_reward_function.path", "no such file"),
+        (["reward_model.weights={}"], "reward_model.weights", "is empty"),
+        (
+            ["reward_model.weights.maths=1"],
+            "reward_model.weights",
+            "no rule 'maths': choose from data_source, custom, countdown, ",
+        ),
+        (["reward_model.weights.custom=1"], "reward_model.weights", "name its file"),
+        (
+            ["reward_model.weights.math=1", "custom_reward_function.path=pyproject.toml"],
+            "reward_model.weights",
+            "leaves out custom, so that pyproject.toml is never called",
+        ),
         (["actor_rollout_ref.model.path=/no/where"], "actor_rollout_ref.model.path", "no directory /no/where"),
         (
             ["critic.optim.total_training_steps=5", "critic.optim.lr_warmup_steps=6"],

@@ -13,6 +13,7 @@ from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.learner.config import ActorSection, PolicyLossSection
+from megarl.rewards import REWARDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([DOCS.parent / "README.md", *DOCS.rglob("*.md")])
@@ -81,3 +82,9 @@ def test_every_key_that_is_shown_exists(page: Path) -> None:
     assert not [
         key for key in shown if not any(known == key or known.endswith(f".{key}") for known in LEAVES | SECTIONS)
     ]
+
+
+def test_every_built_in_reward_is_in_the_table() -> None:
+    tables = [line for line in (DOCS / "rewards.md").read_text().splitlines() if line.startswith("|")]
+    named = {name for line in tables for name in re.findall(r"`([\w/]+)`", line.split("|")[1])}
+    assert named >= REWARDS.keys()

@@ -1,57 +1,30 @@
-"""Scoring: the user's function or the built-in one, and an error that names the sample for whatever goes wrong."""
+"""From functions to numbers: the built-in rewards, the user's own, their weighted sum, and the metrics of a batch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megarl.batch import Prompt, Rollouts
-from megarl.rewards.config import CustomRewardSection
-from megarl.rewards.scoring import RewardError, load_reward, score
+from megarl.rewards.pool import Outcome
+from megarl.rewards.rules import Rules, as_numbers, known_data_source
+from megarl.rewards.scoring import MAX_METRICS, metrics_of
 
-
-def rollouts() -> Rollouts:
-    prompts = [
-        Prompt(
-            index=40 + i,
-            token_ids=[1],
-            text="",
-            data_source="countdown",
-            ground_truth={"target": 8, "numbers": [3, 5]},
-            extra_info={"split": "train"},
-        )
-        for i in range(2)
-    ]
-    shape = (4, 1)
-    return Rollouts(
-        prompts=prompts,
-        groups=torch.tensor([0, 0, 1, 1]),
-        responses=torch.ones(shape, dtype=torch.int64),
-        mask=torch.ones(shape, dtype=torch.bool),
-        rollout_log_probs=torch.zeros(shape),
-        truncated=torch.zeros(4, dtype=torch.bool),
-    )
+ROW: dict[str, Any] = {
+    "data_source": "countdown",
+    "ground_truth": {"target": 8, "numbers": [3, 5]},
+    "extra_info": {"split": "train"},
+}
 
 
-def custom(tmp_path: Path, source: str, name: str = "compute_score") -> CustomRewardSection:
+def custom(tmp_path: Path, source: str, **changes: Any) -> Rules:
     (tmp_path / "mine.py").write_text(source)
-    return CustomRewardSection(path=str(tmp_path / "mine.py"), name=name)
+    return Rules(path=str(tmp_path / "mine.py"), **changes)
 
 
-def scores(*args: Any, **kwargs: Any) -> list[float]:
-    return [number for number, _ in score(*args, **kwargs)]
-
-
-TEXTS = ["3+5", "5-3", "nothing", "5+3"]
-
-
-def test_built_in_rewards_of_a_share_come_in_its_order() -> None:
-    reward = load_reward(CustomRewardSection())
-    assert scores(rollouts(), TEXTS, reward) == [1.0, 0.1, 0.0, 1.0]
-    assert scores(rollouts(), TEXTS, reward, share=slice(1, None, 2)) == [0.1, 1.0]
-    assert scores(rollouts(), TEXTS, reward, share=[3, 2]) == [1.0, 0.0]
+def test_the_data_source_picks_the_built_in_reward() -> None:
+    reward = Rules().load()
+    found = [reward(**ROW, solution_str=text)["score"] for text in ("3+5", "5-3", "nothing", "5+3")]
+    assert found == [1.0, 0.1, 0.0, 1.0]
 
 
 def test_a_custom_function_gets_the_fields_arguments(tmp_path: Path) -> None:
@@ -60,73 +33,93 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, ground_truth["target"], extra_info["split"]) == ("countdown", 8, "train")
     return len(solution_str)
 """
-    reward = load_reward(custom(tmp_path, source, "by_length"))
-    assert scores(rollouts(), TEXTS, reward) == [3.0, 3.0, 7.0, 3.0]
+    reward = custom(tmp_path, source, name="by_length").load()
+    assert reward(**ROW, solution_str="nothing") == {"score": 7.0}
 
 
 @pytest.mark.parametrize(
     ("body", "numbers"),
     [
-        ("return 2", (2.0, 2.0)),
-        ("return True", (1.0, 1.0)),
-        ("return {'score': 0.5, 'acc': 1}", (0.5, 1.0)),
-        ("import numpy; return numpy.float32(0.25)", (0.25, 0.25)),
+        ("return 2", {"score": 2.0}),
+        ("return True", {"score": 1.0}),
+        ("return {'score': 0.5, 'acc': 1}", {"score": 0.5, "acc": 1.0}),
+        ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", {"score": 0.5, "steps_taken": 3.0}),
+        ("import numpy; return numpy.float32(0.25)", {"score": 0.25}),
     ],
 )
-def test_what_field_scripts_return_is_taken(body: str, numbers: tuple[float, float], tmp_path: Path) -> None:
-    reward = load_reward(custom(tmp_path, f"def compute_score(**_):\n    {body}\n"))
-    assert score(rollouts(), TEXTS, reward, share=[0]) == [numbers]
+def test_what_field_scripts_return_is_taken(body: str, numbers: dict[str, float], tmp_path: Path) -> None:
+    reward = custom(tmp_path, f"def compute_score(**_):\n    {body}\n").load()
+    assert reward(**ROW, solution_str="") == numbers
 
 
-@pytest.mark.parametrize(
-    ("body", "cause"),
-    [
-        ("raise KeyError('solution')", "KeyError: 'solution'"),
-        ("return 'good'", "finite number .* not 'good'"),
-        ("return None", "not None"),
-        ("return float('nan')", "not nan"),
-        ("return float('inf')", "not inf"),
-        ("return {'score': '1'}", "not {'score': '1'}"),
-        ("return {'accuracy': 1}", "KeyError: 'score'"),
-    ],
-)
-def test_a_failing_reward_names_the_sample(body: str, cause: str, tmp_path: Path) -> None:
-    source = f"def compute_score(solution_str, **_):\n    if solution_str != 'nothing':\n        return 0\n    {body}\n"
-    reward = load_reward(custom(tmp_path, source))
-    where = r"sample 2 \(data source 'countdown', data row 41, response 'nothing'\): "
-    with pytest.raises(RewardError, match=where + f".*{cause}"):
-        score(rollouts(), TEXTS, reward)
-    assert scores(rollouts(), TEXTS, reward, share=[0, 1, 3]) == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize("result", ["good", None, float("nan"), float("inf"), {"score": "1"}, {"accuracy": 1}, {}])
+def test_what_is_no_number_is_refused(result: Any) -> None:
+    with pytest.raises(TypeError, match="a reward returns a finite number or a dict with one under 'score', not "):
+        as_numbers(result)
 
 
-def test_a_long_response_is_shown_by_its_start() -> None:
-    def reward(**_: object) -> str:
-        return "no number"
+def test_an_accuracy_that_is_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="not {'acc': nan, 'score': 1}"):
+        as_numbers({"score": 1, "acc": float("nan")})
 
-    with pytest.raises(RewardError) as caught:
-        score(rollouts(), ["x" * 5000] * 4, reward)
-    assert len(str(caught.value)) < 400
+
+def test_rules_are_summed_with_their_weights_and_the_first_says_what_is_right(tmp_path: Path) -> None:
+    source = "def compute_score(**_):\n    return {'score': 3, 'acc': 0.5, 'calls': 2}\n"
+    weights = {"data_source": 1.0, "format": 0.25, "custom": -0.5}
+    reward = custom(tmp_path, source, weights=weights).load()
+    right = "<think>so</think><answer>3+5</answer>"
+    assert reward(**ROW, solution_str=right) == {
+        **{"data_source": 1.0, "format": 1.0, "custom": 3.0, "calls": 2.0},
+        **{"score": 1.0 + 0.25 - 1.5, "acc": 1.0},
+    }
+    assert reward(**ROW, solution_str="5-3")["acc"] == 0.1
+    first = custom(tmp_path, source, weights={"custom": 1.0, "format": 1.0}).load()
+    assert first(**ROW, solution_str=right)["acc"] == 0.5
+
+
+def test_only_rules_that_ask_for_it_read_the_data_source() -> None:
+    assert Rules().reads_data_source()
+    assert Rules(weights={"format": 1.0, "data_source": 1.0}).reads_data_source()
+    assert not Rules(weights={"format": 1.0}).reads_data_source()
+    assert not Rules(path="mine.py").reads_data_source()
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
-    record = rollouts()
-    record = replace(record, prompts=[replace(prompt, data_source="sudoku") for prompt in record.prompts])
-    with pytest.raises(
-        RewardError, match=r"'sudoku' \(there are: countdown, .*gsm8k.*\); set custom_reward_function.path"
-    ):
-        score(record, TEXTS, load_reward(CustomRewardSection()))
+    with pytest.raises(ValueError, match=r"'sudoku' \(there are: countdown, .*gsm8k.*\); set custom_reward_function"):
+        known_data_source("sudoku")
 
 
 def test_a_file_that_does_not_give_the_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"custom_reward_function.path: no such file: .*absent.py"):
-        load_reward(CustomRewardSection(path=str(tmp_path / "absent.py")))
+        Rules(path=str(tmp_path / "absent.py")).load()
     source = "from math import sqrt\ndef first(): ...\ndef second(): ...\n"
     with pytest.raises(ValueError, match=r"mine.py has no function 'compute_score'; it has first, second$"):
-        load_reward(custom(tmp_path, source))
+        custom(tmp_path, source).load()
     with pytest.raises(ValueError, match=r"mine.py fails to load: ModuleNotFoundError: .*absent_package"):
-        load_reward(custom(tmp_path, "import absent_package\n"))
+        custom(tmp_path, "import absent_package\n").load()
     with pytest.raises(ValueError, match="mine.py fails to load: SyntaxError"):
-        load_reward(custom(tmp_path, "def compute_score(\n"))
+        custom(tmp_path, "def compute_score(\n").load()
     (tmp_path / "mine.txt").write_text("")
     with pytest.raises(ValueError, match="mine.txt is not a Python file"):
-        load_reward(CustomRewardSection(path=str(tmp_path / "mine.txt")))
+        Rules(path=str(tmp_path / "mine.txt")).load()
+
+
+def test_metrics_are_shares_of_all_and_means_of_what_was_reported() -> None:
+    outcomes = [
+        Outcome(seconds=0.5, numbers={"score": 1.0, "acc": 1.0, "math": 0.5}),
+        Outcome(seconds=2.0, fault="timeout"),
+        Outcome(seconds=0.1, fault="error"),
+        Outcome(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
+    ]
+    assert metrics_of(outcomes) == {
+        "reward/timeout_rate": 0.25,
+        "reward/error_rate": 0.25,
+        "reward/slowest_s": 2.0,
+        "reward/acc/mean": 1.0,
+        "reward/math/mean": 0.75,
+    }
+
+
+def test_metrics_are_bounded_whatever_is_reported() -> None:
+    outcomes = [Outcome(seconds=0.0, numbers={"score": 0.0, f"n{number}": 1.0}) for number in range(100)]
+    assert len(metrics_of(outcomes)) == 3 + MAX_METRICS

@@ -1,0 +1,248 @@
+"""A process that has rewards called by a worker, and answers for each response whatever the worker does.
+
+Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). It forks its worker
+from itself, small and with one thread, and calls no reward. Invariants: every request gets an answer, within its time
+and a little more; between two requests nothing lives below this process but the worker and what it started while it
+loaded its rules; when this process ends, nothing is left below it (but by SIGKILL: then the worker alone dies with it).
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
+from megarl.rewards.rules import Rules
+from megarl.rewards.wire import Inbox, encode
+from megarl.rewards.worker import serve
+
+START_S = 120.0
+"""How long a worker may take to load its rules."""
+CLEAN_S = 5.0
+"""How long the end of what a reward left behind is waited for, before the next one is called."""
+MAX_PROCESSES = 64
+"""Below one keeper, its worker included."""
+MAX_ANSWER = 1 << 16
+_POLL_S = 0.1
+_PIECE = 1 << 16  # all that a pipe holds
+_TAIL = 2000
+_SHOWN_LINES = 3
+
+
+class Lost(Exception):  # noqa: N818 - the worker is; nothing is wrong with us
+    """The worker gave no answer, and is not to be trusted with another response."""
+
+    def __init__(self, fault: str, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = fault  # timeout or error
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """A worker as its keeper sees it."""
+
+    pid: int
+    connection: socket.socket
+    inbox: Inbox
+    output: int  # the pipe with what it prints
+    loaded: frozenset[int] = frozenset()  # the processes that there were when its rules were loaded, itself included
+    printed: bytes = b""  # the end of what it printed for this response
+
+    def drain(self) -> bool:
+        """Read what it printed; whether there may be more one day."""
+        try:
+            piece = os.read(self.output, _PIECE)
+        except BlockingIOError:
+            return True
+        self.printed = (self.printed + piece)[-_TAIL:]
+        return bool(piece)
+
+
+class Keeper:
+    """One worker at a time, replaced where it is lost."""
+
+    def __init__(self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int) -> None:
+        self._rank = rank
+        self._rules = rules
+        self._timeout_s = timeout_s
+        self._max_memory = max_memory
+        self._worker: Worker | None = None
+        self._is_lost = False
+        self._ids = count()
+
+    def judge(self, arguments: Any) -> dict[str, Any]:
+        """The `numbers` of one response, or `fault` and `detail`; always the `seconds` it took."""
+        is_fresh = self._worker is None
+        answer = self._try(arguments)
+        if self._is_lost and answer["fault"] == "error" and not is_fresh:  # perhaps of what an earlier response did
+            self.end(within_s=CLEAN_S)
+            answer = self._try(arguments)
+        return answer
+
+    def _try(self, arguments: Any) -> dict[str, Any]:
+        started = time.monotonic()
+        try:
+            worker = self._worker or self._start()
+            started = time.monotonic()
+            answer = self._ask(worker, arguments)
+        except Lost as lost:
+            self._is_lost = True
+            answer = {"fault": lost.fault, "detail": str(lost)}
+        seconds = time.monotonic() - started
+        if "fault" in answer and self._worker:
+            self._worker.drain()
+            answer["detail"] += _last_lines(self._worker.printed)
+        return answer | {"seconds": seconds}
+
+    def clean(self) -> None:
+        """End what the last response left: an unsound worker, and every process that was not there before."""
+        worker = self._worker
+        sound = worker and not self._is_lost and _ending(worker.pid) is None
+        if not (worker and sound and end_descendants(spare=worker.loaded, within_s=CLEAN_S)):
+            self.end(within_s=CLEAN_S)
+
+    def end(self, *, within_s: float | None = None) -> None:
+        """End everything below this process."""
+        worker, self._worker, self._is_lost = self._worker, None, False
+        if worker:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # at one stroke, also where more of it are being forked
+            worker.connection.close()
+            os.close(worker.output)
+        end_descendants(within_s=within_s)
+        with suppress(ChildProcessError):  # where the kernel does not list it
+            os.waitpid(-1, os.WNOHANG)
+
+    def _start(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        output, printed = os.pipe()
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.close()
+                self._rank.close()
+                serve(theirs, printed, self._rules, max_memory=self._max_memory, keeper=keeper)
+            finally:
+                os._exit(1)
+        theirs.close()
+        os.close(printed)
+        os.set_blocking(output, False)
+        ours.settimeout(self._timeout_s)
+        worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_ANSWER), output=output)
+        self._worker = worker
+        answer = self._wait(worker, Lost("error", f"its rules did not load in {START_S:g} s"), START_S)
+        if "ready" not in answer:
+            raise Lost("error", str(answer.get("error")))
+        worker.loaded = frozenset([pid, *descendants()])
+        return worker
+
+    def _ask(self, worker: Worker, arguments: Any) -> dict[str, Any]:
+        worker.printed = b""
+        number = next(self._ids)
+        late = Lost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
+        try:
+            worker.connection.sendall(encode({"id": number, "arguments": arguments}))
+        except TimeoutError:
+            raise late from None
+        except OSError:
+            raise Lost("error", _how_it_ended(worker.pid)) from None
+        answer = self._wait(worker, late, self._timeout_s)
+        match answer:
+            case {"id": found, "error": str(detail)} if found == number:
+                return {"fault": "error", "detail": detail}
+            case {"id": found, "numbers": {"score": float()} as numbers} if found == number:
+                if all(isinstance(value, float) for value in numbers.values()):
+                    return {"numbers": numbers}
+        raise Lost("error", "its process gave an answer that is none")
+
+    def _wait(self, worker: Worker, late: Lost, seconds: float) -> dict[str, Any]:
+        """The worker's next message; `late` where it takes longer."""
+        sources = [worker.connection.fileno(), worker.output, self._rank.fileno()]
+        now = time.monotonic()
+        deadline, next_look = now + seconds, now + _POLL_S
+        while True:
+            ready, _, _ = select.select(sources, [], [], max(0.0, min(deadline, next_look) - now))
+            now = time.monotonic()
+            if self._rank.fileno() in ready:  # it waits for an answer, so it has hung up
+                sys.exit()
+            if worker.output in ready and not worker.drain():
+                sources.remove(worker.output)
+            if worker.connection.fileno() in ready:
+                message = _read(worker)
+                if isinstance(message, dict):
+                    return message
+            elif now > deadline:
+                raise late
+            if now > next_look:
+                _look_at(worker)
+                next_look = now + _POLL_S
+
+
+def _read(worker: Worker) -> Any:
+    try:
+        worker.inbox.read()
+        return worker.inbox.take()
+    except (EOFError, OSError):
+        raise Lost("error", _how_it_ended(worker.pid)) from None
+    except ValueError as error:
+        raise Lost("error", f"its process answered {error}") from None
+
+
+def _look_at(worker: Worker) -> None:
+    if _ending(worker.pid) is not None:  # a process that it forked may hold its files open
+        raise Lost("error", _how_it_ended(worker.pid))
+    if len(list(islice(descendants(), MAX_PROCESSES + 1))) > MAX_PROCESSES:
+        raise Lost("error", f"it started more than {MAX_PROCESSES} processes")
+
+
+def _ending(pid: int) -> os.waitid_result | None:
+    """How a child ended; None where it has not."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _how_it_ended(pid: int) -> str:
+    for _ in range(100):  # a process closes its files a moment before it has ended
+        if ending := _ending(pid):
+            if ending.si_code == os.CLD_EXITED:
+                return f"its process ended (exit code {ending.si_status})"
+            return f"its process was ended by signal {ending.si_status} ({signal.strsignal(ending.si_status)})"
+        time.sleep(0.002)
+    return "its process closed the connection"
+
+
+def _last_lines(printed: bytes) -> str:
+    lines = [line.strip()[-200:] for line in printed.decode(errors="replace").split("\n") if line.strip()]
+    return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Answer the rank until it hangs up."""
+    rank = socket.socket(fileno=int(argv[0]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    die_with_parent(signal.SIGTERM, parent=int(argv[1]))
+    adopt_orphans()
+    inbox = Inbox(rank, max_bytes=sys.maxsize)
+    keeper = None
+    try:
+        settings = inbox.wait()
+        keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
+        while True:
+            rank.sendall(encode(keeper.judge(inbox.wait())))
+            keeper.clean()
+    except (EOFError, ConnectionError):
+        pass
+    finally:
+        if keeper:
+            keeper.end()
+
+
+if __name__ == "__main__":
+    main()

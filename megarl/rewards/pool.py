@@ -1,0 +1,151 @@
+"""The processes of one rank that call rewards: as many keepers, each with a worker, as there is work for.
+
+A rank may hold a CUDA context and many threads, so it never forks: keepers are started as new programs. What they are
+given and what comes back is text and numbers; nothing of it is run or unpickled here.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.rewards.keeper import CLEAN_S, START_S
+from megarl.rewards.rules import Numbers, Rules
+from megarl.rewards.wire import Inbox, encode
+
+PATIENCE_S = 0.25
+"""How long a response waits for a process before another one is started."""
+_MAX_ANSWER = 1 << 20
+_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one response."""
+
+    seconds: float
+    numbers: Numbers = field(default_factory=dict)  # empty where there is a fault
+    fault: Literal["timeout", "error"] | None = None
+    detail: str = ""  # of the fault, for people
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What calling the rules for one response may cost."""
+
+    num_workers: int  # at the same time
+    timeout_s: float
+    max_memory: int  # bytes of private memory of one process
+
+
+class Pool:
+    """Calls rules in processes of their own. Every response has an outcome, in bounded time."""
+
+    def __init__(self, rules: Rules, limits: Limits) -> None:
+        self._rules = rules
+        self._limits = limits
+        self._waiting = deque[tuple[float, Any, Future[Outcome]]]()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, arguments: Any) -> Future[Outcome]:
+        """Have the rules called, with arguments that `wire.pack` made, as soon as a process is free."""
+        future: Future[Outcome] = Future()
+        with self._changed:
+            self._waiting.append((time.monotonic(), arguments, future))
+            self._changed.notify()
+        self._grow()
+        return future
+
+    def wait(self, futures: Sequence[Future[Outcome]]) -> list[Outcome]:
+        """Their outcomes, when all are there."""
+        while wait(futures, timeout=PATIENCE_S).not_done:
+            self._grow()
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End all processes; what has not begun is given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _grow(self) -> None:
+        """Start a process where there is none, or where they cannot keep up."""
+        with self._changed:
+            late = self._waiting and time.monotonic() - self._waiting[0][0] > PATIENCE_S
+            if not self._threads or (late and len(self._threads) < self._limits.num_workers):
+                # the kernel ties a keeper's life to that of the thread that starts it, so each has a thread of its own
+                self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
+                self._threads[-1].start()
+
+    def _work(self) -> None:
+        keeper = None
+        while task := self._next():
+            _, arguments, future = task
+            try:
+                keeper = keeper or _Keeper(self._rules, self._limits)
+                future.set_result(keeper.judge(arguments))
+            except (OSError, EOFError, ValueError) as error:
+                detail = f"the process that watches over rewards failed ({type(error).__name__}: {error})"
+                future.set_result(Outcome(seconds=0.0, fault="error", detail=detail))
+                if keeper:
+                    keeper.close()
+                keeper = None
+        if keeper:
+            keeper.close()
+
+    def _next(self) -> tuple[float, Any, Future[Outcome]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return None if self._closed else self._waiting.popleft()
+
+
+class _Keeper:
+    """A keeper, as the rank sees it."""
+
+    def __init__(self, rules: Rules, limits: Limits) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(START_S + limits.timeout_s + 2 * CLEAN_S + _SLACK_S)
+        self._inbox = Inbox(self._connection, max_bytes=_MAX_ANSWER)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # what ends the rank's group must leave it the time to clean up
+            )
+        settings = {"rules": asdict(rules), "timeout_s": limits.timeout_s, "max_memory": limits.max_memory}
+        self._connection.sendall(encode(settings))
+
+    def judge(self, arguments: Any) -> Outcome:
+        """What comes of one response. OSError, EOFError or ValueError where the keeper itself is lost."""
+        self._connection.sendall(encode(arguments))
+        return Outcome(**self._inbox.wait())
+
+    def close(self) -> None:
+        """Hang up, upon which the keeper ends what is below it and then itself."""
+        self._connection.close()
+        try:
+            self._process.wait(2 * CLEAN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLEAN_S)
+
+
+def _search_path() -> str:
+    """Where this process finds modules, as `PYTHONPATH`: rewards import what they could import here."""
+    return os.pathsep.join(path or str(Path.cwd()) for path in sys.path)

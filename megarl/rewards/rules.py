@@ -1,0 +1,137 @@
+"""From the functions that a configuration names to the numbers of one response. Workers import this: no torch."""
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from reprlib import repr  # of a giant only its beginning
+from types import ModuleType
+from typing import Any
+
+from megarl.rewards import REWARDS, reward_of
+
+RewardFn = Callable[..., Any]
+"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps `acc`."""
+Numbers = dict[str, float]
+"""`score`, perhaps `acc`, and whatever else a reward reports of a response."""
+
+DATA_SOURCE, CUSTOM = "data_source", "custom"
+MAX_NUMBERS = 16
+"""How many numbers beside `score` and `acc` are kept of a mapping."""
+_NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
+_MAX_NAME = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which functions make the score of a response."""
+
+    path: str | None = None  # the file of the custom function
+    name: str = "compute_score"  # its name there
+    weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one alone
+
+    def load(self) -> Callable[..., Numbers]:
+        """The reward, with the arguments of a `RewardFn`.
+
+        Raises ValueError where the custom file does not load or has no such function.
+        """
+        custom = None if self.path is None else _load_custom(Path(self.path), self.name)
+        if self.weights is None:
+            alone = custom or _score_by_data_source
+            return lambda **arguments: as_numbers(alone(**arguments))
+        known: dict[str, Any] = {DATA_SOURCE: _score_by_data_source, CUSTOM: custom, **REWARDS}
+        parts = {name: known[name] for name in self.weights}
+        return lambda **arguments: self._sum({name: as_numbers(part(**arguments)) for name, part in parts.items()})
+
+    def reads_data_source(self) -> bool:
+        """Whether the row's data source picks a rule."""
+        return self.path is None if self.weights is None else DATA_SOURCE in self.weights
+
+    def _sum(self, parts: Mapping[str, Numbers]) -> Numbers:
+        assert self.weights is not None
+        first = next(iter(parts.values()))
+        numbers = {name: number for part in parts.values() for name, number in part.items()}
+        return numbers | {
+            **{name: part["score"] for name, part in parts.items()},
+            "score": sum(weight * parts[name]["score"] for name, weight in self.weights.items()),
+            "acc": first.get("acc", first["score"]),
+        }
+
+
+def rule_names() -> list[str]:
+    """What may stand in `weights`."""
+    return [DATA_SOURCE, CUSTOM, *sorted(REWARDS)]
+
+
+def known_data_source(name: str) -> RewardFn:
+    """The built-in reward of a data source. ValueError where there is none."""
+    reward = reward_of(name)
+    if reward is None:
+        raise ValueError(
+            f"no built-in reward for data source {name!r} (there are: {', '.join(sorted(REWARDS))}); "
+            "set custom_reward_function.path"
+        )
+    return reward
+
+
+def _score_by_data_source(data_source: str, **arguments: Any) -> Any:
+    return known_data_source(data_source)(data_source, **arguments)
+
+
+def as_numbers(result: Any) -> Numbers:
+    """The numbers in what a reward returned; what else a mapping holds is left out.
+
+    Raises TypeError where the score, or an `acc` that is there, is no finite number.
+    """
+    values = result if isinstance(result, Mapping) else {"score": result}
+    if not _is_number(values.get("score")) or not _is_number(values.get("acc", 0.0)):
+        raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {repr(result)}")
+    numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
+    for name, number in _others(values):
+        if len(numbers) == MAX_NUMBERS + 2:
+            break
+        numbers.setdefault(name, number)
+    return numbers
+
+
+def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(key, str) and _is_number(value):
+            yield _NOT_IN_NAMES.sub("_", key[:_MAX_NAME]), float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _load_custom(path: Path, name: str) -> RewardFn:
+    module = _load_module(path)
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(
+            f"custom_reward_function.name: {path} has no function {name!r}; it has {', '.join(own) or 'none'}"
+        )
+    loaded: RewardFn = reward
+    return loaded
+
+
+def _load_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"custom_reward_function.path: no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"custom_reward_function.path: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything; it is passed on with the file's name
+        raise ValueError(
+            f"custom_reward_function.path: {path} fails to load: {type(error).__name__}: {error}"
+        ) from error
+    return module

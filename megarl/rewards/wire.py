@@ -1,0 +1,109 @@
+"""What ranks, keepers and workers tell each other: JSON behind its length, over a socket. Nothing in it can be run.
+
+Of the values that rows of parquet hold and JSON lacks, each arrives as what it was: in a packed value every JSON object
+is a tag and what it tags.
+"""
+
+import base64
+import json
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+_PIECE = 1 << 16
+
+_PACK: Mapping[type, Callable[[Any], Any]] = {  # a class before those it derives from
+    bytes: lambda value: base64.b64encode(value).decode("ascii"),
+    Decimal: str,
+    datetime: datetime.isoformat,
+    date: date.isoformat,
+    time: time.isoformat,
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+}
+_UNPACK: Mapping[str, Callable[[Any], Any]] = {
+    "bytes": base64.b64decode,
+    "Decimal": Decimal,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda parts: timedelta(*parts),
+    "tuple": lambda items: tuple(map(unpack, items)),
+    "dict": lambda pairs: {unpack(key): unpack(value) for key, value in pairs},
+}
+
+
+def pack(value: Any) -> Any:
+    """A value of a data row as JSON has it. TypeError for what no column of parquet holds."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[pack(key), pack(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": list(map(pack, value))}
+    if isinstance(value, list):
+        return list(map(pack, value))
+    for kind, to_json in _PACK.items():
+        if isinstance(value, kind):
+            return {kind.__name__: to_json(value)}
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        return pack(value.tolist())
+    raise TypeError(f"a {type(value).__name__} cannot be handed to a reward")
+
+
+def unpack(value: Any) -> Any:
+    """What `pack` was given."""
+    if isinstance(value, list):
+        return list(map(unpack, value))
+    if isinstance(value, dict):
+        ((tag, content),) = value.items()
+        return _UNPACK[tag](content)
+    return value
+
+
+def encode(message: Any) -> bytes:
+    """The bytes of a message."""
+    content = json.dumps(message).encode("ascii")
+    return _LENGTH.pack(len(content)) + content
+
+
+class Inbox:
+    """Messages from a socket, which come in pieces."""
+
+    def __init__(self, connection: socket.socket, *, max_bytes: int) -> None:
+        self._connection = connection
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+
+    def read(self) -> None:
+        """Take what there is, or wait for some. EOFError where the other side has hung up."""
+        piece = self._connection.recv(_PIECE)
+        if not piece:
+            raise EOFError("the other side has hung up")
+        self._held += piece
+
+    def take(self) -> Any:
+        """The next message, or None where it is not complete yet. ValueError where it is too long or no JSON."""
+        if len(self._held) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._held)
+        if length > self._max_bytes:
+            raise ValueError(f"a message of {length} bytes")
+        end = _LENGTH.size + length
+        if len(self._held) < end:
+            return None
+        content = bytes(self._held[_LENGTH.size : end])
+        del self._held[:end]
+        try:
+            return json.loads(content)
+        except RecursionError as error:
+            raise ValueError("a message too deeply nested") from error
+
+    def wait(self) -> Any:
+        """The next message. EOFError, ValueError as above."""
+        while (message := self.take()) is None:
+            self.read()
+        return message

@@ -1,0 +1,69 @@
+"""A process that calls rewards, one response after another, until its keeper ends it.
+
+Nothing here is a safeguard against its own rewards but the bound on memory: they may do what they like to this process,
+and the keeper does not rely on it.
+"""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from megarl.platform.processes import bound_memory, die_with_parent
+from megarl.rewards.rules import Numbers, Rules
+from megarl.rewards.wire import Inbox, encode, unpack
+
+_SHOWN_CHARACTERS = 500
+
+
+def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: int, keeper: int) -> NoReturn:
+    """Be the worker of the process `keeper`, which forked this one; what rewards print goes to the pipe `output`."""
+    os.setsid()
+    die_with_parent(signal.SIGKILL, parent=keeper)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _redirect(output)
+    bound_memory(max_memory)
+    try:
+        reward = rules.load()
+    except BaseException as error:  # the user's file may raise anything
+        connection.sendall(encode({"error": _describe(error)}))
+        os._exit(1)
+    connection.sendall(encode({"ready": True}))
+    inbox, process = Inbox(connection, max_bytes=sys.maxsize), os.getpid()
+    while True:
+        request = inbox.wait()
+        answer, is_sound = _answer(reward, request["arguments"])
+        if os.getpid() != process:  # a reward forked, and this is the copy
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        connection.sendall(encode({"id": request["id"], **answer}))
+        if not is_sound:
+            os._exit(1)  # the keeper replaces it
+
+
+def _answer(reward: Callable[..., Numbers], arguments: Any) -> tuple[dict[str, Any], bool]:
+    """What to say of a response, and whether this process can go on."""
+    try:
+        return {"numbers": reward(**unpack(arguments))}, True
+    except BaseException as error:  # sys.exit is one more way to fail
+        return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
+
+
+def _describe(error: BaseException) -> str:
+    words = ""
+    with suppress(Exception):  # the user's exceptions may have no words
+        words = str(error)[:_SHOWN_CHARACTERS]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def _redirect(output: int) -> None:
+    """Nothing comes in; what is printed goes out line by line, so that the last words before a crash are not lost."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115, PTH123
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115, PTH123
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115, PTH123

@@ -1,0 +1,174 @@
+"""A custom reward whose functions do what a reward must not: the response says which one is called.
+
+The ground truth is how long processes that escape sleep, in seconds: they are found by it.
+"""
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+    behaviour = globals()[solution_str]
+    return behaviour(ground_truth) if "escape" in solution_str else behaviour()
+
+
+def good() -> float:
+    return 1.0
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+def loops_in_c() -> None:
+    all(itertools.repeat(True))
+
+
+def backtracks() -> None:
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
+def hears_nothing() -> None:
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(1000)
+
+
+def hoards() -> None:
+    held = []
+    while True:
+        held.append(bytes(1 << 24))  # never touched, so it takes no time
+
+
+def forks() -> float:
+    os.fork()
+    return 0.25
+
+
+def multiplies() -> None:
+    while True:
+        if os.fork() == 0:
+            time.sleep(1000)
+
+
+def lets_escape(mark: str) -> float:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", ["sleep", mark])
+        os._exit(0)
+    os.wait()
+    return 0.5
+
+
+def lets_escape_and_loops(mark: str) -> None:
+    lets_escape(mark)
+    loops()
+
+
+def counts_the_escaped(mark: str) -> int:
+    count = 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it is gone
+            count += file.read_bytes() == f"sleep\0{mark}\0".encode()
+    return count
+
+
+def prints_a_gigabyte() -> float:
+    for _ in range(1024):
+        os.write(1, b"x" * (1 << 20))
+    return 0.5
+
+
+def has_last_words() -> None:
+    print("first words", file=sys.stderr)
+    print("last words")
+    raise KeyError("answer")
+
+
+def dies_with_last_words() -> None:
+    print("last words")
+    os._exit(3)
+
+
+def leaves() -> None:
+    sys.exit("enough")
+
+
+def crashes() -> None:
+    ctypes.string_at(0)
+
+
+def closes_files() -> float:
+    os.closerange(0, 1000)
+    return 1.0
+
+
+def forges() -> float:
+    for number in range(3, 100):
+        with suppress(OSError):
+            os.write(number, b"\xff" * 64)
+    return 1.0
+
+
+def kills_its_keeper() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def sets_an_alarm() -> float:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return 1.0
+
+
+def waits_for_the_alarm() -> float:
+    time.sleep(0.2)
+    return 1.0
+
+
+def says_nan() -> float:
+    return float("nan")
+
+
+def says_infinity() -> float:
+    return float("inf")
+
+
+def says_nothing() -> None:
+    return None
+
+
+def says_text() -> str:
+    return "1.0"
+
+
+def says_too_much() -> int:
+    return 10**5000
+
+
+def says_a_giant() -> str:
+    return "x" * 10**7
+
+
+def says_many_numbers() -> dict[str, Any]:
+    odd = {"text": "no number", "nan": float("nan")}
+    return {"score": 1, "acc": True} | odd | {f"n {number}": number for number in range(9999)}
+
+
+def has_no_words() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise self
+
+    raise SilentError

@@ -1,0 +1,191 @@
+"""Rewards that do what they must not: each response has its outcome, the others have theirs, and nothing stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as clock
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.platform.processes import descendants
+from megarl.rewards.keeper import MAX_PROCESSES
+from megarl.rewards.pool import Limits, Outcome, Pool
+from megarl.rewards.rules import MAX_NUMBERS, Rules
+from megarl.rewards.wire import pack, unpack
+from tests.hostile_rewards import counts_the_escaped
+from tests.programs import ROOT
+
+TIMEOUT_S = 2.0
+MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: what they are found by
+RULES = Rules(path=str(ROOT / "tests" / "hostile_rewards.py"))
+FAILS = {
+    "loops": ("timeout", "it took longer than reward_model.timeout_s=2"),
+    "loops_in_c": ("timeout", "it took longer"),
+    "backtracks": ("timeout", "it took longer"),
+    "hears_nothing": ("timeout", "it took longer"),
+    "lets_escape_and_loops": ("timeout", "it took longer"),
+    "hoards": ("error", "MemoryError"),
+    "multiplies": ("error", f"it started more than {MAX_PROCESSES} processes"),
+    "has_last_words": ("error", "KeyError: 'answer'; it printed 'first words | last words'"),
+    "dies_with_last_words": ("error", "its process ended (exit code 3); it printed 'last words'"),
+    "leaves": ("error", "SystemExit: enough"),
+    "crashes": ("error", "its process was ended by signal 11"),
+    "closes_files": ("error", "its process"),
+    "forges": ("error", "its process answered a message of 18446744073709551615 bytes"),
+    "kills_its_keeper": ("error", "the process that watches over rewards failed (EOFError"),
+    "says_nan": ("error", "TypeError: a reward returns a finite number or a dict with one under 'score', not nan"),
+    "says_infinity": ("error", "not inf"),
+    "says_nothing": ("error", "not None"),
+    "says_text": ("error", "not '1.0'"),
+    "says_too_much": ("error", "OverflowError"),
+    "says_a_giant": ("error", "not 'xxx"),
+    "has_no_words": ("error", "SilentError"),
+}
+SUCCEEDS = {"good": 1.0, "forks": 0.25, "lets_escape": 0.5, "says_many_numbers": 1.0, "prints_a_gigabyte": 0.5}
+
+
+def arguments(behaviour: str) -> Any:
+    return pack({"data_source": "", "solution_str": behaviour, "ground_truth": MARK, "extra_info": {}})
+
+
+def make_pool(**changes: Any) -> Pool:
+    limits: dict[str, Any] = {"num_workers": 4, "timeout_s": TIMEOUT_S, "max_memory": 500_000_000}
+    return Pool(RULES, Limits(**limits | changes))
+
+
+def outcomes_of(pool: Pool, *behaviours: str) -> list[Outcome]:
+    return pool.wait([pool.submit(arguments(behaviour)) for behaviour in behaviours])
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    """Of every behaviour, and of a good response after each.
+
+    Those that never end share a pool with little time, all others one with plenty: no load of the machine is a fault.
+    """
+    found: dict[str, list[Outcome]] = {}
+    endless = [behaviour for behaviour, (fault, _) in FAILS.items() if fault == "timeout"]
+    for behaviours, timeout_s in ((endless, TIMEOUT_S), ([*(FAILS.keys() - endless), *SUCCEEDS], 100.0)):
+        asked = [name for behaviour in behaviours for name in (behaviour, "good")]
+        pool = make_pool(timeout_s=timeout_s)
+        for behaviour, outcome in zip(asked, outcomes_of(pool, *asked), strict=True):
+            found.setdefault(behaviour, []).append(outcome)
+        pool.close()
+    return found
+
+
+@pytest.mark.parametrize("behaviour", FAILS)
+def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dict[str, list[Outcome]]) -> None:
+    ((outcome,), (fault, detail)) = outcomes[behaviour], FAILS[behaviour]
+    assert (outcome.fault, outcome.numbers) == (fault, {})
+    assert detail in outcome.detail
+    assert len(outcome.detail) < 1500
+    assert outcome.seconds >= TIMEOUT_S * (fault == "timeout")
+
+
+@pytest.mark.parametrize("behaviour", SUCCEEDS)
+def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes[behaviour]:
+        assert outcome.fault is None, outcome
+        assert outcome.numbers["score"] == SUCCEEDS[behaviour]
+
+
+def test_numbers_beside_the_score_are_few_and_have_names_that_metrics_may_have(
+    outcomes: dict[str, list[Outcome]],
+) -> None:
+    (outcome,) = outcomes["says_many_numbers"]
+    assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n_{i}": float(i) for i in range(MAX_NUMBERS)}
+
+
+def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
+    pool = make_pool(num_workers=1)
+    asked = ["lets_escape", "counts_the_escaped", "lets_escape_and_loops", "counts_the_escaped"]
+    asked += ["sets_an_alarm", "waits_for_the_alarm"]
+    found = outcomes_of(pool, *asked)
+    pool.close()
+    assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0]
+
+
+def test_processes_start_as_they_are_needed() -> None:
+    pool = make_pool()
+    outcomes_of(pool, "good")
+    outcomes_of(pool, "good")
+    assert len(pool._threads) == 1
+    outcomes_of(pool, *["hears_nothing"] * 3)
+    assert 2 <= len(pool._threads) <= 4
+    pool.close()
+
+
+RANK = """
+import sys
+from megarl.rewards.pool import Limits, Pool
+from megarl.rewards.rules import Rules
+from megarl.rewards.wire import pack
+pool = Pool(Rules(path=sys.argv[1]), Limits(num_workers=1, timeout_s=1000, max_memory=500_000_000))
+row = {"data_source": "", "ground_truth": sys.argv[2], "extra_info": {}}
+pool.wait([pool.submit(pack(row | {"solution_str": "lets_escape_and_loops"}))])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_rank(number: signal.Signals) -> None:
+    mark = f"{MARK}{int(number)}"
+    with subprocess.Popen([sys.executable, "-c", RANK, str(RULES.path), mark], cwd=ROOT) as rank:
+        while not counts_the_escaped(mark):
+            assert rank.poll() is None
+            time.sleep(0.05)
+        below = [*descendants(rank.pid)]
+        assert len(below) >= 3  # keeper, worker, and what escaped
+        rank.send_signal(number)
+    while counts_the_escaped(mark) or any(map(runs, below)):
+        time.sleep(0.05)  # until the test's own time limit
+
+
+def runs(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # that of a zombie is empty
+    except OSError:
+        return False
+
+
+def test_what_runs_beside_a_rank_is_small() -> None:
+    """A worker that imported torch would take seconds to start and half a gigabyte."""
+    code = "import sys, megarl.rewards.keeper; print([name for name in sys.modules if name in ('torch', 'pydantic')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        2.5,
+        "\ud800 and \x00",
+        b"\xff\x00",
+        Decimal("1.50"),
+        datetime(2024, 2, 29, 12, 30, 1, 5, tzinfo=UTC),
+        date(2024, 2, 29),
+        clock(1, 2, 3),
+        timedelta(days=-1, microseconds=7),
+        {"target": 8, "numbers": [3, 5], "dict": {"bytes": None}, 4: (1, "a")},
+    ],
+)
+def test_values_of_rows_arrive_as_what_they_were(value: Any) -> None:
+    arrived = unpack(json.loads(json.dumps(pack(value))))
+    assert (arrived, type(arrived)) == (value, type(value))
+
+
+def test_arrays_arrive_as_lists_and_what_no_column_holds_is_refused() -> None:
+    assert unpack(pack({"x": np.arange(3), "y": np.float32(0.5)})) == {"x": [0, 1, 2], "y": 0.5}
+    with pytest.raises(TypeError, match="a Pool cannot be handed to a reward"):
+        pack({"x": [Pool(Rules(), Limits(num_workers=1, timeout_s=1.0, max_memory=1))]})
