@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -96,7 +97,7 @@ class Rows:
             self._make_room(self.chunks[part].num_bytes)
             group, rows = self._parts[part]
             table = pa.Table.from_batches(group.read(rows))
-            table = table.take(pa.array(range(len(table)))).combine_chunks()  # copied: a slice would hold its batch
+            table = table.take(np.arange(len(table))).combine_chunks()  # copied: a slice would hold its batch
             self._make_room(table.nbytes)  # decoded, it may be larger than the file says
             self._cache[part] = table
             self._held += table.nbytes
