@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -132,8 +133,13 @@ def sets_an_alarm() -> float:
     return 1.0
 
 
-def waits_for_the_alarm() -> float:
-    time.sleep(0.2)
+def sets_a_trap() -> float:
+    threading.Timer(0.1, os._exit, (1,)).start()
+    return 1.0
+
+
+def waits() -> float:
+    time.sleep(0.3)
     return 1.0
 
 

@@ -76,6 +76,14 @@ FOREIGN_KEYS = (
         "write +actor_rollout_ref.rollout.engine_kwargs.disable_log_stats",
     ),
     ("actor_rollout_ref.rollout.mode", _REMOVE + "the engine lives in the trainer's processes and works in step"),
+    (
+        "reward_model.reward_manager",
+        _REMOVE + "the row's data source, custom_reward_function or reward_model.weights say what is called",
+    ),
+    (
+        "reward_model.launch_reward_fn_async",
+        _REMOVE + "responses are always scored while the engine goes on with others",
+    ),
     ("*optim.min_lr", "write min_lr_ratio, a share of the peak learning rate"),
     ("*optim.clip_grad", "write {owner}grad_clip"),
     (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from megarl.rewards.rules import Rules
@@ -226,11 +226,17 @@ def _last_lines(printed: bytes) -> str:
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Answer the rank until it hangs up."""
     rank = socket.socket(fileno=int(argv[0]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    keeper: Keeper | None = None
+
+    def leave(*_: object) -> NoReturn:
+        if keeper:
+            keeper.end()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)  # it raises nothing: that could cut short what a hang-up has begun to end
     die_with_parent(signal.SIGTERM, parent=int(argv[1]))
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
-    keeper = None
     try:
         settings = inbox.wait()
         keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})

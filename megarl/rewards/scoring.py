@@ -30,11 +30,12 @@ class RewardError(ValueError):
     """A reward that fails on every response, or a row that no reward can read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Begun:
     """A response that is being scored here."""
 
     prompt: Prompt  # held, so that its id is nobody else's
+    token_ids: list[int]
     text: str
     outcome: Future[Outcome]
 
@@ -47,7 +48,7 @@ class Scorer:
     pool: Pool
     decode: Callable[[Sequence[int]], str]
     default_score: float
-    _begun: dict[tuple[int, tuple[int, ...]], list[Begun]] = field(default_factory=lambda: defaultdict(list))
+    _begun: dict[int, list[Begun]] = field(default_factory=lambda: defaultdict(list))  # by the id of the prompt
 
     @classmethod
     def make(
@@ -65,7 +66,7 @@ class Scorer:
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""
-        self._begun[id(prompt), tuple(token_ids)].append(self._submit(prompt, token_ids))
+        self._begun[id(prompt)].append(self._submit(prompt, list(token_ids)))
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         """Score every sample; with metrics of the scoring.
@@ -91,7 +92,7 @@ class Scorer:
         scored = rollouts.extend(Scored, texts=texts, scores=torch.tensor(scores), accuracies=torch.tensor(accuracies))
         return scored, metrics_of(outcomes)
 
-    def _submit(self, prompt: Prompt, token_ids: Sequence[int]) -> Begun:
+    def _submit(self, prompt: Prompt, token_ids: list[int]) -> Begun:
         text = self.decode(token_ids)
         try:
             arguments = pack(
@@ -105,17 +106,19 @@ class Scorer:
         except TypeError as error:
             unreadable: Future[Outcome] = Future()
             unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
-            return Begun(prompt, text, unreadable)
-        return Begun(prompt, text, self.pool.submit(arguments))
+            return Begun(prompt, token_ids, text, unreadable)
+        return Begun(prompt, token_ids, text, self.pool.submit(arguments))
 
     def _find(self, rollouts: Rollouts, sample: int) -> Begun | None:
-        place = id(rollouts.prompt_of(sample)), tuple(rollouts.response_ids(sample))
-        found = self._begun.get(place)
-        if not found:
-            return None
-        if len(found) == 1:
-            del self._begun[place]
-        return found.pop()
+        place = id(rollouts.prompt_of(sample))
+        token_ids = rollouts.response_ids(sample) if place in self._begun else None
+        for begun in self._begun.get(place, ()):
+            if begun.token_ids == token_ids:
+                self._begun[place].remove(begun)
+                if not self._begun[place]:
+                    del self._begun[place]
+                return begun
+        return None
 
     def _gather(self, begun: Mapping[int, Begun]) -> dict[int, tuple[str, Outcome]]:
         """Text and outcome of what any rank has begun, by sample."""

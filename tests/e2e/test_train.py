@@ -167,6 +167,7 @@ def test_ppo_over_a_pipeline(resumed_run: tuple[Path, dict[int, dict[str, Any]]]
     assert list(steps) == [0, 1, 2]
     assert "actor/lr" not in steps[1]  # only the critic learns
     assert steps[2]["actor/lr"] == steps[1]["critic/lr"] == 1e-3
+    assert steps[2]["reward/error_rate"] == steps[2]["reward/timeout_rate"] == 0.0
     # without divergence the controller goes down by 0.2 * 8 samples / 100
     assert [steps[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2)] == pytest.approx([0.1, 0.0984])
     assert steps[2]["actor/pg_clipfrac"] > 0.0  # the second epoch is off-policy

@@ -88,6 +88,7 @@ def test_features_that_are_not_there_are_unknown_keys() -> None:
         ("critic.ppo_max_token_len_per_gpu=4096", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
         ("trainer.ray_wait_register_center_timeout=300", "torchrun, mpirun or srun"),
         ("trainer.logger=[console,wandb]", "write mlflow"),
+        ("reward_model.reward_manager=dapo", "reward_model.weights"),
     ],
 )
 def test_what_belongs_to_another_trainer_is_answered_with_our_equivalent(argument: str, equivalent: str) -> None:

@@ -108,10 +108,10 @@ def test_numbers_beside_the_score_are_few_and_have_names_that_metrics_may_have(
 def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
     pool = make_pool(num_workers=1)
     asked = ["lets_escape", "counts_the_escaped", "lets_escape_and_loops", "counts_the_escaped"]
-    asked += ["sets_an_alarm", "waits_for_the_alarm"]
+    asked += ["sets_an_alarm", "waits", "sets_a_trap", "waits"]
     found = outcomes_of(pool, *asked)
     pool.close()
-    assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0]
+    assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_processes_start_as_they_are_needed() -> None:
