@@ -28,6 +28,7 @@ from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
 from megarl.replay import Recorder, Replay
 from megarl.reshard.executor import Reshard
+from megarl.reward_model import Reward, make_reward, make_rules
 from megarl.rewards.scoring import Scorer
 from megarl.roles import Model, Sampler, Updates
 from megarl.rollout.engine import RolloutEngine
@@ -57,7 +58,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     source = Source.read(policy.model)
     tokenizer = _tokenizer(config, source)
     prompts, val_prompts = _prompts(config, tokenizer), _val_prompts(config, tokenizer)
-    scorer = Scorer.make(config.reward_model, config.custom_reward_function, tokenizer.decode)
+    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
 
     engine = None if replay else _engine(config, source, tokenizer)
@@ -78,6 +79,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     if config.data.filter_overlong_prompts:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
     if engine:
+        scorer = _scorer(config, rules, mesh, tokenizer)
         sampler = _sampler(config, engine, actor.learner, scorer, launch)
         collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
         samples = Recorder(samples=collector, archive=archive) if (archive := _archive(config)) else collector
@@ -152,16 +154,18 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     prompts = _val_prompts(config, tokenizer)
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
-    scorer = Scorer.make(config.reward_model, config.custom_reward_function, tokenizer.decode)
+    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     engine = _engine(config, source, tokenizer)
+    mesh = build_mesh(policy.actor.megatron)
     actor = make_learner(
         source.directory,
         source.architecture,
         policy.actor.megatron,
-        build_mesh(policy.actor.megatron),
+        mesh,
         role="policy",
         device=_device(config),
     )
+    scorer = _scorer(config, rules, mesh, tokenizer)
     step = 0
     if checkpoint := find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path):
         load_learner(actor, checkpoint / "actor")
@@ -205,7 +209,7 @@ def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, 
 
 
 def _validation(
-    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Scorer, tracker: Tracker
+    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker
 ) -> Validation:
     return Validation(
         prompts=prompts,
@@ -222,6 +226,20 @@ def _archive(config: Config) -> Archive | None:
     return Archive(Path(directory)) if directory else None
 
 
+def _scorer(config: Config, rules: Scorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
+    section = config.reward_model
+    return make_reward(
+        rules,
+        section,
+        tokenizer,
+        mesh,
+        policy_path=config.actor_rollout_ref.model.path,
+        device=_device(config),
+        budget=_budget(config, section.micro_batch_size),
+        balance=config.trainer.balance_batch,
+    )
+
+
 def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -235,7 +253,7 @@ def _engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngi
     )
 
 
-def _sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Scorer, launch: Launch) -> Sampler:
+def _sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch) -> Sampler:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     plan = plan_sync(
         actor.architecture,

@@ -25,7 +25,7 @@ from megarl.estimate import Metrics, response_rewards
 from megarl.interfaces import PromptSource, Sampler, Scorer
 from megarl.tracking.timers import Timers
 
-MAXIMA = ("/max", "/slowest_s")  # how the names of those end among the metrics of scoring
+EXTREMES = {"max": max, "min": min, "slowest_s": max}  # how names end among the metrics of scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +147,14 @@ class _Judge:
         return scored
 
     def metrics(self) -> Metrics:
-        """Means over the samples; of what is a maximum, the largest."""
+        """Means over the samples; of maxima the largest, of minima the smallest."""
         found: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for num_samples, metrics in self._said:
             for name, value in metrics.items():
                 found[name].append((num_samples, value))
         return {
-            name: max(value for _, value in parts)
-            if name.endswith(MAXIMA)
+            name: EXTREMES[name.rpartition("/")[2]](value for _, value in parts)
+            if name.rpartition("/")[2] in EXTREMES
             else sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
             for name, parts in found.items()
         }

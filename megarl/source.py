@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.learner.config import ModelSection
+from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture, hf_shapes, read_architecture
 from megarl.models.hub import local_directory, read_config
 from megarl.reshard.files import SINGLE, ShardWriter, replacing
@@ -33,7 +33,7 @@ class Source:
     architecture: Architecture
 
     @classmethod
-    def read(cls, section: ModelSection) -> "Source":
+    def read(cls, section: CheckpointSection) -> "Source":
         """Find a checkpoint and what it describes; imports `external_lib` first, which may register its classes.
 
         Raises:

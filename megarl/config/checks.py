@@ -10,9 +10,9 @@ from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SupervisedDataSection
-from megarl.learner.config import MegatronSection, ModelSection, OptimSection
+from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
 from megarl.models.architecture import Architecture, Experts
-from megarl.rewards.config import CustomRewardSection, RewardModelSection
+from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, rule_names
 from megarl.rollout.config import RolloutSection
 from megarl.tracking.config import TrainerSection
@@ -108,7 +108,7 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
         )
 
 
-def engine_cut_faults(model: ModelSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
+def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
     """The engine's ranks must be able to share the model at `key`."""
     if sizes := read_sizes(model):
         tp_key, tp = f"{where}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
@@ -135,7 +135,7 @@ def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remed
         )
 
 
-def partition_faults(model: ModelSection, key: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
+def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
     """The trainer's ranks must be able to share the model at `key`."""
     if not (sizes := read_sizes(model)):
         return
@@ -179,7 +179,7 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
         yield from path_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file or a HF id")
 
 
-def reward_faults(section: RewardModelSection, custom: CustomRewardSection) -> Iterator[Fault]:
+def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:
     """The weights must be of rules that there are, and every rule that is given must have one."""
     key, weights = "reward_model.weights", section.weights
     if weights is None:

@@ -23,6 +23,7 @@ ALIASES = {
 
 _MEGATRON_KEY = "belongs to FSDP; models are partitioned by Megatron-Core: write {owner}megatron."
 _REMOVE = "remove it: "
+_ONE_BUDGET = "is decided for all models at once: write actor_rollout_ref.actor.use_dynamic_bsz"
 _NO_RAY = _REMOVE + "there is no Ray; every rank runs the same program under torchrun, mpirun or srun"
 
 FOREIGN_KEYS = (
@@ -49,14 +50,17 @@ FOREIGN_KEYS = (
     ("*use_fused_kernels", _REMOVE + "fused kernels are chosen by themselves (see python -m megarl.doctor)"),
     ("*use_torch_compile", _REMOVE + "models run Megatron-Core's kernels, uncompiled"),
     ("*enable_activation_offload", "write enable_gradient_checkpointing=true in the model's section"),
-    (
-        "*log_prob_use_dynamic_bsz",
-        "is decided for all forward passes at once: write actor_rollout_ref.actor.use_dynamic_bsz",
-    ),
-    ("critic.use_dynamic_bsz", "is decided for all models at once: write actor_rollout_ref.actor.use_dynamic_bsz"),
+    ("*log_prob_use_dynamic_bsz", _ONE_BUDGET),
+    ("critic.use_dynamic_bsz", _ONE_BUDGET),
+    ("reward_model.use_dynamic_bsz", _ONE_BUDGET),
     (
         "critic.*max_token_len_per_gpu",
         "the critic has the actor's token budget: write actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    ),
+    ("reward_model.strategy", _REMOVE + "the reward model is partitioned by Megatron-Core, as all models are"),
+    (
+        "reward_model.*max_token_len_per_gpu",
+        "the reward model has the actor's token budget: write actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     ),
     (
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
@@ -148,7 +152,7 @@ def answer_values(path: str, value: object) -> Iterator[str]:
 
 
 def _owner(path: str) -> str:
-    for owner in ("actor_rollout_ref.ref.", "critic."):
+    for owner in ("actor_rollout_ref.ref.", "critic.", "reward_model."):
         if path.startswith(owner):
             return owner
     return "actor_rollout_ref.actor." if path.startswith("actor_rollout_ref.") else ""

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.ppo_rules import PPO_RULES
+from megarl.config.reward_rules import REWARD_RULES
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, SupervisedConfig, VerifyConfig
 from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
@@ -39,7 +40,8 @@ def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: boo
     Raises:
         ConfigError: naming every fault by its dotted key, with the remedy.
     """
-    config = _load(Config, argv, rules=PPO_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
+    facts = Facts(world_size=world_size, check_paths=check_paths)
+    config = _load(Config, argv, rules=(*PPO_RULES, *REWARD_RULES), facts=facts)
     if config.algorithm.use_kl_in_reward is None:
         penalise = not config.actor_rollout_ref.actor.use_kl_loss
         config = replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=penalise))

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.faults import Fault
-from megarl.learner.config import ModelSection
+from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.hub import read_config
 
 _HF_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def read_sizes(model: ModelSection) -> Architecture | None:
+def read_sizes(model: CheckpointSection) -> Architecture | None:
     """Return the sizes of a local model with `override_config` applied; None where they cannot be known yet."""
     try:
         return _read(model)
@@ -20,11 +20,11 @@ def read_sizes(model: ModelSection) -> Architecture | None:
         return None  # `model_faults` says what is wrong with a local directory
 
 
-def _read(model: ModelSection) -> Architecture:
+def _read(model: CheckpointSection) -> Architecture:
     return read_architecture(read_config(Path(model.path), model.override_config))
 
 
-def model_faults(model: ModelSection, key: str, *, needs_weights: bool = True) -> Iterator[Fault]:
+def model_faults(model: CheckpointSection, key: str, *, needs_weights: bool = True) -> Iterator[Fault]:
     """Yield what is missing of the model that `key` names; a HF id is left to the hub."""
     directory = Path(model.path)
     if not model.path:

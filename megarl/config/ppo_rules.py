@@ -13,7 +13,6 @@ from megarl.config.checks import (
     path_faults,
     replica_faults,
     resume_faults,
-    reward_faults,
     schedule_faults,
     world_size,
 )
@@ -22,6 +21,7 @@ from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
+from megarl.learner.config import CheckpointSection, MegatronSection
 
 POLICY = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -31,7 +31,10 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 MESH = tuple(f"{ACTOR}.megatron.{size}" for size in SIZES)
 LAYERS = f"{ACTOR}.megatron.override_transformer_config"
 COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk")  # one prompt's responses
-FOLLOWING_MESHES = tuple(key.replace(ACTOR, follower) for key in (*MESH, LAYERS) for follower in (REF, "critic"))
+REWARD = "reward_model"
+FOLLOWING_MESHES = tuple(
+    key.replace(ACTOR, follower) for key in (*MESH, LAYERS) for follower in (REF, "critic", REWARD)
+)
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")
@@ -50,11 +53,6 @@ def _prompt_ids(config: Config, facts: Facts) -> Iterator[Fault]:
             path="data.max_prompt_id_length",
             message="bounds the values of a column that is not read: set data.prompt_id_key, or leave this key out",
         )
-
-
-@rule("reward_model.weights", "custom_reward_function.path")
-def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
-    yield from reward_faults(config.reward_model, config.custom_reward_function)
 
 
 @rule(POLICY, "critic.model", "algorithm.adv_estimator", "data.tokenizer")
@@ -76,6 +74,12 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
             yield from model_faults(critic, "critic.model.path")
+    sizes = read_sizes(policy)
+    if sizes and sizes.scalar_head:
+        yield Fault(
+            path=f"{POLICY}.path",
+            message=f"{policy.path} scores sequences and predicts no tokens: name a language model",
+        )
 
 
 @rule(*WORLD)
@@ -89,12 +93,14 @@ def _mesh(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from replica_faults(config.actor_rollout_ref.rollout, config.trainer, ROLLOUT)
 
 
-@rule(*MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator")
+@rule(*MESH, *FOLLOWING_MESHES, "algorithm.adv_estimator", f"{REWARD}.enable")
 def _one_mesh(config: Config, facts: Facts) -> Iterator[Fault]:
     actor = config.actor_rollout_ref.actor.megatron
     followers = {f"{REF}.megatron": config.actor_rollout_ref.ref.megatron}
     if config.has_critic:
         followers["critic.megatron"] = config.critic.megatron
+    if config.reward_model.enable:
+        followers[f"{REWARD}.megatron"] = config.reward_model.megatron
     for where, megatron in followers.items():
         for key in SIZES:
             size, wanted = getattr(megatron, key), getattr(actor, key)
@@ -125,14 +131,19 @@ def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
 
 @rule(POLICY, "critic.model", *MESH, LAYERS, "critic.megatron", "algorithm.adv_estimator")
 def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    if not config.has_critic:
-        return
-    if critic.megatron.override_transformer_config != policy.actor.megatron.override_transformer_config:
-        yield from partition_faults(critic.model, "critic.model", critic.megatron, "critic.megatron")
-    elif read_sizes(critic.model) != read_sizes(policy.model):
+    if config.has_critic:
+        yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
+
+
+def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
+    """As `partition_faults`, of a model that is cut as the actor's is; what the actor's own check says is left out."""
+    policy = config.actor_rollout_ref
+    sizes, known = read_sizes(model), read_sizes(policy.model)
+    if megatron.override_transformer_config != policy.actor.megatron.override_transformer_config:
+        yield from partition_faults(model, f"{where}.model", megatron, f"{where}.megatron")
+    elif sizes and not (known and sizes.with_scalar_head() == known.with_scalar_head()):
         # The mesh is the actor's (`_one_mesh`), so that is the place to correct.
-        yield from partition_faults(critic.model, "critic.model", policy.actor.megatron, f"{ACTOR}.megatron")
+        yield from partition_faults(model, f"{where}.model", policy.actor.megatron, f"{ACTOR}.megatron")
 
 
 @rule(f"{ACTOR}.megatron", "critic.megatron", "algorithm.adv_estimator")
@@ -366,7 +377,6 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
 PPO_RULES: tuple[Rule[Config], ...] = (
     _files,
     _prompt_ids,
-    _rewards,
     _models,
     _launch,
     _mesh,

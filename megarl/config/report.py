@@ -51,6 +51,9 @@ def batch_table(config: Config) -> list[BatchRow]:
         rows += _update_rows(
             config, "critic", critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_micro_batch_size
         )
+    if config.reward_model.enable:
+        share = ceil(prompts * rollout.n / ranks)
+        rows.append(_micro_batch_row(config, "reward model", share, config.reward_model.micro_batch_size))
     return rows
 
 
@@ -105,6 +108,19 @@ def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro
     count = config.data.train_batch_size // mini_batch
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     share = ceil(mini_batch * n / ranks)
+    return [
+        BatchRow(
+            f"{model} mini-batches",
+            f"{count}",
+            f"{mini_batch} prompts = {mini_batch * n} samples; x {epochs} epochs = {count * epochs} optimizer steps",
+        ),
+        BatchRow(f"{model} share of a rank", f"{share}", f"samples of a mini-batch, over {ranks} data-parallel ranks"),
+        _micro_batch_row(config, model, share, micro_batch),
+    ]
+
+
+def _micro_batch_row(config: Config, model: str, share: int, micro_batch: int | None) -> BatchRow:
+    actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
     fit = tokens // longest if actor.use_dynamic_bsz else share
@@ -114,16 +130,8 @@ def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro
     round_size = actor.megatron.pipeline_model_parallel_size if virtual else 1
     bounds = [f"{tokens} tokens"] if actor.use_dynamic_bsz else []
     bounds += [f"{micro_batch} sequences"] if micro_batch else []
-    return [
-        BatchRow(
-            f"{model} mini-batches",
-            f"{count}",
-            f"{mini_batch} prompts = {mini_batch * n} samples; x {epochs} epochs = {count * epochs} optimizer steps",
-        ),
-        BatchRow(f"{model} share of a rank", f"{share}", f"samples of a mini-batch, over {ranks} data-parallel ranks"),
-        BatchRow(
-            f"{model} micro-batches",
-            f"<= {ceil(share / sequences / round_size) * round_size}",
-            f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
-        ),
-    ]
+    return BatchRow(
+        f"{model} micro-batches",
+        f"<= {ceil(share / sequences / round_size) * round_size}",
+        f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
+    )

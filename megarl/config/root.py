@@ -4,7 +4,7 @@ A key that follows another is an interpolation underneath the user's files, so t
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -18,8 +18,9 @@ from megarl.learner.config import (
     ModelSection,
     OptimSection,
     RefSection,
+    RewardCheckpointSection,
 )
-from megarl.rewards.config import CustomRewardSection, RewardModelSection
+from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import section
 from megarl.tracking.config import TrainerSection
@@ -39,6 +40,41 @@ class ActorRolloutRefSection:
     """The policy it is kept close to."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     """The engine that samples."""
+
+
+MODEL_SCORE = "model"  # the reward model among `reward_model.weights`
+
+
+@section
+class RewardModelSection(RulesSection):
+    """`reward_model.*`: what a response is worth, by rules and by a neural model."""
+
+    enable: bool = False
+    """Let a neural model score the responses."""
+    model: RewardCheckpointSection = field(default_factory=RewardCheckpointSection)
+    """That model."""
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+    """Its partition; each key follows the actor's unless set."""
+    micro_batch_size: PositiveInt | None = 64
+    """Sequences per forward pass at most, per rank; null = only the actor's token budget bounds it."""
+    max_length: PositiveInt | None = None
+    """Tokens of a prompt with its answer, in its own vocabulary: of a longer one the beginning is cut off; null = as
+    many as it knows positions."""
+
+    @property
+    def model_weight(self) -> float | None:
+        """What the model's score counts; None: there is no model, or it has no weight."""
+        if not self.enable:
+            return None
+        return 1.0 if self.weights is None else self.weights.get(MODEL_SCORE)
+
+    @property
+    def rules(self) -> RulesSection | None:
+        """The rules beside the model; None: it scores alone."""
+        if not self.enable:
+            return self
+        others = {name: weight for name, weight in (self.weights or {}).items() if name != MODEL_SCORE}
+        return replace(self, weights=others) if others else None
 
 
 @section
@@ -165,6 +201,9 @@ LINKS: Mapping[type, Mapping[str, str]] = {
         # One Megatron mesh serves all models.
         **dict(_follow("actor_rollout_ref.ref.megatron", "actor_rollout_ref.actor.megatron")),
         **dict(_follow("critic.megatron", "actor_rollout_ref.actor.megatron")),
+        **dict(_follow("reward_model.megatron", "actor_rollout_ref.actor.megatron")),
+        "reward_model.model.input_tokenizer": "${actor_rollout_ref.model.path}",
+        "reward_model.model.external_lib": "${actor_rollout_ref.model.external_lib}",
         "algorithm.overlong_buffer.max_resp_len": "${actor_rollout_ref.rollout.response_length}",
         **RUN_DIRECTORY,
     },

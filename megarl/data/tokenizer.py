@@ -57,6 +57,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def decode_behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that `ids` add to that of `before`; alone they might lose the space they begin with."""
+        head, whole = self.decode(before), self.decode([*before, *ids])
+        return whole.removeprefix(head) if whole.startswith(head) else self.decode(ids)
+
     def save(self, directory: str | Path) -> None:
         """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""
         self._tokenizer.save_pretrained(str(directory))

@@ -15,6 +15,10 @@ def _none_if_negative(value: object) -> object:
     return None if value == -1 else value
 
 
+def _empty_if_none(value: object) -> object:
+    return "" if value is None else value
+
+
 @section
 class MegatronSection:
     """`*.megatron.*`: how one model is cut over the ranks and where its parts live."""
@@ -72,8 +76,8 @@ class OptimSection:
 
 
 @section
-class ModelSection:
-    """`actor_rollout_ref.model.*`: the checkpoint that the actor and the reference start from."""
+class CheckpointSection:
+    """`*.model.*`: a checkpoint to start from."""
 
     path: str
     """HF directory or HF id."""
@@ -81,22 +85,39 @@ class ModelSection:
     """Module or modules imported first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the HF config to replace: {attention_dropout: 0.0, num_hidden_layers: 4}."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-    use_remove_padding: Literal[True] = True
-    """Micro-batches are always packed: no padding reaches the model."""
     trust_remote_code: bool = False
     """Let a checkpoint's own Python code run."""
 
 
 @section
+class ModelSection(CheckpointSection):
+    """`actor_rollout_ref.model.*`: the checkpoint that the actor and the reference start from."""
+
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    use_remove_padding: Literal[True] = True
+    """Micro-batches are always packed: no padding reaches the model."""
+
+
+@section
 class CriticModelSection(ModelSection):
-    """`critic.model.*`: the checkpoint that the critic starts from; its head becomes a scalar."""
+    """`critic.model.*`: the checkpoint that the critic starts from; a language model's head becomes a scalar."""
 
     path: str = ""
     """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
     tokenizer_path: str | None = None
     """Tokenizer that the critic was trained with: must be the actor's, whose tokens it reads."""
+
+
+@section
+class RewardCheckpointSection(CheckpointSection):
+    """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
+
+    path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
+    """HF directory or HF id; required by reward_model.enable."""
+    input_tokenizer: str | None = None
+    """Tokenizer of the tokens it is given, the policy's unless set: they are decoded, and encoded again under its own
+    chat template. null = vocabulary and chat template are the policy's, and tokens pass as they are."""
 
 
 @section

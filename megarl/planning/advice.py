@@ -4,9 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.planning.memory import PHASES, Phase, RankMemory
-from megarl.planning.workload import Workload
+from megarl.planning.workload import REWARD_MODEL, Workload
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SECTIONS = {
+    "actor": ACTOR,
+    "reference": "actor_rollout_ref.ref",
+    "critic": "critic",
+    REWARD_MODEL: "reward_model",
+}
 SHARES = 20  # steps in which gpu_memory_utilization is proposed
 Trial = Callable[[Sequence[str]], tuple[Workload, RankMemory] | None]  # None: the configuration would be faulty
 
@@ -86,7 +92,7 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
         yield f"{ACTOR}.megatron.use_distributed_optimizer=true"
     for flag in ("optimizer_offload", "grad_offload", "param_offload"):
         for model in workload.models:
-            where = {"actor": ACTOR, "reference": "actor_rollout_ref.ref", "critic": "critic"}[model.name]
+            where = SECTIONS[model.name]
             if not getattr(model.section, flag) and (model.updates or flag == "param_offload"):
                 yield f"{where}.megatron.{flag}=true"
     if not policy.model.enable_gradient_checkpointing:

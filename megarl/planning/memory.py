@@ -15,7 +15,7 @@ from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.ends import engine_end
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import DTYPE_BYTES, States, frozen_states, held_bytes, trained_states
-from megarl.planning.workload import TrainerModel, Workload
+from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 
 Phase = Literal["sync", "generate", "infer", "update"]
 PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")
@@ -118,6 +118,8 @@ def _moments(
     for model in workload.models:
         present, activations = states[model.name], f"{model.name} activations"
         here = parked | {f"{model.name} weights": present.weights}
+        if model.name == REWARD_MODEL and workload.config.algorithm.filter_groups.enable:
+            here |= weights | cache  # dynamic sampling has samples scored before it draws more
         size = inference_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.infers)
         kept = _kept_of_reference(workload, stage, model.infers, here)
         yield Moment(phase="infer", worker=model.name, parts=here | kept | {activations: size})

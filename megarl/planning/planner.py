@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.learner.config import ModelSection
+from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.hub import read_config
 from megarl.planning.advice import Remedy, Shortfall, remedies, shortfalls
@@ -91,7 +91,8 @@ class Planner:
         config = load_config([*self._argv, *overrides], world_size=None, check_paths=False)
         policy = architecture_of(config.actor_rollout_ref.model)
         critic = architecture_of(config.critic.model) if config.has_critic else None
-        return workload_of(config, policy=policy, critic=critic)
+        reward_model = architecture_of(config.reward_model.model) if config.reward_model.enable else None
+        return workload_of(config, policy=policy, critic=critic, reward_model=reward_model)
 
     def _try(self, overrides: Sequence[str]) -> Workload | None:
         try:
@@ -110,7 +111,7 @@ class Planner:
         return sync_traffic(workload, ranks_per_node=self._ranks_per_node, links=self._links, data_last=data_last)
 
 
-def architecture_of(section: ModelSection) -> Architecture:
+def architecture_of(section: CheckpointSection) -> Architecture:
     """What the `config.json` of a model describes; of a Hugging Face id nothing else is downloaded.
 
     Raises:

@@ -12,10 +12,12 @@ from megarl.models.architecture import Architecture
 from megarl.models.grid import Grid
 from megarl.planning.activations import Work
 
+REWARD_MODEL = "reward model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerModel:
-    """Actor, critic or reference."""
+    """Actor, critic, reference or reward model."""
 
     name: str
     architecture: Architecture
@@ -40,10 +42,16 @@ class Workload:
         return rollout.prompt_length + rollout.response_length
 
 
-def workload_of(config: Config, *, policy: Architecture, critic: Architecture | None) -> Workload:
+def workload_of(
+    config: Config, *, policy: Architecture, critic: Architecture | None, reward_model: Architecture | None = None
+) -> Workload:
     """The models that a run of `config` has; `critic` is that of adv_estimator=gae."""
     grid = grid_of(config.actor_rollout_ref.actor.megatron, world_size(config.trainer))
-    models = (*_policies(config, grid, policy), *_critics(config, grid, critic))
+    models = (
+        *_policies(config, grid, policy),
+        *_critics(config, grid, critic),
+        *_reward_models(config, grid, reward_model),
+    )
     return Workload(config=config, grid=grid, policy=policy, models=models)
 
 
@@ -87,6 +95,17 @@ def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> I
                 recompute=_recomputes(critic.model.enable_gradient_checkpointing, critic.megatron),
                 role="value",
             ),
+        )
+
+
+def _reward_models(config: Config, grid: Grid, architecture: Architecture | None) -> Iterator[TrainerModel]:
+    if architecture is not None:
+        yield TrainerModel(
+            name=REWARD_MODEL,
+            architecture=architecture,
+            section=config.reward_model.megatron,
+            infers=_work(config, grid, config.reward_model.micro_batch_size, role="value"),
+            updates=None,
         )
 
 

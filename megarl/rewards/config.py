@@ -16,12 +16,13 @@ class CustomRewardSection:
 
 
 @section
-class RewardModelSection:
-    """`reward_model.*`: which rewards a response gets, and what computing them may cost."""
+class RulesSection:
+    """`reward_model.*`, without the model: which rewards a response gets, and what computing them may cost."""
 
     weights: dict[str, FiniteFloat] | None = None
-    """Rules whose weighted sum is the score, by name: a built-in one, `custom`, or `data_source` for that of the row.
-    Null = the custom function where there is one, else the rule of the row's data source."""
+    """Rules whose weighted sum is the score, by name: a built-in one, `custom`, `data_source` for that of the row, or
+    `model` for the reward model. Null = the model where one is enabled, else the custom function where there is one,
+    else the rule of the row's data source."""
     num_workers: PositiveInt = 4
     """Processes on each rank that call rules at most; they start as they are needed."""
     timeout_s: PositiveFloat = 10.0

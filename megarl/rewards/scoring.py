@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
-from megarl.rewards.config import CustomRewardSection, RewardModelSection
+from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.wire import pack
@@ -52,7 +52,7 @@ class Scorer:
 
     @classmethod
     def make(
-        cls, section: RewardModelSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
+        cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
     ) -> "Scorer":
         """The reward that the configuration asks for. ValueError where the custom file does not give its function."""
         rules = Rules(path=custom.path, name=custom.name, weights=section.weights)

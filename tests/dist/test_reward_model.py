@@ -1,6 +1,5 @@
 """Sequences are scored as `transformers`' sequence classifiers score them, however the model is cut; and written back."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.algorithms.losses import Totals
-from megarl.data.conversations import to_be_scored
+from megarl.batch import Prompt, Rollouts
+from megarl.data.conversations import Conversations, to_be_scored
+from megarl.data.prompts import encode_prompt
+from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
-from megarl.learner.config import MegatronSection, ModelSection, OptimSection
+from megarl.learner.config import ModelSection
 from tests.dist.test_learner_split import sizes
-from tests.ranks import RankPool, fresh_mesh
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint, write_classifier
 
+NUM_RANKS = 4
 SPLITS = {(1, 1): 2, (2, 1): 2, (1, 2): 2, (2, 2): 4}  # (TP, PP): world size
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def sequences() -> list[list[int]]:
@@ -41,32 +39,16 @@ def classifier_scores(checkpoint: Path, ids: Sequence[Sequence[int]]) -> Tensor:
     """What `transformers` says of a batch that is padded on the right."""
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     rows = [torch.tensor(sequence) for sequence in ids]
-    pad = model.config.pad_token_id
-    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-    return model(batch, attention_mask=batch != pad).logits[:, 0]
-
-
-def value_learner(checkpoint: Path, split: dict[str, Any], *, trained: bool = False) -> Any:
-    from megarl.learner.factory import make_learner
-    from megarl.models.architecture import read_architecture
-
-    section = MegatronSection(dtype="float32", **split)
-    return make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="value",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1.0, 10) if trained else None,
-    )
+    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    there = torch.arange(batch.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    return model(batch, attention_mask=there).logits[:, 0]
 
 
 def scores(checkpoint: Path, split: dict[str, Any], max_sequences: int | None) -> Tensor:
     from megarl.learner.learner import Budget
 
     budget = Budget(max_tokens=64, max_sequences=max_sequences)
-    return value_learner(checkpoint, split).infer(to_be_scored(sequences()), budget)[:, 0]
+    return make_test_learner(checkpoint, split, role="value", optim=None).infer(to_be_scored(sequences()), budget)[:, 0]
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3_moe"])
@@ -80,6 +62,97 @@ def test_scores_are_those_of_transformers(pool: RankPool, tmp_path: Path, varian
                 torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+POLICY_TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}:{% endif %}"
+OWN_TEMPLATE = "{{ bos_token }}{% for m in messages %}({{ m.role }}) {{ m.content }}{{ eos_token }}{% endfor %}"
+ANSWERS = ["ab 12 + 7", "c", "(40 / 5) ghij"]
+
+
+def tokenizers(root: Path) -> tuple[Path, Path]:
+    """A policy's tokenizer, and a checkpoint that scores, with fewer tokens and another template."""
+    policy = train_sentencepiece(root / "policy.model", vocab_size=200)
+    own = write_classifier(root / "own", "llama", vocab_size=101, pad_token_id=2)  # pads with end-of-sequence
+    train_sentencepiece(own / "tokenizer.model", vocab_size=100, model_type="unigram")
+    (own / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    return policy, own
+
+
+def conversations(policy: Any, prompt: Any) -> Rollouts:
+    """Three answers of the policy to one prompt, each with its end-of-sequence token."""
+    ids = [[*policy.encode(answer, add_special_tokens=False), policy.eos_token_id] for answer in ANSWERS]
+    responses = torch.nn.utils.rnn.pad_sequence([torch.tensor(answer) for answer in ids], batch_first=True)
+    mask = torch.arange(responses.shape[1]) < torch.tensor([len(answer) for answer in ids])[:, None]
+    return Rollouts(
+        prompts=[
+            Prompt(
+                index=5,
+                token_ids=encode_prompt(prompt, policy),
+                text="",
+                data_source="",
+                ground_truth=None,
+                extra_info={},
+                raw_prompt=prompt,
+            )
+        ],
+        groups=torch.zeros(3, dtype=torch.int64),
+        responses=responses,
+        mask=mask,
+        rollout_log_probs=torch.zeros(mask.shape),
+        truncated=torch.zeros(3, dtype=torch.bool),
+    )
+
+
+def judged(policy_path: Path, own_path: Path, prompt: Any, split: dict[str, Any], passes: bool, length: int) -> Any:
+    from megarl.learner.learner import Budget
+    from megarl.reward_model import RewardModel
+
+    policy = load_tokenizer(str(policy_path), chat_template=POLICY_TEMPLATE)
+    tokenizer = policy if passes else load_tokenizer(str(own_path))
+    model = RewardModel(
+        learner=make_test_learner(own_path, split, role="value", optim=None),
+        budget=Budget(max_tokens=8, max_sequences=None),  # of the policy's tokens: less than one sequence has here
+        reader=Conversations(tokenizer=tokenizer, pad_token_id=2, max_length=length),
+        decoder=None if passes else policy,
+    )
+    try:
+        return model.score(conversations(policy, prompt))
+    except ValueError as error:
+        return str(error)
+
+
+def test_another_vocabulary_and_chat_template(pool: RankPool, tmp_path: Path) -> None:
+    policy, own = tokenizers(tmp_path)
+    tokenizer = load_tokenizer(str(own))
+    messages = [{"role": "user", "content": "ab 3"}]
+    rendered = [f"(user) ab 3</s>(assistant) {answer}</s>" for answer in ANSWERS]
+    chats = [[1, *tokenizer.encode(text, add_special_tokens=False)] for text in rendered]
+    texts = [tokenizer.encode(f"ab 3 {answer}", add_special_tokens=True) for answer in ANSWERS]
+    assert all(ids[-1] == 2 for ids in chats)  # so that transformers reads the score before it
+    for prompt, ids in ((messages, chats), ("ab 3", texts)):
+        expected = classifier_scores(own, ids).detach()
+        assert float(expected.std()) > 0.01
+        for split in (sizes(2, 1), sizes(1, 2), sizes(1, 1)):
+            for found in pool.run(2, judged, policy, own, prompt, split, False, 100):
+                torch.testing.assert_close(found, expected, **TOLERANCE)
+    cut = classifier_scores(own, [[1, *ids[-9:]] for ids in chats])
+    for found in pool.run(2, judged, policy, own, messages, {}, False, 10):
+        torch.testing.assert_close(found, cut, **TOLERANCE)
+
+
+def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: RankPool, tmp_path: Path) -> None:
+    policy, refusing = tokenizers(tmp_path)
+    own = write_classifier(tmp_path / "same", "llama", pad_token_id=2)
+    tokenizer = load_tokenizer(str(policy), chat_template=POLICY_TEMPLATE)
+    messages = [{"role": "user", "content": "ab 3"}]
+    batch = conversations(tokenizer, messages)
+    ids = [[*batch.prompts[0].token_ids, *batch.response_ids(sample)] for sample in range(3)]
+    for found in pool.run(2, judged, policy, own, messages, {}, True, 100):
+        torch.testing.assert_close(found, classifier_scores(own, ids).detach(), **TOLERANCE)
+
+    (refusing / "chat_template.jinja").write_text("{{ raise_exception('no roles') }}")
+    for message in pool.run(2, judged, policy, refusing, messages, {}, False, 100):
+        assert message.startswith("the reward model cannot read data row 5: the chat template of")
+
+
 def compare(outputs: Tensor, micro: Any, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
     """Each sequence at an even place should win over its neighbour."""
     won, lost = outputs[:, 0].view(-1, 2).unbind(-1)
@@ -90,7 +163,7 @@ def compare(outputs: Tensor, micro: Any, totals: Totals) -> tuple[Tensor, dict[s
 def learn(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tuple[dict[str, float], Tensor]:
     from megarl.learner.learner import Budget
 
-    learner, batch = value_learner(checkpoint, split, trained=True), to_be_scored(sequences())
+    learner, batch = make_test_learner(checkpoint, split, role="value"), to_be_scored(sequences())
     budget = Budget(max_tokens=max_tokens, max_sequences=None, num_together=2)
     metrics = learner.update([batch], compare, budget)
     return metrics, learner.infer(batch, budget)[:, 0]
@@ -123,7 +196,8 @@ def write_back(checkpoint: Path, out: Path, split: dict[str, Any]) -> None:
     source = Source.read(ModelSection(path=str(checkpoint)))
     size = dist.get_world_size()
     launch = Launch(rank=dist.get_rank(), world_size=size, local_rank=dist.get_rank(), local_world_size=size)
-    export_model(value_learner(checkpoint, split), source, source.tokenizer(), out, launch)
+    learner = make_test_learner(checkpoint, split, role="value", optim=None)
+    export_model(learner, source, source.tokenizer(), out, launch)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])
@@ -155,13 +229,8 @@ def test_a_value_model_that_began_as_a_language_model_is_written_as_a_classifier
 
 
 def refusal(checkpoint: Path, role: str) -> str:
-    from megarl.learner.factory import make_learner
-    from megarl.models.architecture import read_architecture
-
-    section, device = MegatronSection(dtype="float32"), torch.device("cpu")
-    architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
     with pytest.raises(ValueError) as error:
-        make_learner(checkpoint, architecture, section, fresh_mesh(section), role=role, device=device)  # type: ignore[arg-type]
+        make_test_learner(checkpoint, {}, role=role, optim=None)
     return str(error.value)
 
 

@@ -61,7 +61,7 @@ def test_one_letter_too_few_is_always_understood(leaf: str) -> None:
 
 
 def test_features_that_are_not_there_are_unknown_keys() -> None:
-    assert message_of("reward_model.enable=False").startswith("unknown key")
+    assert message_of("algorithm.pf_ppo.reweight_method=pow").startswith("unknown key")
 
 
 @pytest.mark.parametrize(

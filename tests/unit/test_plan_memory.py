@@ -167,7 +167,8 @@ def workload(*argv: str, model: str = "llama-3-8b") -> Workload:
         world_size=None,
         check_paths=False,
     )
-    return workload_of(config, policy=architecture(model), critic=architecture(model))
+    reward_model = architecture(model).with_scalar_head() if config.reward_model.enable else None
+    return workload_of(config, policy=architecture(model), critic=architecture(model), reward_model=reward_model)
 
 
 def memory(*argv: str) -> RankMemory:
@@ -188,6 +189,27 @@ def test_models_at_rest_keep_what_is_not_offloaded() -> None:
     assert {part: update[f"actor {part}"] for part in resting} == resting
     assert update["critic weights"] == update["reference weights"] == 0
     assert "KV cache" not in update
+
+
+def test_a_reward_model_answers_and_never_learns() -> None:
+    enabled = ("reward_model.enable=true", "reward_model.model.path=org/reward-model")
+    without, found = memory(), memory(*enabled)
+    weights = found.states["reward model"].weights
+    assert (found.states["reward model"].gradients, found.states["reward model"].optimizer) == (0, 0)
+    assert weights == pytest.approx(2 * LLAMA_FIRST_STAGE, rel=0.01)
+    assert found.fullest["update"].total == without.fullest["update"].total + weights
+    [scoring] = [moment for moment in found.moments if moment.worker == "reward model"]
+    assert scoring.phase == "infer"
+    assert scoring.parts["reward model activations"] > 0
+    assert "KV cache" not in scoring.parts
+
+    offloaded = memory(*enabled, "reward_model.megatron.param_offload=true")
+    assert offloaded.fullest["update"].total == without.fullest["update"].total
+    filtering = memory(
+        *enabled, "algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"
+    )
+    [scoring] = [moment for moment in filtering.moments if moment.worker == "reward model"]
+    assert scoring.parts["KV cache"] > 0  # the engine goes on when the samples are scored
 
 
 def test_an_engine_that_stays_awake_stays_on_the_device() -> None:

@@ -1,0 +1,79 @@
+"""What must hold of the neural reward model, with the remedy where it does not."""
+
+from collections.abc import Iterator
+
+from megarl.config.checks import length_faults, path_faults, reward_faults
+from megarl.config.faults import Fault
+from megarl.config.model_files import model_faults, read_sizes
+from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
+from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
+from megarl.config.rule import Facts, Rule, rule
+
+
+@rule(f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
+def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
+    section, custom, key = config.reward_model, config.custom_reward_function, f"{REWARD}.weights"
+    weighted = section.weights is not None and MODEL_SCORE in section.weights
+    if weighted and not section.enable:
+        yield Fault(
+            path=key,
+            message=f"weighs the score of a reward model ({MODEL_SCORE}), and there is none: set {REWARD}.enable=true "
+            f"and {REWARD}.model.path, or leave it out",
+        )
+    elif section.enable and section.weights is not None and not weighted:
+        yield Fault(
+            path=key,
+            message=f"gives the reward model no weight: add {MODEL_SCORE}: 1.0, or set {REWARD}.enable=false",
+        )
+    elif section.enable and not section.rules and custom.path:
+        yield Fault(
+            path=key,
+            message=f"lets the reward model score alone, so that {custom.path} is never called: weigh both, as in "
+            f"{{{MODEL_SCORE}: 1.0, custom: 0.5}}, or remove custom_reward_function.path",
+        )
+    elif section.rules:
+        yield from reward_faults(section.rules, custom)
+
+
+@rule(REWARD, "data.max_prompt_length", "data.max_response_length")
+def _reward_model(config: Config, facts: Facts) -> Iterator[Fault]:
+    section = config.reward_model
+    if not section.enable:
+        return
+    yield from _reward_checkpoint_faults(section, check_paths=facts.check_paths)
+    sizes, key = read_sizes(section.model), f"{REWARD}.model.path"
+    if sizes is None:
+        return
+    if not sizes.scalar_head:
+        yield Fault(
+            path=key,
+            message=f"{section.model.path} is a language model and no sequence classifier (config.json: architectures "
+            "...ForSequenceClassification): name one that scores, for example a model of megarl.reward.train",
+        )
+    if section.max_length is not None:
+        yield from length_faults(sizes, key, f"{REWARD}.max_length", section.max_length)
+    elif section.model.input_tokenizer is None:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        yield from length_faults(sizes, key, "data.max_response_length", longest)
+
+
+def _reward_checkpoint_faults(section: RewardModelSection, *, check_paths: bool) -> Iterator[Fault]:
+    """The checkpoint must be named and there."""
+    if not section.model.path:
+        yield Fault(path=f"{REWARD}.model.path", message=f"{REWARD}.enable=true needs one: name a sequence classifier")
+    elif check_paths:
+        yield from model_faults(section.model, f"{REWARD}.model.path")
+        tokenizer = section.model.input_tokenizer
+        if tokenizer and tokenizer.startswith(("/", ".")):
+            yield from path_faults(
+                tokenizer, f"{REWARD}.model.input_tokenizer", "give a directory, a .model file, a HF id or null"
+            )
+
+
+@rule(POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")
+def _reward_model_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+    if config.reward_model.enable:
+        yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
+
+
+REWARD_RULES: tuple[Rule[Config], ...] = (_weights, _reward_model, _reward_model_cut)
