@@ -16,10 +16,10 @@ from megarl.data.conversations import Conversations, to_be_scored
 from megarl.data.prompts import encode_prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
-from megarl.learner.config import ModelSection
+from megarl.learner.config import MegatronSection, ModelSection, RewardCheckpointSection
 from tests.dist.test_learner_split import sizes
 from tests.learners import make_test_learner
-from tests.ranks import RankPool
+from tests.ranks import RankPool, fresh_mesh
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint, write_classifier
 
@@ -151,6 +151,51 @@ def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: Ra
     (refusing / "chat_template.jinja").write_text("{{ raise_exception('no roles') }}")
     for message in pool.run(2, judged, policy, refusing, messages, {}, False, 100):
         assert message.startswith("the reward model cannot read data row 5: the chat template of")
+
+
+def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
+    """What a run on these checkpoints is told of the answers to a text: scores, texts and metrics."""
+    from megarl.config.root import RewardModelSection
+    from megarl.learner.learner import Budget
+    from megarl.reward_model import make_reward
+
+    policy = load_tokenizer(str(policy_path))
+    section = RewardModelSection(
+        enable=True,
+        model=RewardCheckpointSection(path=str(own_path), input_tokenizer=given),
+        megatron=MegatronSection(dtype="float32"),
+        weights={"model": 2.0},
+    )
+    try:
+        reward = make_reward(
+            None,
+            section,
+            policy,
+            fresh_mesh(section.megatron),
+            policy_path=str(policy_path),
+            device=torch.device("cpu"),
+            budget=Budget(max_tokens=64, max_sequences=section.micro_batch_size),
+            balance=True,
+        )
+    except ValueError as error:
+        return str(error)
+    scored, metrics = reward.score(conversations(policy, "ab 3"))
+    return scored.scores, scored.accuracies, scored.texts, metrics
+
+
+def test_a_model_alone_is_the_reward(pool: RankPool, tmp_path: Path) -> None:
+    policy, own = tokenizers(tmp_path)
+    tokenizer = load_tokenizer(str(own))
+    ids = [tokenizer.encode(f"ab 3 {answer}", add_special_tokens=True) for answer in ANSWERS]
+    expected = classifier_scores(own, ids).detach()
+    for scores, accuracies, texts, metrics in pool.run(2, rewarded, policy, own, str(policy)):
+        torch.testing.assert_close(scores, 2.0 * expected, **TOLERANCE)
+        assert torch.equal(accuracies, scores)
+        assert texts == ANSWERS
+        statistics = {"mean": expected.mean(), "min": expected.min(), "max": expected.max()}
+        assert metrics == pytest.approx({f"reward/model/{n}": float(x) for n, x in statistics.items()}, abs=1e-4)
+    [message] = pool.run(1, rewarded, policy, own, None)
+    assert message.startswith("reward_model.model.input_tokenizer=null passes the policy's 200 tokens to a model of 101")
 
 
 def compare(outputs: Tensor, micro: Any, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

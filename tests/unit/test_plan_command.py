@@ -41,6 +41,18 @@ def test_2048_ranks_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(option["sync"] is None for option in plan["options"])  # an engine of 16 ranks has no room for the model
 
 
+def test_a_reward_model_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    classifier = "reward_model.model.override_config={architectures: [LlamaForSequenceClassification], num_labels: 1}"
+    model = ("reward_model.enable=true", "reward_model.model.path=configs/models/llama-3-8b", classifier)
+    assert main([*SMALL, LLAMA_8B, *model, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    states = plan["memory"]["states"]
+    # Of the same family and cut, but for the output layer.
+    assert states["reward model"]["weights"] == states["reference"]["weights"] - 2 * (128_512 // 8 - 1) * 4096
+    assert "reward model" in {moment["worker"] for moment in plan["memory"]["moments"]}
+    assert "reward model micro-batches" in {row["stage"] for row in plan["batch"]}
+
+
 def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([EXAMPLE, "trainer.nnodes=3"]) == 2
     assert "does not divide" in capsys.readouterr().err
