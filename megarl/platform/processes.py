@@ -38,7 +38,9 @@ def bound_memory(num_bytes: int) -> None:
 
     Where the machine itself runs out of memory, the kernel is asked to end these processes first.
     """
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    bound = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -130,6 +130,8 @@ class Keeper:
                 ours.close()
                 self._rank.close()
                 serve(theirs, printed, self._rules, max_memory=self._max_memory, keeper=keeper)
+            except Exception:
+                sys.excepthook(*sys.exc_info())  # for the warning's last words
             finally:
                 os._exit(1)
         theirs.close()

@@ -97,7 +97,7 @@ class Pool:
             try:
                 keeper = keeper or _Keeper(self._rules, self._limits)
                 future.set_result(keeper.judge(arguments))
-            except (OSError, EOFError, ValueError) as error:
+            except Exception as error:  # whatever it is, somebody waits for the outcome
                 detail = f"the process that watches over rewards failed ({type(error).__name__}: {error})"
                 future.set_result(Outcome(seconds=0.0, fault="error", detail=detail))
                 if keeper:

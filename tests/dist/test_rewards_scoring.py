@@ -34,7 +34,7 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts = BATCH) -> Any:
+def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts = BATCH, timeout_s: float = 100.0) -> Any:
     """Texts, scores, accuracies, metrics, warnings, and which processes called rewards; or the error.
 
     `begun` are (rank, sample) that are begun before all are asked for.
@@ -52,7 +52,7 @@ def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts 
 
     warned: list[str] = []
     logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
-    section = RewardModelSection(num_workers=1, default_score=-1.0, timeout_s=3.0)
+    section = RewardModelSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s)
     scorer = Scorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
         if rank == dist.get_rank():
@@ -90,13 +90,13 @@ def test_every_rank_has_every_score_in_the_order_of_the_samples(
     [
         ("raise KeyError('answer')", "error", "KeyError: 'answer'"),
         ("return '0.5'", "error", "TypeError: a reward returns a finite number or a dict with one under 'score'"),
-        ("time.sleep(1000)", "timeout", "it took longer than reward_model.timeout_s=3"),
+        ("time.sleep(1000)", "timeout", "it took longer than reward_model.timeout_s=4"),
     ],
 )
 def test_a_response_without_a_score_has_the_default_and_is_named_once(
     pool: RankPool, tmp_path: Path, on_sample_3: str, fault: str, cause: str
 ) -> None:
-    ranks = judged_with(pool, tmp_path, on_sample_3)
+    ranks = judged_with(pool, tmp_path, on_sample_3, [], BATCH, 4.0 if fault == "timeout" else 100.0)
     for texts, scores, accuracies, metrics, _ in ranks:
         assert texts == TEXTS
         assert scores == [2.0, 1.0, 3.0, -1.0, 2.0, 2.0]
