@@ -26,7 +26,8 @@ from megarl.loop import KL, Job, Progress, Schedule
 from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.planning.ends import plan_sync
 from megarl.platform.device import device_type, local_device
-from megarl.replay import Recorder, Replay
+from megarl.ptx import Supervision
+from megarl.replay import Recorder, Replay, replaying
 from megarl.reshard.executor import Reshard
 from megarl.reward_model import Reward, make_reward, make_rules
 from megarl.rewards.scoring import Scorer
@@ -64,7 +65,8 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     engine = None if replay else _engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     reference = _reference(config, source, mesh)
-    actor = _actor(config, source, mesh, reference.learner if reference else None, last_step=last_step)
+    anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
+    actor = _actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = _critic(config, mesh, last_step=last_step)
     checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
     resumed = find_checkpoint(checkpoints.directory, mode=trainer.resume_mode, path=trainer.resume_from_path)
@@ -103,22 +105,6 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
         position=state.position or prompts.position_of(state.step),
     )
     return Run(job=job, progress=progress, engine=engine)
-
-
-def replaying(config: Config) -> Config:
-    """What a replay does otherwise than its run: it keeps records of its own, and no samples and no checkpoints."""
-    trainer = config.trainer
-    trainer = replace(
-        trainer,
-        default_local_dir=f"{trainer.default_local_dir}/replay",
-        experiment_name=f"{trainer.experiment_name}-replay",
-        rollout_data_dir=None,
-        save_freq=-1,
-        test_freq=-1,
-        val_before_train=False,
-        val_only=False,
-    )
-    return replace(config, trainer=trainer)
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
@@ -283,7 +269,15 @@ def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: S
     )
 
 
-def _actor(config: Config, source: Source, mesh: Mesh, reference: Learner | None, *, last_step: int) -> Model[Any]:
+def _actor(
+    config: Config,
+    source: Source,
+    mesh: Mesh,
+    reference: Learner | None,
+    supervision: Supervision | None,
+    *,
+    last_step: int,
+) -> Model[Any]:
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     learner = make_learner(
         source.directory,
@@ -306,6 +300,7 @@ def _actor(config: Config, source: Source, mesh: Mesh, reference: Learner | None
             _updates(config, actor, ActorObjective(actor, horizon=config.data.max_response_length)),
             prepare=partial(mark, section=actor),
             against=reference if config.kl_of_loss == "full" else None,
+            beside=supervision.parts if supervision else None,
         ),
     )
 

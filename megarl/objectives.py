@@ -168,6 +168,22 @@ class PreferenceObjective:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
 
+@dataclass(frozen=True)
+class PTXObjective:
+    """Supervised pairs beside the policy loss, against forgetting what the model knew: `coef` times their loss.
+
+    PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 2), with the
+    mean over the tokens in place of the sum over a sequence.
+    """
+
+    coef: float
+
+    def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
+        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        ptx_loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
+        return self.coef * ptx_loss, {"actor/ptx_loss": ptx_loss.detach()}
+
+
 def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggMode, horizon: int) -> Tensor:
     return aggregate(
         sums,

@@ -5,13 +5,30 @@ other weights, or with another loss, it shows what they make of the same samples
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.archive import Archive, read_samples, step_of, steps_in
 from megarl.collect import Collected, SampleSource
+from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
+
+
+def replaying(config: Config) -> Config:
+    """What a replay does otherwise than its run: it keeps records of its own, and no samples and no checkpoints."""
+    trainer = config.trainer
+    trainer = replace(
+        trainer,
+        default_local_dir=f"{trainer.default_local_dir}/replay",
+        experiment_name=f"{trainer.experiment_name}-replay",
+        rollout_data_dir=None,
+        save_freq=-1,
+        test_freq=-1,
+        val_before_train=False,
+        val_only=False,
+    )
+    return replace(config, trainer=trainer)
 
 
 @dataclass(frozen=True, kw_only=True)

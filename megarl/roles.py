@@ -1,6 +1,6 @@
 """The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,7 +12,7 @@ from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.minibatches import minibatches
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
-from megarl.learner.learner import Budget, Learner, Objective
+from megarl.learner.learner import Budget, Learner, Objective, Part
 from megarl.reshard.executor import Destination, Reshard
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
@@ -36,6 +36,7 @@ class Updates:
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
     against: Learner | None = None  # whose exact divergence is in the objective
+    beside: Callable[[int], Iterable[Part]] | None = None  # what else the mini-batches of an iteration learn from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,10 @@ class Model(Generic[Outputs]):
         )
         if updates.prepare:
             batches = map(updates.prepare, batches)
-        metrics = self.learner.update(batches, updates.objective, updates.budget, against=updates.against)
+        beside = updates.beside(step) if updates.beside else None
+        metrics = self.learner.update(
+            batches, updates.objective, updates.budget, against=updates.against, beside=beside
+        )
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
 

@@ -22,6 +22,7 @@ class Workspace:
     model: Path  # Hugging Face directory, the tokenizer as `tokenizer.model` in it
     train: Path  # 48 problems
     val: Path  # 8 problems
+    pairs: Path  # 12 problems with solutions
     reward: Path  # a reward function that random text earns something of
 
 
@@ -30,14 +31,15 @@ def make_workspace(root: Path) -> Workspace:
     data = root / "data"
     run_python(
         *("-m", "megarl.data.prepare", "countdown", "--out", data),
-        *("--template", "plain", "--train", 48, "--val", 8, "--max-number", 20),
+        *("--template", "plain", "--train", 48, "--val", 8, "--sft", 12, "--max-number", 20),
         timeout_s=120,
     )
     model = write_checkpoint(root / "model", "llama")
     train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS)
     reward = root / "reward.py"
     reward.write_text(DIGITS_REWARD)
-    return Workspace(model=model, train=data / "train.parquet", val=data / "val.parquet", reward=reward)
+    files = {name: data / f"{file}.parquet" for name, file in (("train", "train"), ("val", "val"), ("pairs", "sft"))}
+    return Workspace(model=model, reward=reward, **files)
 
 
 def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:

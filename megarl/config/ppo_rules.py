@@ -30,7 +30,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 MESH = tuple(f"{ACTOR}.megatron.{size}" for size in SIZES)
 LAYERS = f"{ACTOR}.megatron.override_transformer_config"
-COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk")  # one prompt's responses
 REWARD = "reward_model"
 FOLLOWING_MESHES = tuple(
     key.replace(ACTOR, follower) for key in (*MESH, LAYERS) for follower in (REF, "critic", REWARD)
@@ -256,95 +255,6 @@ def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule(
-    "algorithm.adv_estimator",
-    "algorithm.filter_groups.enable",
-    f"{ROLLOUT}.n",
-    f"{ROLLOUT}.do_sample",
-    "trainer.critic_warmup",
-)
-def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
-    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
-    comparing = f"algorithm.adv_estimator={estimator}" if estimator in COMPARING else None
-    if config.algorithm.filter_groups.enable and not comparing:
-        comparing = "algorithm.filter_groups"
-    if comparing and rollout.n == 1:
-        yield Fault(
-            path=f"{ROLLOUT}.n",
-            message=f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)",
-        )
-    if comparing and not rollout.do_sample:
-        yield Fault(
-            path=f"{ROLLOUT}.do_sample",
-            message=f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
-        )
-    elif estimator == "remax" and not rollout.do_sample:
-        yield Fault(
-            path=f"{ROLLOUT}.do_sample",
-            message="algorithm.adv_estimator=remax compares responses with the greedy one: write true",
-        )
-    if not config.has_critic and config.trainer.critic_warmup:
-        yield Fault(
-            path="trainer.critic_warmup",
-            message=f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0",
-        )
-
-
-@rule("algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
-def _filter_metric(config: Config, facts: Facts) -> Iterator[Fault]:
-    algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
-    in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
-    wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
-    if wanted and in_reward and algorithm.kl_ctrl.kl_coef > 0.0:
-        yield Fault(
-            path="algorithm.filter_groups.metric",
-            message="the divergence in the reward is not known while prompts are chosen: write seq_reward, or take it "
-            f"into the loss with algorithm.use_kl_in_reward=false and {ACTOR}.use_kl_loss=true",
-        )
-
-
-@rule("algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
-def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
-    buffer = config.algorithm.overlong_buffer
-    if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
-        yield Fault(
-            path="algorithm.overlong_buffer.len",
-            message=f"{buffer.len} is not a part of the {buffer.max_resp_len} tokens of a response, over which the "
-            "penalty could grow: write between 1 and that",
-        )
-
-
-@rule("algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs")
-def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
-    correction = config.algorithm.rollout_correction
-    asked = correction.rollout_is or correction.rollout_rs
-    if asked and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield Fault(
-            path=f"{ROLLOUT}.calculate_log_probs",
-            message="algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: "
-            "write true",
-        )
-    upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
-    lower = correction.rollout_rs_threshold_lower
-    lower = 1.0 / upper if lower is None else lower
-    if correction.rollout_rs and lower >= upper:
-        yield Fault(
-            path="algorithm.rollout_correction.rollout_rs_threshold",
-            message=f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "
-            "rollout_rs_threshold_lower",
-        )
-
-
-@rule(f"{ACTOR}.policy_loss")
-def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
-        yield Fault(
-            path=f"{ACTOR}.policy_loss.clip_cov_lb",
-            message=f"no covariance lies between {loss.clip_cov_lb:g} and clip_cov_ub={loss.clip_cov_ub:g}: lower it",
-        )
-
-
 @rule("data.val_files", "trainer.test_freq", "trainer.val_only")
 def _validation(config: Config, facts: Facts) -> Iterator[Fault]:
     if not config.data.val_files and (config.trainer.val_only or config.trainer.test_freq > 0):
@@ -389,11 +299,6 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _micro_batches,
     _lengths,
     _engine,
-    _estimator,
-    _filter_metric,
-    _overlong,
-    _correction,
-    _policy_loss,
     _validation,
     _val_sampling,
     _resume,

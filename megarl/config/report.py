@@ -46,6 +46,10 @@ def batch_table(config: Config) -> list[BatchRow]:
             policy.actor.ppo_micro_batch_size,
         ),
     ]
+    if config.num_supervised:
+        rows.append(
+            BatchRow("supervised pairs", f"{config.num_supervised}", "beside each mini-batch of the actor (ptx_files)")
+        )
     if config.has_critic:
         critic = config.critic
         rows += _update_rows(

@@ -114,6 +114,13 @@ class Config:
         return actor.kl_loss_type if actor.use_kl_loss else None
 
     @property
+    def num_supervised(self) -> int:
+        """Supervised pairs in every optimizer step of the actor."""
+        actor = self.actor_rollout_ref.actor
+        per_step = actor.ptx_batch_size or actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
+        return per_step if actor.ptx_files else 0
+
+    @property
     def has_reference(self) -> bool:
         """Whether something asks for the divergence from the frozen policy."""
         return bool(self.kl_of_reward or self.kl_of_loss)

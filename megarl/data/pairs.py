@@ -20,17 +20,29 @@ class PairStream:
 
     A response is encoded without what the tokenizer puts around a text, and ends with its end-of-sequence token. Pairs
     are read and encoded when they are asked for, and all are looked through once, here, all ranks of a job together.
-    Raises ValueError for a pair that is none or is longer than `max_length`.
+    Raises ValueError for a pair that is none or is longer than `max_length`, by the name that users know this by.
     """
 
-    def __init__(self, section: SFTDataSection, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
-        self._section = section
+    def __init__(
+        self,
+        section: SFTDataSection,
+        files: str | Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        longest: str = "data.max_length",
+    ) -> None:
+        self._section, self._longest = section, longest
         self._tokenizer = tokenizer
         self._rows = Rows(files, columns=(section.prompt_key, section.response_key))
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
         in_shares(len(self._rows), self._look_through)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in all files."""
+        return len(self._rows)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -60,7 +72,7 @@ class PairStream:
             response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
             length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
             if length > limit:
-                raise ValueError(f"prompt and response have {length} tokens, data.max_length is {limit}: raise it")
+                raise ValueError(f"prompt and response have {length} tokens, {self._longest} is {limit}: raise it")
         except ValueError as error:
             raise ValueError(f"{self._rows.place(index)}: {error}") from error
         return prompt_ids, response_ids

@@ -174,6 +174,12 @@ class ActorSection:
     """Weight of that divergence."""
     kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "low_var_kl"
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """Weight of the loss of supervised pairs that every update learns from too (PPO-ptx)."""
+    ptx_files: str | list[str] | None = None
+    """Parquet file or files with those pairs: the prompts in data.prompt_key, the answers in `response`."""
+    ptx_batch_size: PositiveInt | None = None
+    """Pairs per optimizer step, over all ranks; null = as many as ppo_mini_batch_size prompts have samples."""
     ppo_epochs: PositiveInt = 1
     """Passes over the samples of one iteration."""
     shuffle: bool = True

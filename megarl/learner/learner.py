@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ class Budget:
     max_tokens: int  # of all sequences together, on one rank of those that share them
     max_sequences: int | None  # None: only the tokens bound it
     num_together: int = 1  # neighbouring samples that a loss compares: they share a micro-batch, in their order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Samples that one optimizer step learns from, and what of them."""
+
+    batch: Rollouts
+    objective: Objective
+    against: "Learner | None" = None  # the objective is told the exact divergence from it
+    temperature: float | None = None  # of the probabilities that the objective is told; None: the learner's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +119,12 @@ class Learner:
         budget: Budget,
         *,
         against: "Learner | None" = None,
+        beside: Iterable[Part] | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
 
         The objective of a policy is told the exact divergence from the policy `against` which it is taken, if any.
+        `beside` has another part for every mini-batch, whose loss is added to that of the mini-batch in the same step.
 
         Returns:
             The mean of each metric over the mini-batches, with `grad_norm` (before clipping) and `lr`.
@@ -121,37 +134,44 @@ class Learner:
         """
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
+        others = repeat(()) if beside is None else ((part,) for part in beside)
         with self.offload.everything():
-            steps = [self._step(minibatch, objective, budget, against) for minibatch in minibatches]
+            steps = [
+                self._step((Part(batch=minibatch, objective=objective, against=against), *more), budget)
+                for minibatch, more in zip(minibatches, others, strict=False)  # `beside` may be endless
+            ]
         means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         return means | {"lr": self.optimizer.lr}
 
-    def _step(
-        self, minibatch: Rollouts, objective: Objective, budget: Budget, against: "Learner | None"
-    ) -> dict[str, float]:
+    def _step(self, parts: Sequence[Part], budget: Budget) -> dict[str, float]:
         assert self.optimizer is not None
-        micro_batches = self._micro_batches(minibatch, budget)
-        readings = self._readings(against, minibatch, micro_batches, budget)
+        micros = [micro for part in parts for micro in self._lessons(part, budget)]
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        share_batch_size(self.modules, int((minibatch.lengths() - 1).sum()))
-        totals = Totals.of(minibatch.mask)
-
-        def loss(hidden: Tensor, *, packed: Packed, other: Reading | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            micro = minibatch.select(packed.samples)
-            value, metrics = objective(self._outputs(hidden, packed=packed, other=other), micro.to(self.device), totals)
-            return value, torch.ones((), dtype=torch.int), metrics
-
-        micros: list[Micro] = [
-            (packed, partial(loss, packed=packed, other=other))
-            for packed, other in zip(self._packed(minibatch, micro_batches), readings, strict=True)
-        ]
+        share_batch_size(self.modules, sum(int((part.batch.lengths() - 1).sum()) for part in parts))
         metrics = self._run(micros, budget, forward_only=False)
         with megatron_platform():
             grad_norm = self.optimizer.step()
         return self._sum(metrics) | {"grad_norm": grad_norm}
+
+    def _lessons(self, part: Part, budget: Budget) -> list[Micro]:
+        """The micro-batches of a part, with heads that give the loss."""
+        micro_batches = self._micro_batches(part.batch, budget)
+        readings = self._readings(part.against, part.batch, micro_batches, budget)
+        totals = Totals.of(part.batch.mask)
+
+        def loss(hidden: Tensor, *, packed: Packed, other: Reading | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            outputs = self._outputs(hidden, packed=packed, other=other, temperature=part.temperature)
+            micro = part.batch.select(packed.samples).to(self.device)
+            value, metrics = part.objective(outputs, micro, totals)
+            return value, torch.ones((), dtype=torch.int), metrics
+
+        return [
+            (packed, partial(loss, packed=packed, other=other))
+            for packed, other in zip(self._packed(part.batch, micro_batches), readings, strict=True)
+        ]
 
     @property
     def is_policy(self) -> bool:
@@ -237,14 +257,16 @@ class Learner:
         weight: Tensor = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
         return weight
 
-    def _outputs(self, hidden: Tensor, *, packed: Packed, other: Reading | None) -> PolicyOutputs | Tensor:
+    def _outputs(
+        self, hidden: Tensor, *, packed: Packed, other: Reading | None, temperature: float | None = None
+    ) -> PolicyOutputs | Tensor:
         """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
         states, weight = self._states(hidden, packed), self._output_weight()
         if not self.is_policy:
             values = torch.nn.functional.linear(states, weight)[:, 0].float()
             return self._whole(packed.unpack(values))
         softmax: dict[str, Any] = {
-            "temperature": self.temperature,
+            "temperature": temperature or self.temperature,
             "vocab_size": self.architecture.vocab_size,
             "group": self.mesh.tp_group,
         }
@@ -263,12 +285,12 @@ class Learner:
 
     def _sum(self, contributions: list[dict[str, Tensor]]) -> dict[str, float]:
         """The contributions of all micro-batches of all ranks, added; equal on all ranks."""
-        names = [sorted(contributions[0]) if contributions else None]
+        names = [sorted({name for metrics in contributions for name in metrics})]
         last_rank = dist.get_world_size() - 1  # of the last pipeline stage, which alone knows the names
         dist.broadcast_object_list(names, src=last_rank)
-        assert names[0] is not None
         total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
+        none = torch.zeros((), device=self.device)  # a part has metrics of its own
         for metrics in contributions if self.mesh.speaks_for_its_samples else []:
-            total += torch.stack([metrics[name].double() for name in names[0]])
+            total += torch.stack([metrics.get(name, none).double() for name in names[0]])
         dist.all_reduce(total)
         return dict(zip(names[0], total.tolist(), strict=True))

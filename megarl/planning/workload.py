@@ -63,6 +63,13 @@ def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterato
     updates = _work(
         config, grid, actor.ppo_micro_batch_size, num_prompts=actor.ppo_mini_batch_size, recompute=recompute
     )
+    if config.num_supervised:
+        pairs = _work(config, grid, actor.ppo_micro_batch_size, num_samples=config.num_supervised)
+        updates = replace(
+            updates,
+            num_tokens=max(updates.num_tokens, pairs.num_tokens),
+            num_micro_batches=updates.num_micro_batches + pairs.num_micro_batches,
+        )
     yield TrainerModel(
         name="actor",
         architecture=architecture,
@@ -115,25 +122,29 @@ def _work(
     max_sequences: int | None,
     *,
     num_prompts: int | None = None,
+    num_samples: int | None = None,
     max_tokens: int | None = None,
     recompute: bool = False,
     role: str = "policy",
 ) -> Work:
-    """The micro-batches of `num_prompts` prompts (default: all of an iteration) whose sequences are all the longest.
+    """The micro-batches of `num_samples` sequences, all of them the longest.
+
+    By default they are those of `num_prompts` prompts, and these all of an iteration.
 
     The token budget is that of one rank; the ranks of a context-parallel group put theirs together.
     """
     policy = config.actor_rollout_ref
     longest = policy.rollout.prompt_length + policy.rollout.response_length
-    num_samples = ceil((num_prompts or config.data.train_batch_size) * policy.rollout.n / grid.dp)
-    bounds = [num_samples * longest]
+    num_samples = num_samples or (num_prompts or config.data.train_batch_size) * policy.rollout.n
+    share = ceil(num_samples / grid.dp)
+    bounds = [share * longest]
     if policy.actor.use_dynamic_bsz or max_sequences is None:
         bounds.append((max_tokens or policy.actor.ppo_max_token_len_per_gpu) * grid.cp)
     if max_sequences is not None:
         bounds.append(max_sequences * longest)
     num_tokens = min(bounds)
     round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule goes by whole rounds
-    num_micro_batches = ceil(ceil(num_samples / max(1, num_tokens // longest)) / round_size) * round_size
+    num_micro_batches = ceil(ceil(share / max(1, num_tokens // longest)) / round_size) * round_size
     return Work(
         num_tokens=ceil(num_tokens / grid.cp), num_micro_batches=num_micro_batches, role=role, recompute=recompute
     )

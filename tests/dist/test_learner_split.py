@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Prompt
+from megarl.batch import Experience, Prompt, Rollouts
 from megarl.learner.config import ActorSection, CriticSection
 from megarl.objectives import ActorObjective, CriticObjective
 from tests.learners import make_test_learner
@@ -111,15 +111,23 @@ def reference_answers(
     batch: Experience | None = None,
     against: Path | None = None,
 ) -> tuple[PolicyOutputs, float, dict[str, float]]:
-    """Log-probabilities, gradient norm and metrics by `transformers` and autograd, one sequence at a time."""
+    """Log-probabilities, gradient norm and metrics by `transformers` and autograd."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch = experience() if batch is None else batch
     other = AutoModelForCausalLM.from_pretrained(against or checkpoint, dtype=torch.float32).requires_grad_(False)
+    outputs = outputs_of(model, batch, other)
+    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
+    loss.backward()
+    return outputs, gradient_norm(model), {name: float(value) for name, value in metrics.items()}
+
+
+def outputs_of(model: Any, batch: Rollouts, other: Any, *, temperature: float = TEMPERATURE) -> PolicyOutputs:
+    """What a model of `transformers` says, and how far it is from the other, one sequence at a time."""
     log_probs, entropy, kl = [], [], []
     for sample in range(len(batch)):
         prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
         log_p, log_q = (
-            (says(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+            (says(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
             for says in (model, other)
         )
         padding = (0, batch.mask.shape[1] - len(response))
@@ -127,11 +135,13 @@ def reference_answers(
         log_probs.append(torch.nn.functional.pad(chosen, padding))
         entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
         kl.append(torch.nn.functional.pad((log_p.exp() * (log_p - log_q)).sum(-1), padding))
-    outputs = PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
-    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
-    loss.backward()
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
-    return outputs, float(norm), {name: float(value) for name, value in metrics.items()}
+    return PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
+
+
+def gradient_norm(model: Any) -> float:
+    """Of all its parameters together."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])

@@ -41,6 +41,8 @@ def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         *train_arguments(workspace, run_dir),
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ptx_coef=0.1",
+        f"actor_rollout_ref.actor.ptx_files={workspace.pairs}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         f"critic.model.path={workspace.model}",
         "critic.optim.lr=1e-3",
@@ -171,6 +173,7 @@ def test_ppo_over_a_pipeline(resumed_run: tuple[Path, dict[int, dict[str, Any]]]
     # without divergence the controller goes down by 0.2 * 8 samples / 100
     assert [steps[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2)] == pytest.approx([0.1, 0.0984])
     assert steps[2]["actor/pg_clipfrac"] > 0.0  # the second epoch is off-policy
+    assert steps[2]["actor/ptx_loss"] > 1.0
     assert max(steps[step]["training/rollout_probs_diff_max"] for step in (1, 2)) < 1e-5
 
 

@@ -87,6 +87,13 @@ def test_the_table_says_what_is_sampled_besides_a_batch() -> None:
     assert not {"generation batches", "greedy responses"} & sizes(load(*grouped)).keys()
 
 
+def test_the_table_says_what_is_learnt_besides_a_mini_batch() -> None:
+    mixed = [f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ptx_files=[a, b]", f"{ACTOR}.ptx_coef=1"]
+    assert sizes(load(*mixed))["supervised pairs"] == "64"
+    assert sizes(load(*mixed, f"{ACTOR}.ptx_batch_size=24"))["supervised pairs"] == "24"
+    assert "supervised pairs" not in sizes(load())
+
+
 def test_the_table_has_no_critic_where_there_is_none() -> None:
     config = load("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5")
     assert not [stage for stage in sizes(config) if stage.startswith("critic")]

@@ -165,6 +165,31 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "no ratio lies between 2 and 0.5",
         ),
         (
+            [f"{ACTOR}.ptx_coef=0.5"],
+            f"{ACTOR}.ptx_files",
+            "ptx_coef=0.5 needs supervised pairs",
+        ),
+        (
+            [f"{ACTOR}.ptx_batch_size=8"],
+            f"{ACTOR}.ptx_files",
+            "ptx_batch_size=8 needs supervised pairs",
+        ),
+        (
+            [f"{ACTOR}.ptx_files=[]", f"{ACTOR}.ptx_coef=0.5"],
+            f"{ACTOR}.ptx_files",
+            "name their parquet files",
+        ),
+        (
+            [f"{ACTOR}.ptx_files=/nowhere/pairs.parquet", f"{ACTOR}.ptx_coef=0.5"],
+            f"{ACTOR}.ptx_files",
+            "no such file: /nowhere/pairs.parquet",
+        ),
+        (
+            [f"{ACTOR}.ptx_files=s3://bucket/pairs.parquet"],
+            f"{ACTOR}.ptx_coef",
+            "have no weight: write more than 0",
+        ),
+        (
             [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=6"],
             f"{ACTOR}.policy_loss.clip_cov_lb",
             "between 6 and clip_cov_ub=5",

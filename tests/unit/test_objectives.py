@@ -14,10 +14,10 @@ from torch import Tensor
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt
 from megarl.learner.config import ActorSection, CriticSection, PolicyLossSection
-from megarl.objectives import ActorObjective, CriticObjective, SFTObjective, mark
+from megarl.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
-NAMES = [*get_args(get_type_hints(PolicyLossSection)["loss_mode"]), "critic", "sft"]
+NAMES = [*get_args(get_type_hints(PolicyLossSection)["loss_mode"]), "critic", "sft", "ptx"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -62,6 +62,8 @@ def contribution(
     match name:
         case "critic":
             return CriticObjective(CriticSection(loss_agg_mode=mode), horizon=NUM_TOKENS)(x, micro, totals)
+        case "ptx":
+            return PTXObjective(0.5)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
         case "sft":
             return SFTObjective()(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
         case _:
@@ -78,7 +80,7 @@ def actor_section(loss_mode: str, mode: str) -> ActorSection:
 
 def prepared(name: str, mode: str, whole: Experience) -> Experience:
     """The mini-batch as its objective wants it, before it is divided."""
-    return whole if name in ("critic", "sft") else mark(whole, actor_section(name, mode))
+    return whole if name in ("critic", "sft", "ptx") else mark(whole, actor_section(name, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)

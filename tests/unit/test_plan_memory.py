@@ -265,3 +265,11 @@ def test_work_is_bounded_by_the_budget_and_by_what_there_is() -> None:
     work = updates(f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.ppo_mini_batch_size=64")
     assert work is not None  # one data-parallel group of 2 x 16,384 tokens
     assert (work.num_tokens, work.num_micro_batches) == (16_384, 2)
+
+
+def test_supervised_pairs_are_micro_batches_of_the_update() -> None:
+    mixed = (f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ptx_files=pairs.parquet", f"{ACTOR}.ptx_coef=0.1")
+    for argv, tokens, number in (((), 8 * 1024, 2), ((f"{ACTOR}.ptx_batch_size=64",), 16_384, 1 + 2)):
+        work = workload("trainer.n_gpus_per_node=16", *mixed, *argv).models[0].updates
+        assert work is not None
+        assert (work.num_tokens, work.num_micro_batches) == (tokens, number)

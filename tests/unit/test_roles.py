@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from megarl.batch import Experience, Marked, Scored
 from megarl.learner.config import ActorSection, PolicyLossSection
-from megarl.learner.learner import Budget
-from megarl.objectives import mark
+from megarl.learner.learner import Budget, Part
+from megarl.objectives import PTXObjective, mark
+from megarl.ptx import Supervision
 from megarl.roles import Model, Updates
 from tests.records import answer, prompts
 
@@ -19,9 +21,14 @@ BUDGET = Budget(max_tokens=64, max_sequences=None)
 class Learner:
     def __init__(self) -> None:
         self.minibatches: list[Experience] = []
+        self.beside: list[Part] = []
 
-    def update(self, minibatches: Iterable[Experience], objective: Any, budget: Budget, **_: Any) -> dict[str, float]:
-        self.minibatches += minibatches
+    def update(
+        self, minibatches: Iterable[Experience], objective: Any, budget: Budget, *, against: Any, beside: Any
+    ) -> dict[str, float]:
+        for minibatch, part in zip(minibatches, beside or repeat(None), strict=False):
+            self.minibatches.append(minibatch)
+            self.beside += [part] if part else []
         return {"lr": 0.5, "actor/pg_loss": 1.0}
 
 
@@ -60,3 +67,29 @@ def test_every_mini_batch_is_prepared_whole() -> None:
     for minibatch in learner.minibatches:
         assert isinstance(minibatch, Marked)
         assert minibatch.marked.tolist() == [[False, False], [False, True]]
+
+
+class Pairs:
+    """Gives the number that it is asked for in place of a batch."""
+
+    def take(self, step: int) -> int:
+        return step
+
+
+def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_the_step() -> None:
+    learner = Learner()
+    objective = PTXObjective(0.5)
+    updates = Updates(
+        objective=None,
+        budget=BUDGET,
+        num_prompts=1,
+        num_epochs=2,
+        shuffle=True,
+        seed=0,
+        beside=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4).parts,  # type: ignore[arg-type]
+    )
+    actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
+    for step in (3, 0):
+        actor.update(experience(), step=step)
+    assert [part.batch for part in learner.beside] == [12, 13, 14, 15, 0, 1, 2, 3]
+    assert {(part.objective, part.temperature, part.against) for part in learner.beside} == {(objective, 1.0, None)}

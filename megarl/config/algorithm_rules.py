@@ -1,0 +1,129 @@
+"""What must hold of a run's estimator and losses, with the remedy where it does not."""
+
+from collections.abc import Iterator
+
+from megarl.config.checks import path_faults
+from megarl.config.faults import Fault
+from megarl.config.ppo_rules import ACTOR, ROLLOUT
+from megarl.config.root import Config
+from megarl.config.rule import Facts, Rule, rule
+
+COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk")  # one prompt's responses
+
+
+@rule(
+    "algorithm.adv_estimator",
+    "algorithm.filter_groups.enable",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.do_sample",
+    "trainer.critic_warmup",
+)
+def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
+    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    comparing = f"algorithm.adv_estimator={estimator}" if estimator in COMPARING else None
+    if config.algorithm.filter_groups.enable and not comparing:
+        comparing = "algorithm.filter_groups"
+    if comparing and rollout.n == 1:
+        yield Fault(
+            path=f"{ROLLOUT}.n",
+            message=f"{comparing} compares the responses to one prompt: write n=2 or more (5 is usual)",
+        )
+    if comparing and not rollout.do_sample:
+        yield Fault(
+            path=f"{ROLLOUT}.do_sample",
+            message=f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
+        )
+    elif estimator == "remax" and not rollout.do_sample:
+        yield Fault(
+            path=f"{ROLLOUT}.do_sample",
+            message="algorithm.adv_estimator=remax compares responses with the greedy one: write true",
+        )
+    if not config.has_critic and config.trainer.critic_warmup:
+        yield Fault(
+            path="trainer.critic_warmup",
+            message=f"algorithm.adv_estimator={estimator} has no critic to warm up: write 0",
+        )
+
+
+@rule("algorithm.filter_groups", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", f"{ACTOR}.use_kl_loss")
+def _filter_metric(config: Config, facts: Facts) -> Iterator[Fault]:
+    algorithm, asked = config.algorithm, config.algorithm.use_kl_in_reward
+    in_reward = not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
+    wanted = algorithm.filter_groups.enable and algorithm.filter_groups.metric == "seq_final_reward"
+    if wanted and in_reward and algorithm.kl_ctrl.kl_coef > 0.0:
+        yield Fault(
+            path="algorithm.filter_groups.metric",
+            message="the divergence in the reward is not known while prompts are chosen: write seq_reward, or take it "
+            f"into the loss with algorithm.use_kl_in_reward=false and {ACTOR}.use_kl_loss=true",
+        )
+
+
+@rule("algorithm.overlong_buffer", "data.max_response_length", f"{ROLLOUT}.response_length")
+def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
+    buffer = config.algorithm.overlong_buffer
+    if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
+        yield Fault(
+            path="algorithm.overlong_buffer.len",
+            message=f"{buffer.len} is not a part of the {buffer.max_resp_len} tokens of a response, over which the "
+            "penalty could grow: write between 1 and that",
+        )
+
+
+@rule("algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs")
+def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
+    correction = config.algorithm.rollout_correction
+    asked = correction.rollout_is or correction.rollout_rs
+    if asked and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield Fault(
+            path=f"{ROLLOUT}.calculate_log_probs",
+            message="algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: "
+            "write true",
+        )
+    upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
+    lower = correction.rollout_rs_threshold_lower
+    lower = 1.0 / upper if lower is None else lower
+    if correction.rollout_rs and lower >= upper:
+        yield Fault(
+            path="algorithm.rollout_correction.rollout_rs_threshold",
+            message=f"no ratio lies between {lower:g} and {upper:g}: write more than 1, or a smaller "
+            "rollout_rs_threshold_lower",
+        )
+
+
+@rule(f"{ACTOR}.policy_loss")
+def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield Fault(
+            path=f"{ACTOR}.policy_loss.clip_cov_lb",
+            message=f"no covariance lies between {loss.clip_cov_lb:g} and clip_cov_ub={loss.clip_cov_ub:g}: lower it",
+        )
+
+
+@rule(f"{ACTOR}.ptx_coef", f"{ACTOR}.ptx_files", f"{ACTOR}.ptx_batch_size")
+def _supervision(config: Config, facts: Facts) -> Iterator[Fault]:
+    actor = config.actor_rollout_ref.actor
+    files = [actor.ptx_files] if isinstance(actor.ptx_files, str) else actor.ptx_files or []
+    if not files and (actor.ptx_coef or actor.ptx_batch_size):
+        asked = f"ptx_coef={actor.ptx_coef:g}" if actor.ptx_coef else f"ptx_batch_size={actor.ptx_batch_size}"
+        yield Fault(
+            path=f"{ACTOR}.ptx_files",
+            message=f"{ACTOR}.{asked} needs supervised pairs: name their parquet files, or leave it out",
+        )
+    if files and not actor.ptx_coef:
+        yield Fault(
+            path=f"{ACTOR}.ptx_coef",
+            message=f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
+        )
+    for file in files if facts.check_paths else []:
+        yield from path_faults(file, f"{ACTOR}.ptx_files", "give parquet files that exist")
+
+
+ALGORITHM_RULES: tuple[Rule[Config], ...] = (
+    _estimator,
+    _filter_metric,
+    _overlong,
+    _correction,
+    _policy_loss,
+    _supervision,
+)
