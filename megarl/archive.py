@@ -39,6 +39,7 @@ SAMPLE_COLUMNS = {
     "truncated": pa.bool_(),
     "score": pa.float32(),
     "accuracy": pa.float32(),
+    "answer": pa.string(),  # as which it counts in a majority, null where the reward does not tell
     "baseline": pa.float32(),  # the reward of the greedy response to the prompt, null where none was drawn
 }
 COLUMNS = PROMPT_COLUMNS | SAMPLE_COLUMNS
@@ -102,6 +103,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     )
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
+    baselines, answers = table["baseline"], table["answer"]
     responses = _padded(table["response_ids"], mask, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
@@ -114,8 +116,8 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         texts=table["response"].to_pylist(),
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
+        answers=None if answers.null_count == len(answers) else answers.to_pylist(),
     )
-    baselines = table["baseline"]
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
 
 
@@ -150,6 +152,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "truncated": scored.truncated.tolist(),
         "score": scored.scores.numpy(),
         "accuracy": scored.accuracies.numpy(),
+        "answer": scored.answers or [None] * num,
         "baseline": [None] * num if baselines is None else baselines.numpy(),
     }
     prompts = pa.table(of_prompts, schema=pa.schema(PROMPT_COLUMNS.items())).take(scored.groups.numpy())

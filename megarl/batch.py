@@ -114,10 +114,16 @@ class Scored(Rollouts):
     texts: Sequence[str]  # length B: the decoded responses, special tokens left out
     scores: Tensor  # [B] float32
     accuracies: Tensor  # [B] float32: how right each response is; its score where the reward does not say (`acc`)
+    answers: Sequence[str | None] | None = None  # length B: as which it counts in a majority, '' where it has none
 
     def select(self, samples: Tensor) -> Self:
-        """As for rollouts; the texts follow."""
-        return replace(super().select(samples), texts=[self.texts[sample] for sample in samples.tolist()])
+        """As for rollouts; texts and answers follow."""
+        chosen = samples.tolist()
+        return replace(
+            super().select(samples),
+            texts=[self.texts[sample] for sample in chosen],
+            answers=self.answers and [self.answers[sample] for sample in chosen],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What a validation says: scores per data source, of answers alone and together, and samples for people to read."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +43,23 @@ class Validation:
 def scores_by_source(scored: Scored) -> dict[str, float]:
     """The metrics of a validation, from all its samples; each prompt has equally many."""
     num_prompts = len(scored.prompts)
+    num = len(scored) // num_prompts
     places: dict[str, list[int]] = defaultdict(list)
     for place, prompt in enumerate(scored.prompts):
         places[prompt.data_source].append(place)
     metrics = {}
     for source, of_source in places.items():
-        scores = scored.scores.view(num_prompts, -1)[of_source]
+        scores = scored.scores.view(num_prompts, num)[of_source]
         metrics[f"val/test_score/{source}"] = float(scores.double().mean())
-        metrics |= {f"val/{source}/{name}": value for name, value in statistics(scores, None).items()}
+        answers = _answers(scored, [place * num + number for place in of_source for number in range(num)])
+        metrics |= {f"val/{source}/{name}": value for name, value in statistics(scores, answers).items()}
     return metrics
+
+
+def _answers(scored: Scored, samples: Sequence[int]) -> list[str] | None:
+    """The answers of some samples, '' where one has none; None where the reward told of no sample which it is."""
+    told = [scored.answers[sample] if scored.answers else None for sample in samples]
+    return [answer or "" for answer in told] if any(answer is not None for answer in told) else None
 
 
 def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""The rule-based rewards, by the data source of the row."""
+"""The rule-based rewards, by the data source of the row, and which answer each of them judges in a response."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,29 @@ REWARDS = {
     "svamp/flexible": gsm8k.compute_score_flexible,
 }
 
+ANSWERS = {
+    "countdown": countdown.answer_in,
+    "gsm8k": gsm8k.answer_in,
+    "gsm8k/flexible": gsm8k.answer_in_flexible,
+    "knights_knaves": knights_knaves.answer_in,
+    "math": math.answer_in,
+    "multiply": multiply.answer_in,
+    "openai/gsm8k": gsm8k.answer_in,
+    "svamp": gsm8k.answer_in,
+    "svamp/flexible": gsm8k.answer_in_flexible,
+}
+"""text -> answer: equal for responses that say the same, '' where there is none. `format` judges no answer."""
+
 
 def reward_of(data_source: str) -> Callable[..., float] | None:
     """The reward of the rows of `data_source`, None where there is none."""
     if data_source.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.compute_score
     return REWARDS.get(data_source)
+
+
+def answers_of(data_source: str) -> Callable[[str], str] | None:
+    """What finds the answer in a response to a row of `data_source`, None where its reward judges none."""
+    if data_source.startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.answer_in
+    return ANSWERS.get(data_source)

@@ -35,6 +35,16 @@ def compute_score(
     return CORRECT if solved else WELL_FORMED
 
 
+def answer_in(text: str) -> str:
+    """The expression that is scored, without spaces; '' where it is none."""
+    expression, _ = answer_of(text)
+    try:
+        evaluate(expression)
+    except ValueError:
+        return ""
+    return "".join(expression.split())
+
+
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The value of an arithmetic expression and the numbers in it.
 

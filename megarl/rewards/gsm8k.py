@@ -37,8 +37,25 @@ def extract_flexible(text: str) -> Decimal | None:
     return _decimal(answers[-1]) if answers else None
 
 
+def answer_in(text: str) -> str:
+    """The answer that is scored strictly, the same text for the same number; '' where there is none."""
+    return _text(extract_strict(text))
+
+
+def answer_in_flexible(text: str) -> str:
+    """The answer that is scored flexibly, the same text for the same number; '' where there is none."""
+    return _text(extract_flexible(text))
+
+
 def _score(answer: Decimal | None, ground_truth: Any) -> float:
     return float(answer is not None and answer == _decimal(str(ground_truth)))
+
+
+def _text(number: Decimal | None) -> str:
+    if number is None:
+        return ""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _decimal(text: str) -> Decimal:

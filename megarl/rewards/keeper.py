@@ -78,7 +78,7 @@ class Keeper:
         self._ids = count()
 
     def judge(self, arguments: Any) -> dict[str, Any]:
-        """The `numbers` of one response, or `fault` and `detail`; always the `seconds` it took."""
+        """The `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
         is_fresh = self._worker is None
         answer = self._try(arguments)
         if self._is_lost and answer["fault"] == "error" and not is_fresh:  # perhaps of what an earlier response did
@@ -160,9 +160,9 @@ class Keeper:
         match answer:
             case {"id": found, "error": str(detail)} if found == number:
                 return {"fault": "error", "detail": detail}
-            case {"id": found, "numbers": {"score": float()} as numbers} if found == number:
-                if all(isinstance(value, float) for value in numbers.values()):
-                    return {"numbers": numbers}
+            case {"id": found, "numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
+                if found == number and all(isinstance(value, float) for value in numbers.values()):
+                    return {"numbers": numbers, "pred": pred}
         raise Lost("error", "its process gave an answer that is none")
 
     def _wait(self, worker: Worker, late: Lost, seconds: float) -> dict[str, Any]:

@@ -20,13 +20,23 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
     """Score a response: its last `<answer>...</answer>`, or where it has none, its last line that is not empty."""
-    answer, tagged = answer_of(solution_str)
+    words, tagged = answer_of(solution_str)
     truth = {
         name.lower(): bool(knight)
         for name, knight in zip(ground_truth["names"], ground_truth["is_knight"], strict=True)
     }
-    found = {(name.lower(), role.lower() == "knight") for name, role in _ROLE.findall(answer)}
+    found = _roles(words)
     if found == set(truth.items()):
         return CORRECT
     well_formed = tagged and len(found) == len(truth) and {name for name, _ in found} == set(truth)
     return WELL_FORMED if well_formed else 0.0
+
+
+def answer_in(text: str) -> str:
+    """The roles that are scored, in the order of the names; '' where there are none."""
+    words, _ = answer_of(text)
+    return ", ".join(f"{name} is a {'knight' if knight else 'knave'}" for name, knight in sorted(_roles(words)))
+
+
+def _roles(words: str) -> set[tuple[str, bool]]:
+    return {(name.lower(), role.lower() == "knight") for name, role in _ROLE.findall(words)}

@@ -39,6 +39,11 @@ def compute_score(
     return float(answer is not None and equal(answer, str(ground_truth)))
 
 
+def answer_in(text: str) -> str:
+    """The content that is compared, letter by letter: equal values may look different; '' where there is none."""
+    return _letters(_tidy(last_boxed(text) or ""))
+
+
 def last_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` or `\\fbox{...}`, whose braces have to be closed."""
     start = max(text.rfind(opening) for opening in ("\\boxed{", "\\fbox{"))
@@ -57,7 +62,7 @@ def equal(answer: str, truth: str) -> bool:
     """Whether two LaTeX expressions say the same."""
     if len(answer) > MAX_CHARACTERS:
         return False
-    answer, truth = (_SPACES.sub(" ", _THOUSANDS.sub("", text)).strip().rstrip(".") for text in (answer, truth))
+    answer, truth = _tidy(answer), _tidy(truth)
     if _letters(answer) == _letters(truth):
         return True
     return cheap(answer) and cheap(truth) and _same_value(answer, truth)
@@ -78,6 +83,10 @@ def cheap(latex: str) -> bool:
 
 def _product(exponents: list[str]) -> int:
     return prod(int(number) or 1 for part in exponents for number in re.findall("[0-9]+", part))
+
+
+def _tidy(latex: str) -> str:
+    return _SPACES.sub(" ", _THOUSANDS.sub("", latex)).strip().rstrip(".")
 
 
 def _letters(latex: str) -> str:

@@ -18,10 +18,22 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
     """Score a response: its last `<answer>...</answer>`, or where it has none, what follows `=` in its last line."""
-    answer, tagged = answer_of(solution_str)
-    number = answer.rpartition("=")[2].strip()
-    if not _INTEGER.fullmatch(number):
+    number, tagged = _integer(solution_str)
+    if number is None:
         return 0.0
-    if int(number.replace(",", "")) == int(ground_truth):
+    if number == int(ground_truth):
         return CORRECT
     return WELL_FORMED if tagged else 0.0
+
+
+def answer_in(text: str) -> str:
+    """The integer that is scored; '' where there is none."""
+    number, _ = _integer(text)
+    return "" if number is None else str(number)
+
+
+def _integer(text: str) -> tuple[int | None, bool]:
+    """The integer and whether it is in answer tags."""
+    words, tagged = answer_of(text)
+    number = words.rpartition("=")[2].strip()
+    return (int(number.replace(",", "")) if _INTEGER.fullmatch(number) else None), tagged

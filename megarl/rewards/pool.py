@@ -34,6 +34,7 @@ class Outcome:
 
     seconds: float
     numbers: Numbers = field(default_factory=dict)  # empty where there is a fault
+    pred: str | None = None  # see `Verdict`
     fault: Literal["timeout", "error"] | None = None
     detail: str = ""  # of the fault, for people
 

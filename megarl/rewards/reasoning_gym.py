@@ -52,6 +52,12 @@ def compute_score(
     return float(task.score_answer(answer.strip() if tagged else None, entry))
 
 
+def answer_in(text: str) -> str:
+    """The answer that is scored, with single spaces; '' where there is none."""
+    answer, tagged = answer_of(text)
+    return " ".join(answer.split()) if tagged else ""
+
+
 def to_json(value: Any) -> str:
     """A JSON text that keeps what JSON alone would change: tuples, and keys that are no texts."""
     return json.dumps(_marked(value), default=str)

@@ -6,22 +6,33 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from reprlib import repr  # of a giant only its beginning
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.rewards import REWARDS, reward_of
+from megarl.rewards import REWARDS, answers_of, reward_of
 
 RewardFn = Callable[..., Any]
-"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps `acc`."""
+"""f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
 Numbers = dict[str, float]
 """`score`, perhaps `acc`, and whatever else a reward reports of a response."""
+
+
+class Verdict(NamedTuple):
+    """What rules say of a response."""
+
+    numbers: Numbers
+    pred: str | None  # its answer, '' where it has none; None: they do not say
+
 
 DATA_SOURCE, CUSTOM = "data_source", "custom"
 MAX_NUMBERS = 16
 """How many numbers beside `score` and `acc` are kept of a mapping."""
+MAX_PRED = 512
+"""Characters of an answer that are kept."""
 _NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
 _MAX_NAME = 64
 
@@ -34,32 +45,34 @@ class Rules:
     name: str = "compute_score"  # its name there
     weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one alone
 
-    def load(self) -> Callable[..., Numbers]:
+    def load(self) -> Callable[..., Verdict]:
         """The reward, with the arguments of a `RewardFn`.
 
         Raises ValueError where the custom file does not load or has no such function.
         """
         custom = None if self.path is None else _load_custom(Path(self.path), self.name)
         if self.weights is None:
-            alone = custom or _score_by_data_source
-            return lambda **arguments: as_numbers(alone(**arguments))
-        known: dict[str, Any] = {DATA_SOURCE: _score_by_data_source, CUSTOM: custom, **REWARDS}
+            alone = custom or _judge_by_data_source
+            return lambda **arguments: as_verdict(alone(**arguments))
+        known: dict[str, Any] = {name: partial(_judge, name) for name in REWARDS}
+        known |= {DATA_SOURCE: _judge_by_data_source, CUSTOM: custom}
         parts = {name: known[name] for name in self.weights}
-        return lambda **arguments: self._sum({name: as_numbers(part(**arguments)) for name, part in parts.items()})
+        return lambda **arguments: self._sum({name: as_verdict(part(**arguments)) for name, part in parts.items()})
 
     def reads_data_source(self) -> bool:
         """Whether the row's data source picks a rule."""
         return self.path is None if self.weights is None else DATA_SOURCE in self.weights
 
-    def _sum(self, parts: Mapping[str, Numbers]) -> Numbers:
+    def _sum(self, parts: Mapping[str, Verdict]) -> Verdict:
         assert self.weights is not None
-        first = next(iter(parts.values()))
-        numbers = {name: number for part in parts.values() for name, number in part.items()}
-        return numbers | {
-            **{name: part["score"] for name, part in parts.items()},
-            "score": sum(weight * parts[name]["score"] for name, weight in self.weights.items()),
+        first = next(iter(parts.values())).numbers
+        numbers = {name: number for part in parts.values() for name, number in part.numbers.items()}
+        numbers |= {
+            **{name: part.numbers["score"] for name, part in parts.items()},
+            "score": sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items()),
             "acc": first.get("acc", first["score"]),
         }
+        return Verdict(numbers, next((part.pred for part in parts.values() if part.pred is not None), None))
 
 
 def rule_names() -> list[str]:
@@ -78,8 +91,22 @@ def known_data_source(name: str) -> RewardFn:
     return reward
 
 
-def _score_by_data_source(data_source: str, **arguments: Any) -> Any:
-    return known_data_source(data_source)(data_source, **arguments)
+def _judge_by_data_source(**arguments: Any) -> Mapping[str, Any]:
+    return _judge(arguments["data_source"], **arguments)
+
+
+def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
+    """What the built-in rule of a data source says of a response, and which answer it has judged."""
+    answer_in = answers_of(name)
+    pred = answer_in(arguments["solution_str"]) if answer_in else None
+    return {"score": known_data_source(name)(**arguments), "pred": pred}
+
+
+def as_verdict(result: Any) -> Verdict:
+    """What a reward returned; TypeError as for `as_numbers`. Of a long answer the beginning is kept."""
+    pred = result.get("pred") if isinstance(result, Mapping) else None
+    told = pred[:MAX_PRED].encode(errors="replace").decode() if isinstance(pred, str) else None
+    return Verdict(as_numbers(result), told)
 
 
 def as_numbers(result: Any) -> Numbers:

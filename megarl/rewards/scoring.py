@@ -89,7 +89,13 @@ class Scorer:
         self._report(rollouts, texts, outcomes)
         scores = [outcome.numbers.get("score", self.default_score) for outcome in outcomes]
         accuracies = [outcome.numbers.get("acc", score) for outcome, score in zip(outcomes, scores, strict=True)]
-        scored = rollouts.extend(Scored, texts=texts, scores=torch.tensor(scores), accuracies=torch.tensor(accuracies))
+        scored = rollouts.extend(
+            Scored,
+            texts=texts,
+            scores=torch.tensor(scores),
+            accuracies=torch.tensor(accuracies),
+            answers=[outcome.pred for outcome in outcomes],
+        )
         return scored, metrics_of(outcomes)
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> Begun:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
-from megarl.rewards.rules import Numbers, Rules
+from megarl.rewards.rules import Rules, Verdict
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
@@ -44,10 +44,10 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
             os._exit(1)  # the keeper replaces it
 
 
-def _answer(reward: Callable[..., Numbers], arguments: Any) -> tuple[dict[str, Any], bool]:
+def _answer(reward: Callable[..., Verdict], arguments: Any) -> tuple[dict[str, Any], bool]:
     """What to say of a response, and whether this process can go on."""
     try:
-        return {"numbers": reward(**unpack(arguments))}, True
+        return reward(**unpack(arguments))._asdict(), True
     except BaseException as error:  # sys.exit is one more way to fail
         return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
 

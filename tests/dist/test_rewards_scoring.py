@@ -20,7 +20,7 @@ import os, time
 def compute_score(solution_str, ground_truth, **_):
     if solution_str == "40":
         {on_sample_3}
-    return {{"score": len(solution_str.split()), "acc": 1, "process": os.getppid()}}
+    return {{"score": len(solution_str.split()), "acc": 1, "pred": solution_str, "process": os.getppid()}}
 """
 
 
@@ -65,6 +65,8 @@ def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts 
         scorer.pool.close()
         logging.getLogger("megarl.rewards.scoring").removeHandler(handler)
     assert not scorer._begun
+    was_called = (scored.accuracies == 1.0).tolist()
+    assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
 
 

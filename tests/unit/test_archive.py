@@ -78,8 +78,9 @@ def test_rows_can_be_read_by_anybody_and_left_out(tmp_path: Path) -> None:
     assert [prompt.index for prompt in half.prompts] == [71]
 
 
-def test_log_probabilities_and_baselines_may_be_there_or_not(tmp_path: Path) -> None:
+def test_log_probabilities_answers_and_baselines_may_be_there_or_not(tmp_path: Path) -> None:
     record, baselines = replace(scored([2, 1, 4, 3]), rollout_log_probs=None), torch.rand(4) / 3
+    record = replace(record, answers=["7", None, "", "8"])
     write_samples(tmp_path / "file", record, baselines, step=1)
     found, found_baselines = read_samples(tmp_path / "file")
     assert_same(found, record)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.rewards.pool import Outcome
-from megarl.rewards.rules import Rules, as_numbers, known_data_source
+from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, metrics_of
 
 ROW: dict[str, Any] = {
@@ -23,8 +23,9 @@ def custom(tmp_path: Path, source: str, **changes: Any) -> Rules:
 
 def test_the_data_source_picks_the_built_in_reward() -> None:
     reward = Rules().load()
-    found = [reward(**ROW, solution_str=text)["score"] for text in ("3+5", "5-3", "nothing", "5+3")]
-    assert found == [1.0, 0.1, 0.0, 1.0]
+    found = [reward(**ROW, solution_str=text) for text in ("3+5", "5 - 3", "nothing", "5+3")]
+    assert [verdict.numbers["score"] for verdict in found] == [1.0, 0.1, 0.0, 1.0]
+    assert [verdict.pred for verdict in found] == ["3+5", "5-3", "", "5+3"]
 
 
 def test_a_custom_function_gets_the_fields_arguments(tmp_path: Path) -> None:
@@ -34,22 +35,28 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str)
 """
     reward = custom(tmp_path, source, name="by_length").load()
-    assert reward(**ROW, solution_str="nothing") == {"score": 7.0}
+    assert reward(**ROW, solution_str="nothing") == ({"score": 7.0}, None)
 
 
 @pytest.mark.parametrize(
-    ("body", "numbers"),
+    ("body", "verdict"),
     [
-        ("return 2", {"score": 2.0}),
-        ("return True", {"score": 1.0}),
-        ("return {'score': 0.5, 'acc': 1}", {"score": 0.5, "acc": 1.0}),
-        ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", {"score": 0.5, "steps_taken": 3.0}),
-        ("import numpy; return numpy.float32(0.25)", {"score": 0.25}),
+        ("return 2", ({"score": 2.0}, None)),
+        ("return True", ({"score": 1.0}, None)),
+        ("return {'score': 0.5, 'acc': 1}", ({"score": 0.5, "acc": 1.0}, None)),
+        ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", ({"score": 0.5, "steps_taken": 3.0}, "7")),
+        ("return {'pred': '', 'score': 0}", ({"score": 0.0}, "")),
+        ("return {'pred': 'x' * 10**6, 'score': 0}", ({"score": 0.0}, "x" * MAX_PRED)),
+        ("return {'pred': chr(0xd800), 'score': 0}", ({"score": 0.0}, "?")),  # no text in any encoding
+        ("return {'pred': ['7'], 'score': 0}", ({"score": 0.0}, None)),
+        ("import numpy; return numpy.float32(0.25)", ({"score": 0.25}, None)),
     ],
 )
-def test_what_field_scripts_return_is_taken(body: str, numbers: dict[str, float], tmp_path: Path) -> None:
+def test_what_field_scripts_return_is_taken(
+    body: str, verdict: tuple[dict[str, float], str | None], tmp_path: Path
+) -> None:
     reward = custom(tmp_path, f"def compute_score(**_):\n    {body}\n").load()
-    assert reward(**ROW, solution_str="") == numbers
+    assert reward(**ROW, solution_str="") == verdict
 
 
 @pytest.mark.parametrize("result", ["good", None, float("nan"), float("inf"), {"score": "1"}, {"accuracy": 1}, {}])
@@ -68,13 +75,19 @@ def test_rules_are_summed_with_their_weights_and_the_first_says_what_is_right(tm
     weights = {"data_source": 1.0, "format": 0.25, "custom": -0.5}
     reward = custom(tmp_path, source, weights=weights).load()
     right = "<think>so</think><answer>3+5</answer>"
-    assert reward(**ROW, solution_str=right) == {
+    numbers = {
         **{"data_source": 1.0, "format": 1.0, "custom": 3.0, "calls": 2.0},
         **{"score": 1.0 + 0.25 - 1.5, "acc": 1.0},
     }
-    assert reward(**ROW, solution_str="5-3")["acc"] == 0.1
+    assert reward(**ROW, solution_str=right) == (numbers, "3+5")
+    assert reward(**ROW, solution_str="5-3").numbers["acc"] == 0.1
     first = custom(tmp_path, source, weights={"custom": 1.0, "format": 1.0}).load()
-    assert first(**ROW, solution_str=right)["acc"] == 0.5
+    assert first(**ROW, solution_str=right) == (
+        {"custom": 3.0, "format": 1.0, "calls": 2.0, "score": 4.0, "acc": 0.5},
+        None,
+    )
+    named = Rules(weights={"format": 1.0, "countdown": 1.0}).load()
+    assert named(**ROW, solution_str=right).pred == "3+5"
 
 
 def test_only_rules_that_ask_for_it_read_the_data_source() -> None:

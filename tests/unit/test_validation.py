@@ -16,6 +16,7 @@ from tests.records import answer, prompts
 
 SOURCES = ["gsm8k", "math", "gsm8k"]
 SCORES = [1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]  # four to each prompt
+ANSWERS = {4: "5", 5: "5", 6: "7"}  # the reward of the second data source tells of three, one has failed
 
 
 class World(NullTracker):
@@ -43,7 +44,8 @@ class World(NullTracker):
         first, self.given = self.given, self.given + len(rollouts)
         scores = torch.tensor(SCORES[first : self.given])
         texts = [f"answer {first + number}" for number in range(len(rollouts))]
-        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores), {}
+        answers = [ANSWERS.get(number) for number in range(first, self.given)]
+        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, answers=answers), {}
 
     def log_table(self, name: str, rows: Sequence[Any], *, step: int) -> None:
         self.tables[name] = rows
@@ -71,6 +73,7 @@ def test_several_answers_are_judged_together_by_data_source() -> None:
     assert metrics["val/test_score/math"] == metrics["val/math/mean@4"] == 0.75
     assert metrics["val/math/best@4/mean"] == 1.0
     assert metrics["val/math/best@2/mean"] == pytest.approx((5 * 1.0 + 1 * 0.5) / 6)
+    assert metrics["val/math/maj@4"] == 0.5
     assert "val/gsm8k/maj@4" not in metrics  # nobody told the answers
 
 

@@ -1,0 +1,53 @@
+"""The answer that a rule judges: the same text for the same answer, which majorities are counted by."""
+
+import pytest
+
+from megarl.rewards import ANSWERS, REWARDS, answers_of
+
+GROUND_TRUTHS = {
+    "countdown": {"target": 8, "numbers": [3, 5]},
+    "knights_knaves": {"names": ["Ann", "Bob"], "is_knight": [True, False]},
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "answer"),
+    [
+        ("gsm8k", "6 + 12\n#### $1,018.50 apples", "1018.5"),
+        ("gsm8k", "#### 3 no, #### 18.00", "18"),
+        ("gsm8k", "#### -100", "-100"),
+        ("gsm8k", "it is 18", ""),
+        ("gsm8k/flexible", "it is 18", "18"),
+        ("gsm8k/flexible", "none", ""),
+        ("math", r"so \boxed{1} or rather $\boxed{\left( \dfrac{1}{2}, 3 \right)}$.", r"(\frac{1}{2},3)"),
+        ("math", r"\boxed{ \frac{1}{2} , 3}.", r"\frac{1}{2},3"),
+        ("math", r"\boxed{10,\!000}", "10000"),
+        ("math", "10000", ""),
+        ("countdown", "<answer> 3 + 5 </answer>", "3+5"),
+        ("countdown", "let me see\n(3+ 5)", "(3+5)"),
+        ("countdown", "<answer>three and five</answer>", ""),
+        ("multiply", "<answer>12 * 3 = 1,036</answer>", "1036"),
+        ("multiply", "12 * 3 = 0036", "36"),
+        ("multiply", "12 * 3 = many", ""),
+        ("knights_knaves", "<answer>Bob is a knave, Ann is a knight</answer>", "ann is a knight, bob is a knave"),
+        ("knights_knaves", "nobody is anything", ""),
+        ("reasoning_gym/leg_counting", "<answer> 4\n legs </answer>", "4 legs"),
+        ("reasoning_gym/leg_counting", "4 legs", ""),
+    ],
+)
+def test_the_answer_in_a_response(source: str, response: str, answer: str) -> None:
+    answer_in = answers_of(source)
+    assert answer_in is not None
+    assert answer_in(response) == answer
+
+
+def test_every_rule_that_judges_an_answer_has_one() -> None:
+    assert REWARDS.keys() - ANSWERS.keys() == {"format"}
+    assert not ANSWERS.keys() - REWARDS.keys()
+    assert answers_of("format") is answers_of("sudoku") is None
+
+
+@pytest.mark.parametrize("source", ANSWERS)
+def test_responses_without_an_answer_are_not_right(source: str) -> None:
+    assert ANSWERS[source]("") == ""
+    assert REWARDS[source](source, "", GROUND_TRUTHS.get(source, "8"), {}) == 0.0
