@@ -43,7 +43,7 @@ def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts 
 
     import torch.distributed as dist
 
-    from megarl.rewards.config import CustomRewardSection, RewardModelSection
+    from megarl.rewards.config import CustomRewardSection, RulesSection
     from megarl.rewards.scoring import RewardError, Scorer
 
     class Warnings(logging.Handler):
@@ -52,7 +52,7 @@ def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts 
 
     warned: list[str] = []
     logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
-    section = RewardModelSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s)
+    section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s)
     scorer = Scorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
         if rank == dist.get_rank():
