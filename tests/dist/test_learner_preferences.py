@@ -1,7 +1,5 @@
 """A reward model learns from pairs: loss, metrics and gradient are those of one unsharded model, for every split."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,20 +10,16 @@ from transformers import AutoModelForSequenceClassification
 from megarl.algorithms.losses import Totals
 from megarl.batch import Preferences
 from megarl.data.conversations import to_be_scored
-from megarl.learner.config import MegatronSection, OptimSection
 from megarl.objectives import PreferenceObjective
-from tests.ranks import RankPool, fresh_mesh
+from tests.dist.test_learner_split import sizes
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
 from tests.tiny import write_classifier
 
+NUM_RANKS = 4
 OBJECTIVE = PreferenceObjective(centering=0.1)
 MARGINS = torch.tensor([0.0, 0.5, -0.2, 1.0, 0.1])
 LENGTHS = (4, 8, 2, 5, 6, 2, 18, 23, 3, 7)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +36,9 @@ def preferences() -> Preferences:
 
 def megatron_answers(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tuple[dict[str, float], Tensor]:
     """On one rank: the metrics of an update, and the scores after it."""
-    from megarl.learner.factory import make_learner
     from megarl.learner.learner import Budget
-    from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        section,
-        fresh_mesh(section),
-        role="value",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1.0, 10),
-    )
+    learner = make_test_learner(checkpoint, sizes(tp, pp), role="value")
     budget = Budget(max_tokens=max_tokens, max_sequences=None, num_together=2)
     metrics = learner.update([preferences()], OBJECTIVE, budget)
     return metrics, learner.infer(preferences(), budget)

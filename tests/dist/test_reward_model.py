@@ -10,7 +10,6 @@ from torch import Tensor
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.algorithms.losses import Totals
 from megarl.batch import Prompt, Rollouts
 from megarl.data.conversations import Conversations, to_be_scored
 from megarl.data.prompts import encode_prompt
@@ -196,40 +195,6 @@ def test_a_model_alone_is_the_reward(pool: RankPool, tmp_path: Path) -> None:
         assert metrics == pytest.approx({f"reward/model/{n}": float(x) for n, x in statistics.items()}, abs=1e-4)
     [message] = pool.run(1, rewarded, policy, own, None)
     assert message.startswith("reward_model.model.input_tokenizer=null passes the policy's 200 tokens to a model of 101")
-
-
-def compare(outputs: Tensor, micro: Any, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each sequence at an even place should win over its neighbour."""
-    won, lost = outputs[:, 0].view(-1, 2).unbind(-1)
-    loss = -torch.nn.functional.logsigmoid(won - lost).sum() / (totals.num_sequences / 2)
-    return loss, {"loss": loss.detach()}
-
-
-def learn(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tuple[dict[str, float], Tensor]:
-    from megarl.learner.learner import Budget
-
-    learner, batch = make_test_learner(checkpoint, split, role="value"), to_be_scored(sequences())
-    budget = Budget(max_tokens=max_tokens, max_sequences=None, num_together=2)
-    metrics = learner.update([batch], compare, budget)
-    return metrics, learner.infer(batch, budget)[:, 0]
-
-
-def test_neighbours_are_compared_in_one_micro_batch_under_any_split(pool: RankPool, tmp_path: Path) -> None:
-    checkpoint = write_classifier(tmp_path / "llama", "llama")
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
-    outputs = torch.cat([model(torch.tensor([ids])).logits for ids in sequences()])
-    batch = to_be_scored(sequences())
-    loss, _ = compare(outputs, batch, Totals.of(batch.mask))
-    loss.backward()
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
-    after: Tensor | None = None
-    for (tp, pp), world_size in SPLITS.items():
-        for max_tokens in (44, 1000):
-            for metrics, found in pool.run(world_size, learn, checkpoint, sizes(tp, pp), max_tokens):
-                assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-                assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-                after = found if after is None else after
-                torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-4)
 
 
 def write_back(checkpoint: Path, out: Path, split: dict[str, Any]) -> None:

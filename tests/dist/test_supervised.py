@@ -1,10 +1,8 @@
 """A run that learns from files goes on from its checkpoint as if it had not stopped, and its checkpoint is exported."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -16,10 +14,7 @@ from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
+NUM_RANKS = 2
 
 
 def here() -> Launch:
