@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.load import load_reward_train_config
 from megarl.config.root import RewardTrainConfig
+from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 
@@ -70,6 +71,7 @@ def judge(
     num_sequences, sums = 2 * len(pairs), dict[str, float]()
     totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
     for batch in pairs.batches():
+        watchdog.note(phase="validation")
         _, metrics = objective(learner.infer(batch, budget), batch, totals)
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
     return {name.replace("reward_model/", "val/"): value for name, value in sums.items()}
