@@ -52,9 +52,8 @@ taken from its file in `configs/`:
 {lines}
 
 Nothing is tuned for an algorithm beyond what its file says, and the files keep to the papers' numbers, which were
-chosen for models a thousand times this size: the narrow clip range of GSPO, for example, holds back every update but
-the first of a step at this learning rate. So the page shows that each algorithm learns, and how the budget turns into
-score; which one is best on another task it does not say.
+chosen for models a thousand times this size. So the page shows that each algorithm learns, and how the budget turns
+into score here; which one is best elsewhere it does not say.
 """
 
 
