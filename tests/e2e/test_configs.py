@@ -26,7 +26,7 @@ from tests import tiny
 from tests.forked import run_forked
 from tests.programs import ROOT
 from tests.sentencepieces import train_sentencepiece
-from tests.tiny import write_checkpoint
+from tests.tiny import write_checkpoint, write_classifier
 from tests.workspace import MAX_RESPONSE_LENGTH, NUM_TOKENS, Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -81,6 +81,7 @@ SIZES: dict[str, dict[str, Any]] = {  # of the models that a file names by their
     },
 }
 SMALL = {**tiny.SIZES, "model_type": "llama", "max_position_embeddings": 32768}  # of any other
+JUDGE = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
 
 DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and which configurations have them
     "critic/vf_loss": lambda config: config.has_critic,
@@ -89,6 +90,7 @@ DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and which confi
     "actor/reward_kl_penalty": lambda config: bool(
         config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef
     ),
+    "reward/model/mean": lambda config: config.reward_model.enable,
     "critic/baselines/mean": lambda config: config.algorithm.adv_estimator == "remax",
     "train/num_gen_batches": lambda config: config.algorithm.filter_groups.enable,
     "rollout_corr/rollout_is_mean": lambda config: config.algorithm.rollout_correction.rollout_is is not None,
@@ -134,6 +136,10 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
         model = SIZES.get(config.actor_rollout_ref.model.path, SMALL)
         (tmp_path / "config.json").write_text(json.dumps(model))
         arguments.append(f"actor_rollout_ref.model.path={tmp_path}")
+    if config.reward_model.enable:
+        (tmp_path / "judge").mkdir()
+        (tmp_path / "judge" / "config.json").write_text(json.dumps(SMALL | JUDGE))
+        arguments.append(f"reward_model.model.path={tmp_path / 'judge'}")
     assert plan.main(arguments) == 0, capsys.readouterr()
     answer = json.loads(capsys.readouterr().out)
     assert answer["grid"]["num_ranks"] == config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -142,13 +148,16 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model of each family, with a tokenizer that knows numbers, nonsense and feelings."""
+    """A tiny model of each family and a judge, with a tokenizer that knows numbers, nonsense and feelings."""
     root = tmp_path_factory.mktemp("models")
-    found = {}
-    for variant in ("llama", "qwen2"):
-        found[variant] = write_checkpoint(root / variant, variant, eos_token_id=STOP)
+    found = {
+        "llama": write_checkpoint(root / "llama", "llama", eos_token_id=STOP),
+        "qwen2": write_checkpoint(root / "qwen2", "qwen2", eos_token_id=STOP),
+        "judge": write_classifier(root / "judge", "llama"),
+    }
+    for directory in found.values():
         train_sentencepiece(
-            found[variant] / "tokenizer.model",
+            directory / "tokenizer.model",
             vocab_size=NUM_TOKENS,
             normalization_rule_name="identity",
             user_defined_symbols=[f"\N{LOWER ONE EIGHTH BLOCK}{word}" for word in FEELINGS],
@@ -242,6 +251,8 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path]) -> l
         "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.max_num_batched_tokens=2048",
     ]
+    if config.reward_model.enable:
+        arguments.append(f"reward_model.model.path={models['judge']}")
     if config.trainer.critic_warmup:
         arguments.append("trainer.critic_warmup=1")
     if config.algorithm.overlong_buffer.enable:
