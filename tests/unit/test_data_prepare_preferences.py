@@ -75,6 +75,18 @@ def test_what_is_no_preference_is_named(
     assert "pairs.jsonl, row 1: no preference is recognised in" in capsys.readouterr().err
 
 
+def test_prompts_are_of_one_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n" + json.dumps(PAIR | {"prompt": TALK}) + "\n")
+    options = ("--from", tmp_path / "pairs.jsonl")
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path / "out", "preferences", *options)
+    assert "some prompts are texts and some are messages: add --chat" in capsys.readouterr().err
+    rows = prepare(monkeypatch, tmp_path / "out", "preferences", *options, "--chat")["train"]
+    assert [row["prompt"] for row in rows] == [TALK, TALK]
+
+
 def test_held_out_pairs_share_no_prompt_with_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [PAIR | {"prompt": f"prompt {number % 10}", "chosen": f"answer {number}"} for number in range(40)]
     write_rows(tmp_path / "pairs.parquet", rows)

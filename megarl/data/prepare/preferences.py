@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The rows of `train` and `val`. Raises ValueError where the files are missing or hold something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
+    if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:
+        raise ValueError(f"{arguments.source}: some prompts are texts and some are messages: add --chat")
     if not arguments.held_out:
         return splits
     if "val" in splits:
