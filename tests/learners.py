@@ -1,4 +1,4 @@
-"""Learners on tiny checkpoints: on the CPU, in float32, over the whole world of a test's ranks."""
+"""Learners on tiny checkpoints: in float32, over the whole world of a test's ranks."""
 
 import json
 from pathlib import Path
@@ -22,6 +22,7 @@ def make_test_learner(
     optim: OptimSection | None = OPTIM,
     grad_clip: float = 1.0,
     mesh: Any = None,
+    device: str = "cpu",
 ) -> Any:
     """This rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only answers.
 
@@ -37,7 +38,7 @@ def make_test_learner(
         section,
         mesh or fresh_mesh(section),
         role=role,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         temperature=temperature,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
     )

@@ -1,0 +1,43 @@
+"""On a GPU: a reference that is offloaded between its readings gives the same exact divergence and gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.learner.config import ActorSection
+from megarl.objectives import ActorObjective
+from tests.dist.test_learner_split import experience
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
+from tests.tiny import write_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+ACTOR = ActorObjective(ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=3.0), horizon=8)
+
+
+def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
+    """On one rank: the divergence before an update, and the metrics of the update."""
+    from megarl.learner.learner import Budget
+
+    split, device = {"param_offload": param_offload}, "cuda"
+    learner = make_test_learner(policy, split, device=device)
+    other = make_test_learner(reference, split, device=device, optim=None, mesh=learner.mesh)
+    budget = Budget(max_tokens=24, max_sequences=None)
+    kl = learner.infer(experience(), budget, against=other).kl
+    metrics: dict[str, Any] = learner.update([experience()], ACTOR, budget, against=other)
+    homes = {parameter.device.type for parameter in other.modules[0].parameters()}
+    assert homes == {"cpu" if param_offload else "cuda"}
+    return kl, metrics
+
+
+def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path) -> None:
+    policy, reference = (write_checkpoint(tmp_path / f"{seed}", "qwen3-tied", seed=seed) for seed in (0, 1))
+    with RankPool(1) as pool:
+        [(kl, metrics)] = pool.run(1, diverge, policy, reference, False)
+        [(kl_again, metrics_again)] = pool.run(1, diverge, policy, reference, True)
+    assert kl.max() > 0.01
+    torch.testing.assert_close(kl_again, kl)
+    assert metrics_again == pytest.approx(metrics, rel=1e-4)
