@@ -90,6 +90,7 @@ DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and which confi
     "actor/reward_kl_penalty": lambda config: bool(
         config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef
     ),
+    "actor/ptx_loss": lambda config: config.actor_rollout_ref.actor.ptx_files is not None,
     "reward/model/mean": lambda config: config.reward_model.enable,
     "critic/baselines/mean": lambda config: config.algorithm.adv_estimator == "remax",
     "train/num_gen_batches": lambda config: config.algorithm.filter_groups.enable,
@@ -194,7 +195,7 @@ def runs(
 
     def run(path: Path, run_dir: Path) -> tuple[Path, bool]:
         kind = supervision(path)
-        special = supervised_arguments(models, pairs) if kind else rl_arguments(path, workspace, models)
+        special = supervised_arguments(models, pairs) if kind else rl_arguments(path, workspace, models, pairs)
         arguments = [str(path), *special, *trainer_arguments(run_dir)]
         body = (follow, kind, arguments) if kind else (explore, arguments)
         return run_dir, run_forked(*body, log=run_dir / "printed.txt", timeout_s=RUN_S)
@@ -225,7 +226,7 @@ def supervised_arguments(models: dict[str, Path], pairs: Path) -> list[str]:
     ]
 
 
-def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path]) -> list[str]:
+def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pairs: Path) -> list[str]:
     """One rank, small data, short answers; as many mini-batches as before, and the same share of long answers."""
     config = load_config([str(path)], world_size=None, check_paths=False)
     actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
@@ -251,6 +252,8 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path]) -> l
         "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.max_num_batched_tokens=2048",
     ]
+    if actor.ptx_files:
+        arguments.append(f"actor_rollout_ref.actor.ptx_files={pairs}")
     if config.reward_model.enable:
         arguments.append(f"reward_model.model.path={models['judge']}")
     if config.trainer.critic_warmup:
