@@ -23,11 +23,11 @@ from megarl.rewards.wire import pack, unpack
 from tests.hostile_rewards import counts_the_escaped
 from tests.programs import ROOT
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: what they are found by
 RULES = Rules(path=str(ROOT / "tests" / "hostile_rewards.py"))
 FAILS = {
-    "loops": ("timeout", "it took longer than reward_model.timeout_s=2"),
+    "loops": ("timeout", "it took longer than reward_model.timeout_s=3"),
     "loops_in_c": ("timeout", "it took longer"),
     "backtracks": ("timeout", "it took longer"),
     "hears_nothing": ("timeout", "it took longer"),
@@ -114,11 +114,12 @@ def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
     assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_processes_start_as_they_are_needed() -> None:
+def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
-    outcomes_of(pool, "good")
-    outcomes_of(pool, "good")
-    assert len(pool._threads) == 1
+    with monkeypatch.context() as patient:
+        patient.setattr("megarl.rewards.pool.PATIENCE_S", 1000.0)
+        outcomes_of(pool, *["good"] * 5)
+        assert len(pool._threads) == 1
     outcomes_of(pool, *["hears_nothing"] * 3)
     assert 2 <= len(pool._threads) <= 4
     pool.close()
