@@ -24,7 +24,7 @@ from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
 
 START_S = 120.0
-"""How long a worker may take to load its rules."""
+"""How long a worker may take to load its rules, and what built-in ones import when they are first called."""
 CLEAN_S = 5.0
 """How long the end of what a reward left behind is waited for, before the next one is called."""
 MAX_PROCESSES = 64
@@ -76,6 +76,7 @@ class Keeper:
         self._worker: Worker | None = None
         self._is_lost = False
         self._ids = count()
+        self._begun = 0.0  # when the worker began with the present response
 
     def judge(self, arguments: Any) -> dict[str, Any]:
         """The `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
@@ -87,15 +88,13 @@ class Keeper:
         return answer
 
     def _try(self, arguments: Any) -> dict[str, Any]:
-        started = time.monotonic()
+        self._begun = time.monotonic()
         try:
-            worker = self._worker or self._start()
-            started = time.monotonic()
-            answer = self._ask(worker, arguments)
+            answer = self._ask(self._worker or self._start(), arguments)
         except Lost as lost:
             self._is_lost = True
             answer = {"fault": lost.fault, "detail": str(lost)}
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - self._begun
         if "fault" in answer and self._worker:
             self._worker.drain()
             answer["detail"] += _last_lines(self._worker.printed)
@@ -137,7 +136,7 @@ class Keeper:
         theirs.close()
         os.close(printed)
         os.set_blocking(output, False)
-        ours.settimeout(self._timeout_s)
+        ours.settimeout(START_S)
         worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_ANSWER), output=output)
         self._worker = worker
         answer = self._wait(worker, Lost("error", f"its rules did not load in {START_S:g} s"), START_S)
@@ -149,14 +148,18 @@ class Keeper:
     def _ask(self, worker: Worker, arguments: Any) -> dict[str, Any]:
         worker.printed = b""
         number = next(self._ids)
-        late = Lost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
+        deaf = Lost("error", f"its process did not begin with it in {START_S:g} s")
         try:
             worker.connection.sendall(encode({"id": number, "arguments": arguments}))
         except TimeoutError:
-            raise late from None
+            raise deaf from None
         except OSError:
             raise Lost("error", _how_it_ended(worker.pid)) from None
-        answer = self._wait(worker, late, self._timeout_s)
+        answer = self._wait(worker, deaf, START_S)
+        if answer == {"id": number, "begun": True}:
+            self._begun = time.monotonic()
+            late = Lost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
+            answer = self._wait(worker, late, self._timeout_s)
         match answer:
             case {"id": found, "error": str(detail)} if found == number:
                 return {"fault": "error", "detail": detail}
@@ -171,6 +174,8 @@ class Keeper:
         now = time.monotonic()
         deadline, next_look = now + seconds, now + _POLL_S
         while True:
+            if isinstance(message := _take(worker), dict):
+                return message
             ready, _, _ = select.select(sources, [], [], max(0.0, min(deadline, next_look) - now))
             now = time.monotonic()
             if self._rank.fileno() in ready:  # it waits for an answer, so it has hung up
@@ -178,9 +183,7 @@ class Keeper:
             if worker.output in ready and not worker.drain():
                 sources.remove(worker.output)
             if worker.connection.fileno() in ready:
-                message = _read(worker)
-                if isinstance(message, dict):
-                    return message
+                _read(worker)
             elif now > deadline:
                 raise late
             if now > next_look:
@@ -188,12 +191,16 @@ class Keeper:
                 next_look = now + _POLL_S
 
 
-def _read(worker: Worker) -> Any:
+def _read(worker: Worker) -> None:
     try:
         worker.inbox.read()
-        return worker.inbox.take()
     except (EOFError, OSError):
         raise Lost("error", _how_it_ended(worker.pid)) from None
+
+
+def _take(worker: Worker) -> Any:
+    try:
+        return worker.inbox.take()
     except ValueError as error:
         raise Lost("error", f"its process answered {error}") from None
 

@@ -118,7 +118,7 @@ class _Keeper:
 
     def __init__(self, rules: Rules, limits: Limits) -> None:
         self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(2 * (START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
+        self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_ANSWER)
         with theirs:
             self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megarl.rewards import REWARDS, answers_of, reward_of
+from megarl.rewards import math as math_rule
+from megarl.rewards.reasoning_gym import PREFIX
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
@@ -58,6 +61,15 @@ class Rules:
         known |= {DATA_SOURCE: _judge_by_data_source, CUSTOM: custom}
         parts = {name: known[name] for name in self.weights}
         return lambda **arguments: self._sum({name: as_verdict(part(**arguments)) for name, part in parts.items()})
+
+    def warm_up(self, data_source: str) -> None:
+        """Import what built-in rules import when they are first called: seconds that no response should pay for."""
+        names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
+        with suppress(ImportError):  # the rule says what is missing
+            if "math" in names and "math_verify" not in sys.modules:
+                math_rule.equal("\\frac{1}{2}", "0.5")
+            if any(name.startswith(PREFIX) for name in names):
+                importlib.import_module("reasoning_gym")
 
     def reads_data_source(self) -> bool:
         """Whether the row's data source picks a rule."""

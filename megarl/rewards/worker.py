@@ -35,7 +35,10 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
     inbox, process = Inbox(connection, max_bytes=sys.maxsize), os.getpid()
     while True:
         request = inbox.wait()
-        answer, is_sound = _answer(reward, request["arguments"])
+        arguments = unpack(request["arguments"])
+        rules.warm_up(arguments["data_source"])
+        connection.sendall(encode({"id": request["id"], "begun": True}))  # its time runs from here
+        answer, is_sound = _answer(reward, arguments)
         if os.getpid() != process:  # a reward forked, and this is the copy
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -44,10 +47,10 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
             os._exit(1)  # the keeper replaces it
 
 
-def _answer(reward: Callable[..., Verdict], arguments: Any) -> tuple[dict[str, Any], bool]:
+def _answer(reward: Callable[..., Verdict], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """What to say of a response, and whether this process can go on."""
     try:
-        return reward(**unpack(arguments))._asdict(), True
+        return reward(**arguments)._asdict(), True
     except BaseException as error:  # sys.exit is one more way to fail
         return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
 

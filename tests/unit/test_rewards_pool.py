@@ -114,6 +114,24 @@ def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
     assert [outcome.numbers.get("score") for outcome in found] == [0.5, 0.0, None, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_what_a_rule_imports_is_not_charged_to_a_response() -> None:
+    pool = Pool(Rules(), Limits(num_workers=1, timeout_s=100.0, max_memory=4_000_000_000))
+    row = {"data_source": "math", "ground_truth": "0.5", "extra_info": {}}
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"]
+    first, second = pool.wait([pool.submit(pack(row | {"solution_str": text})) for text in texts])
+    pool.close()
+    assert (first.numbers, second.numbers) == ({"score": 1.0}, {"score": 0.0})
+    code = """
+import sys
+from megarl.rewards.rules import Rules
+for data_source in ("countdown", "math"):
+    Rules().warm_up(data_source)
+    print("math_verify" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
     with monkeypatch.context() as patient:
