@@ -47,8 +47,7 @@ LOSSES = {
 SPLITS = {  # world size, section, balanced by length, tokens of a micro-batch
     "micro-batches": (1, {}, True, 24),
     "data": (2, {}, False, 24),
-    "tensor and data": (4, {"tensor_model_parallel_size": 2}, True, 1000),
-    "pipeline and data": (4, {"pipeline_model_parallel_size": 2}, True, 24),
+    "tensor and pipeline": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, True, 24),
 }
 HORIZON = 8
 
