@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megarl.platform.processes import die_with_parent
+
+LINGER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +174,12 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
 
 
 def _leave() -> None:
-    """End a process that failed before the interpreter unloads: gloo's threads would abort it (SIGABRT), not always."""
+    """End a process that failed before the interpreter unloads: gloo's threads would abort it (SIGABRT), not always.
+
+    It lingers, so that a rank which only lost its peer does not end before the launcher has seen the peer's end.
+    """
     if dist.is_initialized():
+        time.sleep(LINGER_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
