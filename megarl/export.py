@@ -42,25 +42,16 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
-    """Parse the command line.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    from megarl.checkpoints import find_checkpoint
-
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m megarl.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
     parser.add_argument("out", type=Path, help="directory to write")
     arguments = parser.parse_args(argv)
-    checkpoint = find_checkpoint(arguments.checkpoint, mode="auto", path=None) or arguments.checkpoint
-    if not (checkpoint / "huggingface" / "config.json").is_file():
-        raise ValueError(f"{arguments.checkpoint} is no checkpoint: it has no huggingface/config.json")
-    return Arguments(checkpoint, arguments.out, world_size or 1)
+    return Arguments(arguments.checkpoint, arguments.out, world_size or 1)
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it."""
+    """Load the model on all ranks and write it. Raises what `whole_checkpoint` does."""
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection, ModelSection
     from megarl.learner.factory import make_learner
@@ -68,7 +59,8 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.platform.device import device_type, local_device
     from megarl.source import Source
 
-    source = Source.read(ModelSection(path=str(arguments.checkpoint / "huggingface")))
+    checkpoint = whole_checkpoint(arguments.checkpoint)
+    source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
@@ -81,8 +73,26 @@ def write(arguments: Arguments, launch: Launch) -> None:
         role=role,
         device=local_device(device_type(arguments.trainer.device)),
     )
-    load_learner(learner, arguments.checkpoint / name)
+    load_learner(learner, checkpoint / name)
     export_model(learner, source, source.tokenizer(), arguments.out, launch)
+
+
+def whole_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the latest whole one of the run at `path`. Collective.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    from megarl.checkpoints import find_checkpoint
+    from megarl.manifest import find_damage
+
+    if latest := find_checkpoint(path, mode="auto", path=None):
+        return latest
+    if not (path / "huggingface" / "config.json").is_file():
+        raise ValueError(f"{path} is no checkpoint: it has no huggingface/config.json")
+    if damage := find_damage(path):
+        raise ValueError(f"{path} is damaged: {damage}")
+    return path
 
 
 def export_model(learner: "Learner", source: "Source", tokenizer: "Tokenizer", out: Path, launch: Launch) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarl.checkpoints import LATEST, Checkpoints, State, find_checkpoint
 from megarl.data.order import Position
+from megarl.export import whole_checkpoint
 from megarl.manifest import NAME, write_manifest
 
 
@@ -195,3 +196,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
         find_checkpoint(tmp_path, mode="resume_path", path=str(tmp_path / "global_step_2"))
     checkpoints(tmp_path, keep=2).save(step=3, kl_coef=0.5)  # the run comes by here again
     assert found(tmp_path) == tmp_path / "global_step_3"
+
+
+def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no checkpoint: it has no huggingface/config\.json"):
+        whole_checkpoint(tmp_path)
+    for step in (1, 2):
+        checkpoints(tmp_path).save(step=step, kl_coef=0.5)
+    first, second = tmp_path / "global_step_1", tmp_path / "global_step_2"
+    assert whole_checkpoint(tmp_path) == whole_checkpoint(second) == second
+    truncate(second / "rng" / "rank_0.pt")
+    assert whole_checkpoint(tmp_path) == first
+    with pytest.raises(ValueError, match=r"global_step_2 is damaged: "):
+        whole_checkpoint(second)
