@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.batch import Prompt, Scored
 from megarl.distributed.exchange import together
-from megarl.reshard.files import replacing
+from megarl.platform.files import replacing
 
 PROMPT_COLUMNS = {
     "index": pa.int64(),

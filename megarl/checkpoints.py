@@ -25,7 +25,8 @@ from megarl.data.order import Position
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
-from megarl.manifest import find_damage, sync_directory, write_manifest, write_whole
+from megarl.manifest import find_damage, write_manifest
+from megarl.platform.files import replacing, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Checkpoints:
 
     def _write_companions(self, part: Path, state: State) -> None:
         self.write_huggingface(part / "huggingface")
-        write_whole(part / "state.json", json.dumps(asdict(state)))
+        _write(part / "state.json", json.dumps(asdict(state)))
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove the oldest."""
@@ -92,7 +93,7 @@ class Checkpoints:
             final.rename(old)
         part.rename(final)
         sync_directory(self.directory)
-        write_whole(self.directory / LATEST, str(step))
+        _write(self.directory / LATEST, str(step))
         shutil.rmtree(old, ignore_errors=True)
         steps = sorted(saved_steps(self.directory))
         for other in steps[: -self.keep] if self.keep else []:
@@ -133,6 +134,11 @@ def saved_steps(directory: Path) -> list[int]:
     """The steps of which `directory` has a checkpoint."""
     names = [path.parent.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*/state.json")]
     return [int(name) for name in names if name.isdecimal()]
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _make_empty(part: Path, names: list[str]) -> None:

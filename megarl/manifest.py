@@ -8,78 +8,67 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import in_shares, together
+from megarl.platform.files import replacing, sync_directory
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 22
 
-T = TypeVar("T")
-
 
 def write_manifest(directory: Path) -> None:
     """Bring every file of `directory` to the disk, and then the manifest that names them. Collective."""
-    found = _on_every_file(_files(directory), lambda name: _seal(directory / name))
-    together(lambda: write_whole(directory / NAME, json.dumps(found, indent=1)) if dist.get_rank() == 0 else None)
+    names: list[str] = _on_first_rank(lambda: _files(directory))
+    sealed = in_shares(len(names), lambda places: [_seal(directory / names[place]) for place in places])
+    found = dict(zip(names, chain.from_iterable(sealed), strict=True))
+    _on_first_rank(lambda: _finish(directory, found))
 
 
 def find_damage(directory: Path) -> str | None:
     """Which file of `directory` is not what its manifest says, and how; None where all are. Collective."""
     manifest = directory / NAME
-    if not manifest.is_file():
+    text: str | None = _on_first_rank(lambda: manifest.read_text() if manifest.is_file() else None)
+    if text is None:
         return f"{manifest} is missing"
     try:
-        expected: dict[str, list[int]] = json.loads(manifest.read_text())
+        expected = list(json.loads(text).items())
     except ValueError as error:
         return f"{manifest} is damaged: {error}"
-    faults = _on_every_file(list(expected), lambda name: _compare(directory / name, *expected[name]))
-    return next((fault for fault in faults.values() if fault), None)
+
+    def compare(places: range) -> list[str | None]:
+        return [_compare(directory / name, *seal) for name, seal in expected[places.start : places.stop]]
+
+    faults = chain.from_iterable(in_shares(len(expected), compare))
+    return next((fault for fault in faults if fault), None)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file in one step: a reader sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring to the disk which names `directory` holds: a rename is not there after a power cut otherwise."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _on_first_rank(compute: Callable[[], Any]) -> Any:
+    """The answer of rank 0, on every rank."""
+    return together(lambda: compute() if dist.get_rank() == 0 else None)[0]
 
 
 def _files(directory: Path) -> list[str]:
-    names = together(
-        lambda: sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    )
-    return [name for name in names[0] if name != NAME]
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return [name for name in names if name != NAME]
 
 
-def _on_every_file(names: list[str], look: Callable[[str], T]) -> dict[str, T]:
-    """What `look` says of each file, in the order of `names`; each rank looks at its share."""
-    share = names[dist.get_rank() :: dist.get_world_size()]
-    parts = together(lambda: {name: look(name) for name in share})
-    said = {name: answer for part in parts for name, answer in part.items()}
-    return {name: said[name] for name in names}
+def _finish(directory: Path, found: dict[str, list[int]]) -> None:
+    """Bring to the disk which names the directories hold, then write the manifest."""
+    for parent in {(directory / name).parent for name in found}:
+        sync_directory(parent)
+    with replacing(directory / NAME) as file:
+        file.write(json.dumps(found, indent=1).encode())
 
 
 def _seal(path: Path) -> list[int]:
     """The size and checksum of a file that is on the disk afterwards."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    sync_directory(path.parent)
     return [path.stat().st_size, _checksum(path)]
 
 

@@ -17,7 +17,8 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture, hf_shapes, read_architecture
 from megarl.models.hub import local_directory, read_config
-from megarl.reshard.files import SINGLE, ShardWriter, replacing
+from megarl.platform.files import replacing
+from megarl.reshard.files import SINGLE, ShardWriter
 from megarl.reshard.layout import Piece, row_major, whole
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine

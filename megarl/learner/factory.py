@@ -57,12 +57,7 @@ def make_learner(
         build_model(architecture, section, mesh, recompute=recompute, chunk=chunk) for chunk in range(mesh.vpp_size)
     )
     if checkpoint:
-        layout = source_layout(modules, architecture, mesh)
-        layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
-        files = CheckpointFiles(checkpoint)
-        if has_head and architecture.scalar_head:
-            _check_head(checkpoint, files.names)
-        files.load(layout, weights(modules), shapes=hf_shapes(architecture))
+        _read_weights(checkpoint, modules, architecture, mesh, has_head=has_head)
     models: tuple[Any, ...] = modules
     optimizer: Optimizer | None = None
     if training:
@@ -80,6 +75,18 @@ def make_learner(
         device=device,
         balance=balance,
     )
+
+
+def _read_weights(
+    checkpoint: Path, modules: tuple[Any, ...], architecture: Architecture, mesh: Mesh, *, has_head: bool
+) -> None:
+    """Fill this rank's parameters from its slices of the files; a head that the checkpoint lacks stays as it is."""
+    layout = source_layout(modules, architecture, mesh)
+    layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
+    files = CheckpointFiles(checkpoint)
+    if has_head and architecture.scalar_head:
+        _check_head(checkpoint, files.names)
+    files.load(layout, weights(modules), shapes=hf_shapes(architecture))
 
 
 def _check_head(checkpoint: Path, names: Collection[str]) -> None:

@@ -7,10 +7,9 @@ complete when it has its `config.json`: writing removes an older one first and a
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.platform.files import replacing
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
@@ -197,21 +197,6 @@ class ShardWriter:
         _, file, offset = self._places[param]
         file.seek(offset)
         file.write(self._opened.pop(param).view(-1).view(torch.uint8).numpy().data)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` when it is complete and on the disk, and never if writing fails."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _finish(

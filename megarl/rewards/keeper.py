@@ -247,13 +247,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
     try:
-        settings = inbox.wait()
-        keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
-        while True:
-            rank.sendall(encode(keeper.judge(inbox.wait())))
-            keeper.clean()
-    except (EOFError, ConnectionError):
-        pass
+        with suppress(EOFError, ConnectionError):  # a rank that needs no more hangs up
+            settings = inbox.wait()
+            keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
+            while True:
+                rank.sendall(encode(keeper.judge(inbox.wait())))
+                keeper.clean()
     finally:
         if keeper:
             keeper.end()

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.models.architecture import hf_shapes, read_architecture
-from megarl.reshard.files import CheckpointFiles, replacing
+from megarl.platform.files import replacing
+from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.layout import Box, Piece, row_major, whole
 from tests.layouts import blank, filled, trainer_layouts
 from tests.tiny import VARIANTS, write_checkpoint
