@@ -21,7 +21,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def evaluate(config: Config, launch: Launch) -> None:
     """Run the validation on this rank."""
-    from megarl.build import build_validation
+    from megarl.build.run import build_validation
 
     validation, engine, step = build_validation(config, launch)
     scores = validation.run(step=step)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.collect import SampleSource
 from megarl.data.order import Position
 from megarl.distributed import watchdog
 from megarl.estimate import Metrics, estimate, mismatch_metrics
 from megarl.interfaces import Checkpoints, Critic, Policy
+from megarl.samples.collect import SampleSource
+from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
-from megarl.validation import Validation
 
 KL = FixedKL | AdaptiveKL
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
-from megarl.build import run_tracker
-from megarl.checkpoints import Checkpoints, State, find_checkpoint
+from megarl.build.run import run_tracker
+from megarl.checkpoint.store import Checkpoints, State, find_checkpoint
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog

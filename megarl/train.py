@@ -60,7 +60,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.build import build_run
+    from megarl.build.run import build_run
     from megarl.loop import train as loop
 
     if launch.rank == 0:

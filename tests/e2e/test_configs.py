@@ -281,7 +281,7 @@ def follow(kind: str, arguments: list[str]) -> bool:
 
 def explore(arguments: list[str]) -> bool:
     """On the only rank: `python -m megarl.train ARGUMENTS`; whether every weight of the actor is another afterwards."""
-    from megarl import build
+    from megarl.build import run as build
 
     build_run, watched = build.build_run, {}
 

@@ -4,8 +4,8 @@ import pytest
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.build import make_kl_controller, make_schedule
-from megarl.checkpoints import State
+from megarl.build.run import make_kl_controller, make_schedule
+from megarl.checkpoint.store import State
 from megarl.tracking.config import TrainerSection
 
 

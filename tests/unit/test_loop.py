@@ -12,12 +12,12 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
-from megarl.collect import Collector
 from megarl.data.order import Position
 from megarl.loop import Job, Progress, Schedule, train
+from megarl.samples.collect import Collector
+from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
-from megarl.validation import Validation
 from tests.records import answer, prompts
 
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.algorithms.groups import statistics
-from megarl.archive import Archive
 from megarl.batch import Scored, join
 from megarl.interfaces import PromptSource, Sampler, Scorer
+from megarl.samples.archive import Archive
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 

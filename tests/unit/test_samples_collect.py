@@ -14,12 +14,12 @@ import torch
 
 from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, OverlongBufferSection
 from megarl.batch import Prompts, Rollouts, Scored
-from megarl.checkpoints import State
-from megarl.collect import Collected, Collector
+from megarl.checkpoint.store import State
 from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.samples.collect import Collected, Collector
 from megarl.tracking.timers import Timers
 from tests.sentencepieces import train_sentencepiece
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megarl.archive import read_samples, step_of, steps_in, write_samples
 from megarl.batch import Scored
+from megarl.samples.archive import read_samples, step_of, steps_in, write_samples
 from tests.records import answer, prompts
 
 

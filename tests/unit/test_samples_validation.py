@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
+from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
-from megarl.validation import Validation
 from tests.records import answer, prompts
 
 SOURCES = ["gsm8k", "math", "gsm8k"]

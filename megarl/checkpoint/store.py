@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.manifest import find_damage, write_manifest
 from megarl.data.order import Position
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
-from megarl.manifest import find_damage, write_manifest
 from megarl.platform.files import replacing, sync_directory
 
 logger = logging.getLogger(__name__)

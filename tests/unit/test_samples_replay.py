@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.archive import write_samples
 from megarl.batch import Scored
 from megarl.data.order import Position
-from megarl.replay import Replay
+from megarl.samples.archive import write_samples
+from megarl.samples.replay import Replay
 from megarl.tracking.timers import Timers
 from tests.records import answer, prompts
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.archive import Archive, read_samples, step_of, steps_in
-from megarl.collect import Collected, SampleSource
 from megarl.config.root import Config
 from megarl.data.order import Position
+from megarl.samples.archive import Archive, read_samples, step_of, steps_in
+from megarl.samples.collect import Collected, SampleSource
 from megarl.tracking.timers import Timers
 
 

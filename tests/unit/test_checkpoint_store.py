@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoints import LATEST, Checkpoints, State, find_checkpoint
+from megarl.checkpoint.manifest import NAME, write_manifest
+from megarl.checkpoint.store import LATEST, Checkpoints, State, find_checkpoint
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
-from megarl.manifest import NAME, write_manifest
 
 
 @pytest.fixture(scope="module", autouse=True)

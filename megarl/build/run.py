@@ -1,0 +1,185 @@
+"""The composition root: everything of a run put together as configured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from megarl.algorithms.config import KLControlSection
+from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.checkpoint.store import Checkpoints, State, find_checkpoint
+from megarl.samples.collect import Collector, SampleSource
+from megarl.config.load import to_dict, to_yaml
+from megarl.config.root import Config, SupervisedConfig
+from megarl.data.prompts import PromptStream
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.launch import Launch
+from megarl.learner.checkpoint import load_learner
+from megarl.learner.factory import make_learner
+from megarl.learner.parallel import build_mesh
+from megarl.loop import KL, Job, Progress, Schedule
+from megarl.ptx import Supervision
+from megarl.samples.replay import Recorder, Replay, replaying
+from megarl.reward_model import make_rules
+from megarl.roles import Model
+from megarl.rollout.engine import RolloutEngine
+from megarl.source import Source
+from megarl.tracking.config import TrainerSection
+from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.samples.validation import Validation
+from megarl.build.models import make_actor, make_reference, make_critic, device_of
+from megarl.build.sampling import make_tokenizer, training_prompts, validation_prompts, start_engine, make_sampler, make_scorer, make_archive, make_validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A job, where it stands, and what it holds on to."""
+
+    job: Job
+    progress: Progress
+    engine: RolloutEngine | None  # None: nothing is sampled
+
+
+def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> Run:
+    """Everything of a training run, in the state of the checkpoint it continues from.
+
+    `replay` names samples of an earlier run, which then stand in for engine, reward and validation.
+    """
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    source = Source.read(policy.model)
+    tokenizer = make_tokenizer(config, source)
+    prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
+    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+
+    engine = None if replay else start_engine(config, source, tokenizer)
+    mesh = build_mesh(policy.actor.megatron)
+    reference = make_reference(config, source, mesh)
+    anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
+    actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
+    critic = make_critic(config, mesh, last_step=last_step)
+    checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
+    resumed = find_checkpoint(checkpoints.directory, mode=trainer.resume_mode, path=trainer.resume_from_path)
+    state = checkpoints.load(resumed) if resumed else State()
+    first_step, validation = state.step, None
+    samples: SampleSource
+    if replay:
+        config = replaying(config)
+        samples = Replay.find(replay, after=state.step)
+        first_step, last_step = samples.first_step, samples.last_step
+    tracker = run_tracker(config, launch, last_step=last_step, resume_step=state.step if resumed else None)
+    if config.data.filter_overlong_prompts:
+        _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
+    if engine:
+        scorer = make_scorer(config, rules, mesh, tokenizer)
+        sampler = make_sampler(config, engine, actor.learner, scorer, launch)
+        collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
+        samples = Recorder(samples=collector, archive=archive) if (archive := make_archive(config)) else collector
+        validation = make_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None
+    job = Job(
+        samples=samples,
+        actor=actor,
+        reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
+        critic=critic,
+        algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
+        schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=resumed is not None),
+        validation=validation,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        num_ranks=launch.world_size,
+    )
+    if launch.rank == 0:
+        (Path(config.trainer.default_local_dir) / "config.yaml").write_text(to_yaml(config))
+    progress = Progress(
+        kl=make_kl_controller(config.algorithm.kl_ctrl, state),
+        position=state.position or prompts.position_of(state.step),
+    )
+    return Run(job=job, progress=progress, engine=engine)
+
+
+def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
+    """When a run of the steps from `first_step` on validates, saves and ends."""
+    return Schedule(
+        first_step=first_step,
+        last_step=first_step if trainer.val_only else last_step,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
+        critic_warmup=trainer.critic_warmup,
+    )
+
+
+def make_kl_controller(section: KLControlSection, state: State) -> KL:
+    """The controller of the KL coefficient; an adaptive one goes on from the coefficient it had reached."""
+    if section.type == "fixed":
+        return FixedKL(section.kl_coef)
+    coef = section.kl_coef if state.kl_coef is None else state.kl_coef
+    return AdaptiveKL(coef, target=section.target_kl, horizon=section.horizon)
+
+
+def build_validation(config: Config, launch: Launch) -> tuple[Validation, RolloutEngine, int]:
+    """The validation of the checkpoint that the configuration would continue from, and its step.
+
+    Raises:
+        ValueError: there are no validation files.
+    """
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    run_dir = Path(trainer.default_local_dir)
+    source = Source.read(policy.model)
+    tokenizer = make_tokenizer(config, source)
+    prompts = validation_prompts(config, tokenizer)
+    if prompts is None:
+        raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
+    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    engine = start_engine(config, source, tokenizer)
+    mesh = build_mesh(policy.actor.megatron)
+    actor = make_learner(
+        source.directory,
+        source.architecture,
+        policy.actor.megatron,
+        mesh,
+        role="policy",
+        device=device_of(config),
+    )
+    scorer = make_scorer(config, rules, mesh, tokenizer)
+    step = 0
+    if checkpoint := find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path):
+        load_learner(actor, checkpoint / "actor")
+        step = State.read(checkpoint).step
+    tracker = make_tracker(
+        ["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0
+    )
+    sampler = make_sampler(config, engine, actor, scorer, launch)
+    return make_validation(config, prompts, sampler, scorer, tracker), engine, step
+
+
+def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:
+    sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
+    tracker.log_table("data/prompts", sizes, step=step)
+
+
+def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: Sequence[Model[Any]]) -> Checkpoints:
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
+    return Checkpoints(
+        directory=Path(config.trainer.default_local_dir),
+        learners={model.name: model.learner for model in models},
+        keep=config.trainer.max_ckpt_to_keep,
+        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+    )
+
+
+def run_tracker(
+    config: Config | SupervisedConfig, launch: Launch, *, last_step: int, resume_step: int | None
+) -> Tracker:
+    """What `trainer.logger` asks for, on the rank that tracks."""
+    trainer = config.trainer
+    return make_tracker(
+        trainer.logger,
+        run_dir=Path(trainer.default_local_dir),
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        params=to_dict(config),
+        total_steps=last_step,
+        is_main=launch.rank == 0,
+        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+        resume_step=resume_step,
+    )

@@ -1,0 +1,118 @@
+"""What a run samples with and judges by: prompts, engine, sampler, reward, validation."""
+
+import math
+from pathlib import Path
+from megarl.samples.archive import Archive
+from megarl.config.root import Config
+from megarl.data.prompts import PromptDataset, PromptStream
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.launch import Launch
+from megarl.learner.learner import Learner
+from megarl.learner.parallel import Mesh
+from megarl.planning.ends import plan_sync
+from megarl.reshard.executor import Reshard
+from megarl.reward_model import Reward, make_reward
+from megarl.rewards.scoring import Scorer
+from megarl.roles import Sampler
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.sampling import stop_token_ids
+from megarl.selfcheck import SelfCheck
+from megarl.source import Source
+from megarl.tracking.tracker import Tracker
+from megarl.samples.validation import Validation
+from megarl.build.models import make_budget, device_of
+
+
+def make_tokenizer(config: Config, source: Source) -> Tokenizer:
+    """The policy's tokenizer, or the one that `data` names."""
+    return source.tokenizer(
+        config.data.tokenizer,
+        chat_template=config.data.chat_template,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+    )
+
+
+def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
+    """What the policy learns to answer."""
+    data = config.data
+    dataset = PromptDataset(data, data.train_files, tokenizer)
+    return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
+    """What it is judged on, None where no file is named."""
+    data = config.data
+    if data.val_files is None:
+        return None
+    dataset = PromptDataset(data, data.val_files, tokenizer)
+    return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
+
+
+def start_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
+    """This rank's part of a vLLM engine, without weights yet."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
+    return source.start_engine(
+        rollout,
+        stop_token_ids=stop_token_ids(source.directory, tokenizer.eos_token_id),
+        max_model_len=rollout.prompt_length + rollout.response_length,
+        max_sequences=prompts_per_replica * rollout.n,
+        trust_remote_code=policy.model.trust_remote_code,
+    )
+
+
+def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch) -> Sampler:
+    """The engine with the actor's weights, brought by a planned reshard."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    plan = plan_sync(
+        actor.architecture,
+        policy.actor.megatron,
+        rollout,
+        held=actor.layout(),
+        needed=engine.weights.layout(),
+        launch=launch,
+    )
+    return Sampler(
+        engine=engine,
+        actor=actor,
+        reshard=Reshard(plan, device=actor.device),
+        section=rollout,
+        check=SelfCheck(rollout.sync, engine, actor, make_budget(config, None)),
+        finished=scorer.begin,
+    )
+
+
+def make_scorer(config: Config, rules: Scorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
+    """Rules, a reward model, or both."""
+    section = config.reward_model
+    return make_reward(
+        rules,
+        section,
+        tokenizer,
+        mesh,
+        policy_path=config.actor_rollout_ref.model.path,
+        device=device_of(config),
+        budget=make_budget(config, section.micro_batch_size),
+        balance=config.trainer.balance_batch,
+    )
+
+
+def make_archive(config: Config) -> Archive | None:
+    """Where samples are kept, None where they are not."""
+    directory = config.trainer.rollout_data_dir
+    return Archive(Path(directory)) if directory else None
+
+
+def make_validation(
+    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker
+) -> Validation:
+    """The scores of held-out prompts."""
+    return Validation(
+        prompts=prompts,
+        sampler=sampler,
+        scorer=scorer,
+        tracker=tracker,
+        num_shown=config.trainer.log_val_generations,
+        archive=make_archive(config),
+    )
