@@ -83,8 +83,8 @@ def whole_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: there is none, or it is damaged.
     """
+    from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.manifest import find_damage
-    from megarl.checkpoint.store import find_checkpoint
 
     if latest := find_checkpoint(path, mode="auto", path=None):
         return latest

@@ -7,7 +7,9 @@ from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
 from megarl.build.run import run_tracker
-from megarl.checkpoint.store import Checkpoints, State, find_checkpoint
+from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
 from megarl.config.root import Config
 from megarl.learner.config import ActorSection, CriticSection
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import Mesh
-from megarl.loop import KL
 from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.platform.device import device_type, local_device
 from megarl.ptx import Supervision

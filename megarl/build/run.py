@@ -4,10 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.checkpoint.store import Checkpoints, State, find_checkpoint
-from megarl.samples.collect import Collector, SampleSource
+from megarl.build.models import device_of, make_actor, make_critic, make_reference
+from megarl.build.sampling import (
+    make_archive,
+    make_sampler,
+    make_scorer,
+    make_tokenizer,
+    make_validation,
+    start_engine,
+    training_prompts,
+    validation_prompts,
+)
+from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptStream
@@ -18,16 +31,15 @@ from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
 from megarl.loop import KL, Job, Progress, Schedule
 from megarl.ptx import Supervision
-from megarl.samples.replay import Recorder, Replay, replaying
 from megarl.reward_model import make_rules
 from megarl.roles import Model
 from megarl.rollout.engine import RolloutEngine
+from megarl.samples.collect import Collector, SampleSource
+from megarl.samples.replay import Recorder, Replay, replaying
+from megarl.samples.validation import Validation
 from megarl.source import Source
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.tracker import Tracker, make_tracker
-from megarl.samples.validation import Validation
-from megarl.build.models import make_actor, make_reference, make_critic, device_of
-from megarl.build.sampling import make_tokenizer, training_prompts, validation_prompts, start_engine, make_sampler, make_scorer, make_archive, make_validation
 
 
 @dataclass(frozen=True, kw_only=True)

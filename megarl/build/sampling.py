@@ -2,7 +2,8 @@
 
 import math
 from pathlib import Path
-from megarl.samples.archive import Archive
+
+from megarl.build.models import device_of, make_budget
 from megarl.config.root import Config
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
@@ -16,11 +17,11 @@ from megarl.rewards.scoring import Scorer
 from megarl.roles import Sampler
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import stop_token_ids
+from megarl.samples.archive import Archive
+from megarl.samples.validation import Validation
 from megarl.selfcheck import SelfCheck
 from megarl.source import Source
 from megarl.tracking.tracker import Tracker
-from megarl.samples.validation import Validation
-from megarl.build.models import make_budget, device_of
 
 
 def make_tokenizer(config: Config, source: Source) -> Tokenizer:

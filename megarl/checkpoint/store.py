@@ -12,7 +12,6 @@ one before; one that is damaged later is passed over. All ranks see the same RUN
 """
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,33 +20,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.manifest import find_damage, write_manifest
+from megarl.checkpoint.find import LATEST, PREFIX, saved_steps
+from megarl.checkpoint.manifest import write_manifest
+from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
 from megarl.platform.files import replacing, sync_directory
-
-logger = logging.getLogger(__name__)
-
-LATEST = "latest_checkpointed_iteration.txt"
-PREFIX = "global_step_"
-
-
-@dataclass(frozen=True)
-class State:
-    """What a run knows beside its models."""
-
-    step: int = 0  # finished steps
-    kl_coef: float | None = None  # None: as configured
-    position: Position | None = None  # of the next prompt; None: one batch was taken for each step
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> "State":
-        """The state that a checkpoint was saved in."""
-        state = json.loads((checkpoint / "state.json").read_text())
-        position = state.pop("position", None)
-        return cls(**state, position=position and Position(**position))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,41 +79,6 @@ class Checkpoints:
         for other in steps[: -self.keep] if self.keep else []:
             if other != step:
                 shutil.rmtree(self.directory / f"{PREFIX}{other}")
-
-
-def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | None:
-    """The checkpoint to continue from, None to start afresh. Collective: every file of it is looked at.
-
-    Raises:
-        ValueError: there is none at the `path` of mode resume_path or it is damaged, or none of those that the
-            directory had is left whole.
-    """
-    if mode == "resume_path":
-        checkpoint = Path(str(path))
-        if not (checkpoint / "state.json").is_file():
-            raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
-        if damage := find_damage(checkpoint):
-            raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
-        return checkpoint
-    latest = directory / LATEST
-    if mode == "disable" or not latest.is_file():
-        return None
-    last = int(latest.read_text())
-    for step in sorted((step for step in saved_steps(directory) if step <= last), reverse=True):
-        checkpoint = directory / f"{PREFIX}{step}"
-        if not (damage := find_damage(checkpoint)):
-            return checkpoint  # an earlier one where a crash came while the last was being replaced
-        logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
-    raise ValueError(
-        f"{latest} says {last}, but there is no whole {PREFIX}{last} or earlier: bring it back, name another by "
-        "trainer.resume_mode=resume_path, or start afresh with trainer.resume_mode=disable"
-    )
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """The steps of which `directory` has a checkpoint."""
-    names = [path.parent.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*/state.json")]
-    return [int(name) for name in names if name.isdecimal()]
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.run import make_kl_controller, make_schedule
-from megarl.checkpoint.store import State
+from megarl.checkpoint.state import State
 from megarl.tracking.config import TrainerSection
 
 

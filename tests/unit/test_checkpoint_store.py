@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.find import LATEST, find_checkpoint
 from megarl.checkpoint.manifest import NAME, write_manifest
-from megarl.checkpoint.store import LATEST, Checkpoints, State, find_checkpoint
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
 

@@ -14,7 +14,7 @@ import torch
 
 from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, OverlongBufferSection
 from megarl.batch import Prompts, Rollouts, Scored
-from megarl.checkpoint.store import State
+from megarl.checkpoint.state import State
 from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream
