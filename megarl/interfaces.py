@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 
@@ -71,5 +72,5 @@ class Critic(Protocol):
 class Checkpoints(Protocol):
     """What outlives the process."""
 
-    def save(self, *, step: int, kl_coef: float, position: Position) -> None:
-        """Save the state after `step` finished steps; `position` is that of the next prompt."""
+    def save(self, state: State) -> None:
+        """Save the models, and what the run knows beside them."""

@@ -4,16 +4,19 @@ Everything here is the same on every rank. Which rank holds which shard of a mod
 the business of those behind the interfaces.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed import watchdog
 from megarl.estimate import Metrics, estimate, mismatch_metrics
 from megarl.interfaces import Checkpoints, Critic, Policy
 from megarl.samples.collect import SampleSource
 from megarl.samples.validation import Validation
+from megarl.tracking.names import validation_of
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 
@@ -43,6 +46,11 @@ class Progress:
 
     kl: KL  # the controller of the KL penalty in the reward
     position: Position  # of the next prompt in the data
+    best: Best | None = None  # None: nothing was validated yet
+
+    def state(self, step: int, metrics: Metrics) -> State:
+        """What a checkpoint of `step` finished steps keeps."""
+        return State(step=step, kl_coef=self.kl.coef, position=self.position, best=self.best, metrics=metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,8 @@ def train(job: Job, progress: Progress) -> None:
     """Run the steps of the schedule, from where the run stands."""
     schedule = job.schedule
     if job.validation and schedule.validate_first:
-        job.tracker.log(job.validation.run(step=schedule.first_step), step=schedule.first_step)
+        scores, progress = validate(job.validation, progress, step=schedule.first_step)
+        job.tracker.log(scores, step=schedule.first_step)
     for step in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=step)
         timers = Timers()
@@ -74,13 +83,21 @@ def train(job: Job, progress: Progress) -> None:
             finished = step + 1
             if job.validation and is_due(schedule.test_freq, finished, last_step=schedule.last_step):
                 with timers("testing"):
-                    metrics |= job.validation.run(step=finished)
+                    scores, progress = validate(job.validation, progress, step=finished)
+                metrics |= scores
             if is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
-                    job.checkpoints.save(step=finished, kl_coef=progress.kl.coef, position=progress.position)
+                    job.checkpoints.save(progress.state(finished, metrics))
         seconds = timers.seconds()
         throughput = metrics["perf/total_num_tokens"] / seconds["timing_s/step"] / job.num_ranks
         job.tracker.log(metrics | seconds | {"perf/throughput": throughput}, step=finished)
+
+
+def validate(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:
+    """Judge the actor; returns the scores, with the best so far, and that remembered."""
+    metrics = validation.run(step=step)
+    best = Best(fmean(validation_of(metrics).values()), step).or_better(progress.best)
+    return metrics | {"val/best_score": best.score, "val/best_step": float(best.step)}, replace(progress, best=best)
 
 
 def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
@@ -118,4 +135,4 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
     metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(scored.lengths().sum())
-    return metrics | collected.metrics, Progress(kl=kl, position=collected.position)
+    return metrics | collected.metrics, replace(progress, kl=kl, position=collected.position)

@@ -81,7 +81,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
             if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics |= lessons.validate(learner)
             if is_due(trainer.save_freq, step + 1, last_step=last_step):
-                checkpoints.save(step=step + 1)
+                checkpoints.save(State(step=step + 1, metrics=metrics))
             tracker.log(metrics | timers.seconds(), step=step + 1)
         failed = False
     finally:

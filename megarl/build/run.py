@@ -104,6 +104,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     progress = Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=state.position or prompts.position_of(state.step),
+        best=state.best,
     )
     return Run(job=job, progress=progress, engine=engine)
 

@@ -1,10 +1,27 @@
-"""What a run knows beside its models, as a checkpoint keeps it."""
+"""What a run knows beside its models, as a checkpoint keeps it.
+
+What is not here is a pure function of the step and the configuration: the seeds that the engine samples with, the
+supervised pairs of a step, the order of mini-batches.
+"""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.data.order import Position
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best validation of a run, the first of several equal ones."""
+
+    score: float  # mean of the data sources' mean scores
+    step: int
+
+    def or_better(self, other: "Best | None") -> "Best":
+        """Whichever of the two is better; `other` is the earlier one."""
+        return self if other is None or self.score > other.score else other
 
 
 @dataclass(frozen=True)
@@ -14,10 +31,12 @@ class State:
     step: int = 0  # finished steps
     kl_coef: float | None = None  # None: as configured
     position: Position | None = None  # of the next prompt; None: one batch was taken for each step
+    best: Best | None = None  # None: nothing was validated
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step: a crash may come before its records
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
         """The state that a checkpoint was saved in."""
         state = json.loads((checkpoint / "state.json").read_text())
-        position = state.pop("position", None)
-        return cls(**state, position=position and Position(**position))
+        position, best = state.pop("position", None), state.pop("best", None)
+        return cls(**state, position=position and Position(**position), best=best and Best(**best))

@@ -3,7 +3,7 @@
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
                           /rng/rank_0.pt     generator states of each rank
                           /huggingface/      config and tokenizer, for export
-                          /state.json        step, KL coefficient and position in the data
+                          /state.json        what the run knows beside its models (`State`)
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
 
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megarl.checkpoint.find import LATEST, PREFIX, saved_steps
 from megarl.checkpoint.manifest import write_manifest
 from megarl.checkpoint.state import State
-from megarl.data.order import Position
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
@@ -39,18 +38,18 @@ class Checkpoints:
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
 
-    def save(self, *, step: int, kl_coef: float | None = None, position: Position | None = None) -> None:
-        """Write the checkpoint of `step` finished steps. Collective."""
-        final = self.directory / f"{PREFIX}{step}"
+    def save(self, state: State) -> None:
+        """Write the checkpoint of a run in `state`. Collective."""
+        final = self.directory / f"{PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
         main = dist.get_rank() == 0
         together(lambda: _make_empty(part, list(self.learners)) if main else None)
         for name, learner in self.learners.items():
             save_learner(learner, part / name)
         together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
-        together(lambda: self._write_companions(part, State(step, kl_coef, position)) if main else None)
+        together(lambda: self._write_companions(part, state) if main else None)
         write_manifest(part)
-        together(lambda: self._publish(part, final, step) if main else None)
+        together(lambda: self._publish(part, final, state.step) if main else None)
 
     def load(self, checkpoint: Path) -> State:
         """Bring the learners and generators to the state of `checkpoint`. Collective."""

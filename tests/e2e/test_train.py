@@ -16,6 +16,8 @@ import yaml
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.checkpoint.state import State
+from megarl.data.order import Position
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
@@ -120,11 +122,8 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
 
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
     checkpoint = run_dir / "global_step_2"
-    assert json.loads((checkpoint / "state.json").read_text()) == {
-        "step": 2,
-        "kl_coef": 0.001,
-        "position": {"epoch": 1, "offset": 0},
-    }
+    state = State.read(checkpoint)
+    assert (state.step, state.kl_coef, state.position) == (2, 0.001, Position(epoch=1))
     for part in ("actor/.metadata", "critic/.metadata", "rng/rank_0.pt", "rng/rank_1.pt"):
         assert (checkpoint / part).is_file(), part
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.find import LATEST, find_checkpoint
 from megarl.checkpoint.manifest import NAME, write_manifest
-from megarl.checkpoint.state import State
+from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
@@ -46,25 +46,32 @@ def steps(directory: Path) -> list[str]:
 def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
     run = checkpoints(tmp_path / "run")
     torch.manual_seed(3)
-    run.save(step=4, kl_coef=0.25, position=Position(1, 24))
+    state = State(step=4, kl_coef=0.25, position=Position(1, 24), best=Best(0.1, 3), metrics={"actor/lr": 1 / 3})
+    run.save(state)
     drawn = torch.rand(5)
     checkpoint = found(tmp_path / "run")
     assert checkpoint == tmp_path / "run" / "global_step_4"
     assert (checkpoint / "huggingface" / "config.json").is_file()
-    assert run.load(checkpoint) == State(step=4, kl_coef=0.25, position=Position(1, 24))
+    assert run.load(checkpoint) == state
     assert torch.equal(torch.rand(5), drawn)  # the generator goes on where it was
 
 
-def test_a_state_of_before_positions_were_saved_is_read(tmp_path: Path) -> None:
+def test_a_state_without_position_best_and_metrics_is_read(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"step": 3, "kl_coef": 0.1}')
-    assert State.read(tmp_path) == State(step=3, kl_coef=0.1, position=None)
+    assert State.read(tmp_path) == State(step=3, kl_coef=0.1)
+
+
+def test_the_first_of_the_best_is_remembered() -> None:
+    first = Best(0.5, 2).or_better(None)
+    assert Best(0.5, 4).or_better(first) == Best(0.4, 4).or_better(first) == first
+    assert Best(0.6, 4).or_better(first) == Best(0.6, 4)
 
 
 def test_the_oldest_go(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
-        checkpoints(tmp_path).save(step=step, kl_coef=0.0)
+        checkpoints(tmp_path).save(State(step=step, kl_coef=0.0))
     assert steps(tmp_path) == ["global_step_10", "global_step_11"]
-    checkpoints(tmp_path, keep=None).save(step=12, kl_coef=0.0)
+    checkpoints(tmp_path, keep=None).save(State(step=12, kl_coef=0.0))
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
 
 
@@ -73,7 +80,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     run = checkpoints(tmp_path)
-    run.save(step=1, kl_coef=0.5)
+    run.save(State(step=1, kl_coef=0.5))
 
     def crash(*_: Any) -> None:
         raise OSError("no space left on device")
@@ -85,12 +92,12 @@ def test_a_crash_while_saving_leaves_the_one_before(
             patch.setattr(Path, "rename", crash)
         else:
             patch.setattr("os.fsync", crash)
-        run.save(step=2, kl_coef=0.6)
+        run.save(State(step=2, kl_coef=0.6))
     checkpoint = found(tmp_path)
     assert checkpoint == tmp_path / "global_step_1"
     assert checkpoints(tmp_path).load(checkpoint) == State(step=1, kl_coef=0.5)
 
-    checkpoints(tmp_path).save(step=2, kl_coef=0.7)  # what the crash left behind is in nobody's way
+    checkpoints(tmp_path).save(State(step=2, kl_coef=0.7))  # what the crash left behind is in nobody's way
     assert State.read(tmp_path / "global_step_2") == State(step=2, kl_coef=0.7)
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
@@ -100,7 +107,7 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_before_rename: int
 ) -> None:
     for step in (1, 2):
-        checkpoints(tmp_path).save(step=step, kl_coef=0.5)
+        checkpoints(tmp_path).save(State(step=step, kl_coef=0.5))
     calls = 0
     rename = Path.rename
 
@@ -113,12 +120,12 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
         patch.setattr(Path, "rename", crash)
-        checkpoints(tmp_path).save(step=2, kl_coef=0.9)  # sent back to step 1, the run comes by step 2 again
+        checkpoints(tmp_path).save(State(step=2, kl_coef=0.9))  # sent back to step 1, the run comes by step 2 again
     checkpoint = found(tmp_path)
     assert checkpoint is not None
     step = checkpoints(tmp_path).load(checkpoint).step
     assert step == {1: 2, 2: 1}[dies_before_rename]
-    checkpoints(tmp_path).save(step=2, kl_coef=0.9)
+    checkpoints(tmp_path).save(State(step=2, kl_coef=0.9))
     assert State.read(tmp_path / "global_step_2").kl_coef == 0.9
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
@@ -151,7 +158,7 @@ def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
     (tmp_path / "global_step_copy").mkdir()
     (tmp_path / LATEST).write_text("3")  # edited by a person who wants to go back
     assert found(tmp_path) == tmp_path / "global_step_3"
-    checkpoints(tmp_path, keep=3).save(step=4, kl_coef=0.0)
+    checkpoints(tmp_path, keep=3).save(State(step=4, kl_coef=0.0))
     assert found(tmp_path) == tmp_path / "global_step_4"
 
 
@@ -189,14 +196,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     for step in (1, 2, 3):
-        checkpoints(tmp_path, keep=None).save(step=step, kl_coef=0.5)
+        checkpoints(tmp_path, keep=None).save(State(step=step, kl_coef=0.5))
     for step in (2, 3):
         message = spoil(tmp_path / f"global_step_{step}" / "rng" / "rank_0.pt")
     assert found(tmp_path) == tmp_path / "global_step_1"
     assert f"{tmp_path / 'global_step_3'} is damaged and passed over: {message}" in caplog.text
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*global_step_2 is damaged: "):
         find_checkpoint(tmp_path, mode="resume_path", path=str(tmp_path / "global_step_2"))
-    checkpoints(tmp_path, keep=2).save(step=3, kl_coef=0.5)  # the run comes by here again
+    checkpoints(tmp_path, keep=2).save(State(step=3, kl_coef=0.5))  # the run comes by here again
     assert found(tmp_path) == tmp_path / "global_step_3"
 
 
@@ -204,7 +211,7 @@ def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is no checkpoint: it has no huggingface/config\.json"):
         whole_checkpoint(tmp_path)
     for step in (1, 2):
-        checkpoints(tmp_path).save(step=step, kl_coef=0.5)
+        checkpoints(tmp_path).save(State(step=step, kl_coef=0.5))
     first, second = tmp_path / "global_step_1", tmp_path / "global_step_2"
     assert whole_checkpoint(tmp_path) == whole_checkpoint(second) == second
     truncate(second / "rng" / "rank_0.pt")

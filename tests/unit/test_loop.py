@@ -12,6 +12,7 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.loop import Job, Progress, Schedule, train
 from megarl.samples.collect import Collector
@@ -29,8 +30,7 @@ class Diary:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
-        self.saved: dict[int, float] = {}
-        self.positions: dict[int, Position] = {}
+        self.saved: dict[int, State] = {}
 
     def steps_of(self, call: str) -> list[int]:
         return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
@@ -118,10 +118,9 @@ class Records(NullTracker):
         assert step not in self.diary.logged, "a step is logged once"
         self.diary.logged[step] = metrics
 
-    def save(self, *, step: int, kl_coef: float, position: Position) -> None:
-        self.diary.calls.append(f"save {step}")
-        self.diary.saved[step] = kl_coef
-        self.diary.positions[step] = position
+    def save(self, state: State) -> None:
+        self.diary.calls.append(f"save {state.step}")
+        self.diary.saved[state.step] = state
 
 
 def run(kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, **changes: Any) -> Diary:
@@ -224,13 +223,25 @@ def test_frequencies_count_finished_steps(
     assert [step for step, metrics in diary.logged.items() if "val/test_score/countdown" in metrics] == tested
 
 
+def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> None:
+    diary = run(last_step=4, test_freq=2, save_freq=1, validate_first=True)
+    for step, state in diary.saved.items():
+        assert state.best == Best(1.5, 0)  # every validation has the same score
+        assert state.metrics.items() <= diary.logged[step].items()
+        assert {"critic/score/mean", "actor/lr"} <= state.metrics.keys()
+    best = [
+        (logged["val/best_score"], logged["val/best_step"]) for step, logged in diary.logged.items() if step % 2 == 0
+    ]
+    assert best == [(1.5, 0.0)] * 3
+
+
 def test_a_resumed_run_goes_on_where_it_stopped() -> None:
     diary = run(first_step=2, last_step=4, save_freq=2, critic_warmup=3)
     assert diary.steps_of("take") == diary.steps_of("generate") == [2, 3]
     assert diary.steps_of("actor.update") == [3]
     assert list(diary.logged) == [3, 4]
     assert list(diary.saved) == [4]
-    assert diary.positions == {4: Position(2, 4)}
+    assert diary.saved[4].position == Position(2, 4)
 
 
 def test_nothing_runs_after_the_last_step() -> None:
@@ -242,7 +253,9 @@ def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
     diary = run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), save_freq=1)
     used = [diary.logged[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2, 3)]
     assert used == pytest.approx([0.1, 0.1 * 1.08, 0.1 * 1.08**2])
-    assert list(diary.saved.values()) == pytest.approx([0.1 * 1.08, 0.1 * 1.08**2, 0.1 * 1.08**3])
+    assert [state.kl_coef for state in diary.saved.values()] == pytest.approx(
+        [0.1 * 1.08, 0.1 * 1.08**2, 0.1 * 1.08**3]
+    )
 
 
 def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
