@@ -18,6 +18,7 @@ from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
 from megarl.distributed.watchdog import GRACE_S, watching
 from megarl.platform.device import device_type
+from megarl.platform.secrets import guard_output, redact
 from megarl.platform.versions import code_digest, versions
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
@@ -43,6 +44,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     user can mend (ValueError) with code 1; both as a message, not as a traceback.
     """
     _quieten()
+    guard_output()
     rank = os.environ.get("RANK", "0")
     try:
         place = detect(os.environ)
@@ -58,7 +60,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
             print(error, file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
-        sys.exit(f"megarl: rank {rank}: {error}")
+        sys.exit(redact(f"megarl: rank {rank}: {error}"))
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
     reports = Path(trainer.default_local_dir) / name
     try:
@@ -66,7 +68,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
             body(config, launch)
     except ValueError as error:
         logging.getLogger(__name__).debug("the error's origin", exc_info=True)
-        sys.exit(f"megarl: rank {rank}: {error}")
+        sys.exit(redact(f"megarl: rank {rank}: {error}"))
     if dist.is_initialized():  # an engine that was closed has ended it
         dist.barrier()
         dist.destroy_process_group()

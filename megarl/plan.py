@@ -16,6 +16,7 @@ from megarl.config.faults import ConfigError
 from megarl.planning.planner import Planner
 from megarl.planning.report import show, to_dict
 from megarl.planning.traffic import Links
+from megarl.platform.secrets import redact
 from megarl.train import show_plan
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(error, file=sys.stderr)
         return 2
     except ValueError as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(to_dict(plan)))

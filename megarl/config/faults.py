@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.platform.secrets import redact
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -15,7 +17,7 @@ class Fault:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in the order of its keys."""
+    """Everything that is wrong with a configuration, in the order of its keys; secrets in it are not shown."""
 
     def __init__(self, faults: Sequence[Fault]):
         self.faults = tuple(sorted(faults, key=lambda fault: fault.path))
@@ -23,4 +25,4 @@ class ConfigError(ValueError):
             f"  {fault.path}{f' [{fault.origin}]' if fault.origin else ''}: {fault.message}" for fault in self.faults
         ]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
-        super().__init__("\n".join([f"{count} in the configuration:", *lines]))
+        super().__init__(redact("\n".join([f"{count} in the configuration:", *lines])))

@@ -26,6 +26,11 @@ from megarl.config.rule import Facts, Rule
 from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
+from megarl.platform.secrets import BLOT, redacted
+
+SECRETS_NOTE = f"""\
+# {BLOT} stands for a secret: to start from this file, write it there again, or better leave it to the environment.
+"""
 
 C = TypeVar("C")
 
@@ -81,14 +86,20 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
 
 
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
-    """Return every key with its resolved value, nested, in plain types."""
-    tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
-    return tree
+    """Return every key with its resolved value, nested, in plain types, to be kept and shown: secrets are redacted."""
+    return redacted(_plain(config))
 
 
 def to_yaml(config: Config | SupervisedConfig) -> str:
-    """Return a YAML file that loads as this very configuration."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    """Return a YAML file that loads as this very configuration, but for its secrets; it says where it had some."""
+    shown = to_dict(config)
+    note = "" if shown == _plain(config) else SECRETS_NOTE
+    return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
+    tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
+    return tree
 
 
 def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts: Facts) -> C:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.distributed.exchange import together
+from megarl.platform.secrets import redacted
 
 NUM_SHOWN = 10
 
@@ -16,7 +17,8 @@ def agree(facts: Mapping[str, Any]) -> None:
         facts: names, as a user knows them, and values whose `repr` tells them apart.
 
     Raises:
-        ValueError: on all ranks alike, with the names whose values differ and the ranks that hold each value.
+        ValueError: on all ranks alike, with the names whose values differ and the ranks that hold each value; a secret
+            is named and not shown.
     """
     beliefs = together(lambda: {name: repr(value) for name, value in facts.items()})
     names = {name for belief in beliefs for name in belief}
@@ -26,7 +28,8 @@ def agree(facts: Mapping[str, Any]) -> None:
         for rank, belief in enumerate(beliefs):
             ranks[belief.get(name, "nothing")].append(rank)
         if len(ranks) > 1:
-            said = ", ".join(f"{value} on {_short(holders)}" for value, holders in ranks.items())
+            plain = {value: redacted({name: value})[name] for value in ranks}
+            said = ", ".join(f"{plain[value]} on {_short(holders)}" for value, holders in ranks.items())
             differences.append(f"{name}: {said}")
     if differences:
         more = len(differences) - NUM_SHOWN

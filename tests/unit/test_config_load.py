@@ -155,6 +155,29 @@ def test_the_resolved_configuration_loads_as_itself(
     assert to_dict(again) == to_dict(config)
 
 
+def test_what_is_kept_of_a_configuration_has_no_secrets_and_says_so(tmp_path: Path) -> None:
+    secrets = (
+        "trainer.mlflow_tracking_uri=http://ann:Swordf1sh@host:5000",
+        "data.val_files=[a.parquet,'https://host/b.parquet?X-Amz-Signature=Swordf1sh']",
+        "actor_rollout_ref.rollout.engine_kwargs.hf_token=Swordf1sh",
+    )
+    config = load(*secrets)
+    assert config.trainer.mlflow_tracking_uri == "http://ann:Swordf1sh@host:5000"
+    kept = to_yaml(config)
+    assert "Swordf1sh" not in kept + str(to_dict(config))
+    assert kept.startswith("# *** stands for a secret") and "http://***@host:5000" in kept
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(kept)
+    assert load_config([str(resolved), *secrets], world_size=None, check_paths=False) == config
+    assert not to_yaml(load()).startswith("#")
+
+
+def test_faults_show_no_secrets() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("trainer.save_freq=token=Swordf1sh", "data.trian_files=x", "trainer.logger=http://ann:Swordf1sh@host")
+    assert "trainer.logger" in str(caught.value) and "Swordf1sh" not in str(caught.value)
+
+
 def test_all_faults_come_at_once_with_their_place(tmp_path: Path) -> None:
     file = write(
         tmp_path / "bad.yaml",

@@ -1,0 +1,123 @@
+"""What must not be shown is blotted out before text leaves the process.
+
+Redacting errs on the side of hiding and changes nothing else: ordinary paths, keys and messages come out as they went
+in, and what is redacted once stays as it is. What no name, shape or variable tells is not found.
+"""
+
+import logging
+import os
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+BLOT = "***"
+MIN_VALUE = 8
+"""Characters of a variable's value from which on it is looked for in texts; a shorter one may be a common word."""
+
+_NAME = re.compile(
+    r"(?:password|passwd|passphrase|secret"
+    r"|(?:^|[^a-z])(?:credential|signature|sig|token"
+    r"|(?:api|access|secret|private|account|storage|shared|signing|encryption)[_-]?key(?:[_-]?id)?))$"
+)
+_OF_TEXT = re.compile(  # tokens that are words of a text, and counts of them
+    r"(?:^|[^a-z])(?:added|bos|cls|decoder[_-]start|end|eos|first|image|last|mask|max|min|next|num|pad|per|sep|special"
+    r"|start|stop|unk)[_-]?token$"
+)
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_USER = re.compile(r"(?<=://)[^\s/?#'\"]*:[^\s/?#'\"]*@")
+_USER_WITH_SLASH = re.compile(r"(?<=://)[^\s/:@?#'\"]+:(?!\d*(?:[/?#\s'\"]|$))[^\s@'\"]*@")
+_SHAPES = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|gh[oprsu]_[A-Za-z0-9]{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
+    re.DOTALL,
+)
+_BEARER = re.compile(r"(?i)\b((?:bearer|authorization: *basic) +)[\w.~+/-]{8,}=*")
+_IN_QUERY = re.compile(r"(?i)(?<=[?&])(key|code|pwd)=[^\s&#;,'\"]+")
+_ASSIGNED = re.compile(
+    r"(?P<name>\w[\w.-]{0,80})(?P<between>=|['\"]\s*:\s*)(?P<value>'[^']*'|\"[^\"]*\"|['\"]?[^\s&#;,'\"]+)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether what bears this name (a key, a variable, a parameter of a query) is not for everybody's eyes."""
+    plain = _WORDS.sub("_", name).lower()
+    return bool(_NAME.search(plain)) and not _OF_TEXT.search(plain)
+
+
+def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`text` without passwords, tokens, keys and signatures.
+
+    They are found as `user:password@` of URIs, as what is given to a name that tells (`?token=...`, `'secret': '...'`),
+    by the shape of known tokens, and as values of the variables of `environ` whose names tell.
+    """
+    for value in _values(environ):
+        text = text.replace(value, BLOT)
+    text = _SHAPES.sub(BLOT, text)
+    text = _USER_WITH_SLASH.sub(f"{BLOT}@", _USER.sub(f"{BLOT}@", text))
+    text = _IN_QUERY.sub(rf"\1={BLOT}", _BEARER.sub(rf"\1{BLOT}", text))
+    return _ASSIGNED.sub(_blot, text)
+
+
+def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Nested plain values as `redact` leaves them; of a key whose name tells, nothing is left but that it has one."""
+
+    def clean(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: clean(inner, str(key)) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(item, name) for item in value]
+        if isinstance(value, str) and value:
+            return BLOT if is_secret(name.rpartition(".")[2]) else redact(value, environ)
+        return value
+
+    return {key: clean(value, str(key)) for key, value in values.items()}
+
+
+def guard_output() -> None:
+    """Have every logger, and what Python itself says of warnings and uncaught errors, redact from now on."""
+    make, warn = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        try:
+            record.msg, record.args = redact(record.getMessage()), None
+        except (TypeError, ValueError, KeyError):
+            return record  # its arguments do not fit its message, which logging reports
+        if record.exc_info and record.exc_info[1]:
+            record.exc_text = _trace(record.exc_info[1])
+        return record
+
+    logging.setLogRecordFactory(make_redacted)
+    warnings.formatwarning = lambda *args, **kwargs: redact(warn(*args, **kwargs))
+    sys.excepthook = lambda kind, error, trace: print(_trace(error), file=sys.stderr)
+    threading.excepthook = _say_thread
+
+
+def _say_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value and not isinstance(args.exc_value, SystemExit):
+        name = args.thread.name if args.thread else "?"
+        print(f"Exception in thread {name}:\n{_trace(args.exc_value)}", file=sys.stderr)
+
+
+def _trace(error: BaseException) -> str:
+    return redact("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _values(environ: Mapping[str, str]) -> Iterable[str]:
+    """What to look for, longest first, as one may be a part of another; as it is and as it stands in a URI."""
+    found = {value for name, value in environ.items() if len(value) >= MIN_VALUE and is_secret(name)}
+    return sorted(found | {quote(value, safe="") for value in found}, key=len, reverse=True)
+
+
+def _blot(match: re.Match[str]) -> str:
+    if not is_secret(match["name"].rpartition(".")[2]):
+        return match[0]
+    mark = match["value"][0] if match["value"][0] in "'\"" else ""
+    return f"{match['name']}{match['between']}{mark}{BLOT}{mark}"
