@@ -67,6 +67,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
         learners={lessons.name: learner},
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+        beside_training=trainer.async_save,
     )
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     first_step = (checkpoints.load(resumed) if resumed else State()).step
@@ -82,7 +83,9 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
                 metrics |= lessons.validate(learner)
             if is_due(trainer.save_freq, step + 1, last_step=last_step):
                 checkpoints.save(State(step=step + 1, metrics=metrics))
+            checkpoints.advance()
             tracker.log(metrics | timers.seconds(), step=step + 1)
+        checkpoints.close()
         failed = False
     finally:
         tracker.close(failed=failed)

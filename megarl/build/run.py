@@ -177,6 +177,7 @@ def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: S
         learners={model.name: model.learner for model in models},
         keep=config.trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        beside_training=config.trainer.async_save,
     )
 
 

@@ -14,19 +14,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.distributed.exchange import in_shares, together
+from megarl.checkpoint.background import Task
+from megarl.distributed.exchange import in_shares, share, together
 from megarl.platform.files import replacing, sync_directory
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 22
 
 
-def write_manifest(directory: Path) -> None:
-    """Bring every file of `directory` to the disk, and then the manifest that names them. Collective."""
+def sealing(directory: Path) -> Task:
+    """Bring every file of `directory` to the disk, and then the manifest that names them."""
     names: list[str] = _on_first_rank(lambda: _files(directory))
-    sealed = in_shares(len(names), lambda places: [_seal(directory / names[place]) for place in places])
+    places = share(len(names))
+    sealed = yield lambda: [_seal(directory / names[place]) for place in places]
     found = dict(zip(names, chain.from_iterable(sealed), strict=True))
-    _on_first_rank(lambda: _finish(directory, found))
+    yield lambda: _finish(directory, found) if dist.get_rank() == 0 else None
 
 
 def find_damage(directory: Path) -> str | None:

@@ -8,21 +8,24 @@
     RUN_DIR/latest_checkpointed_iteration.txt
 
 A checkpoint is written under another name, brought to the disk, given its manifest and renamed, so a crash leaves the
-one before; one that is damaged later is passed over. All ranks see the same RUN_DIR.
+one before; one that is damaged later is passed over. All ranks see the same RUN_DIR. What is written beside training is
+the state of when it was saved, and the one before stays the latest until it is whole.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.background import Background, Task, at_once
 from megarl.checkpoint.find import LATEST, PREFIX, saved_steps
-from megarl.checkpoint.manifest import write_manifest
+from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
+from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import load_learner, save_learner
 from megarl.learner.learner import Learner
@@ -37,9 +40,27 @@ class Checkpoints:
     learners: Mapping[str, Learner]
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
+    beside_training: bool = False
+    background: Background = field(default_factory=Background)
 
     def save(self, state: State) -> None:
-        """Write the checkpoint of a run in `state`. Collective."""
+        """Write the checkpoint of a run in `state`, or begin to, when the one before is whole. Collective."""
+        self.background.finish()
+        if self.beside_training:
+            self.background.start(self._saving(state))
+        else:
+            at_once(self._saving(state))
+
+    def advance(self) -> None:
+        """Bring what is written beside training further, without waiting for it; once after every step. Collective."""
+        self.background.advance()
+
+    def close(self) -> None:
+        """Wait for what is written beside training, at the end of a run that did not fail. Collective."""
+        watchdog.note(phase="save_checkpoint")
+        self.background.finish()
+
+    def _saving(self, state: State) -> Task:
         final = self.directory / f"{PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
         main = dist.get_rank() == 0
@@ -48,8 +69,8 @@ class Checkpoints:
             save_learner(learner, part / name)
         together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
         together(lambda: self._write_companions(part, state) if main else None)
-        write_manifest(part)
-        together(lambda: self._publish(part, final, state.step) if main else None)
+        yield from sealing(part)
+        yield lambda: self._publish(part, final, state.step) if main else None
 
     def load(self, checkpoint: Path) -> State:
         """Bring the learners and generators to the state of `checkpoint`. Collective."""

@@ -48,8 +48,13 @@ def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
     """
     if not dist.is_initialized():
         return [work(range(count))]
+    return together(lambda: work(share(count)))
+
+
+def share(count: int) -> range:
+    """This rank's run of `range(count)`, cut into equal ones."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    return together(lambda: work(range(rank * count // size, (rank + 1) * count // size)))
+    return range(rank * count // size, (rank + 1) * count // size)
 
 
 @dataclass(frozen=True)

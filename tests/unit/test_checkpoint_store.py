@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or not at all, whenever the process dies."""
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.background import at_once
 from megarl.checkpoint.find import LATEST, find_checkpoint
-from megarl.checkpoint.manifest import NAME, write_manifest
+from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
@@ -26,13 +28,19 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def checkpoints(directory: Path, *, keep: int | None = 2) -> Checkpoints:
+def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool = False) -> Checkpoints:
     """Of a run without models."""
 
     def write_huggingface(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
-    return Checkpoints(directory=directory, learners={}, keep=keep, write_huggingface=write_huggingface)
+    return Checkpoints(
+        directory=directory,
+        learners={},
+        keep=keep,
+        write_huggingface=write_huggingface,
+        beside_training=beside_training,
+    )
 
 
 def found(directory: Path) -> Path | None:
@@ -130,11 +138,43 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
 
+def test_what_is_saved_beside_training_becomes_the_latest_when_it_is_whole(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path, beside_training=True)
+    run.save(State(step=1, kl_coef=0.5))
+    assert found(tmp_path) is None
+    run.advance()
+    run.save(State(step=2, kl_coef=0.6))  # the one before is finished first
+    assert found(tmp_path) == tmp_path / "global_step_1"
+    run.close()
+    assert found(tmp_path) == tmp_path / "global_step_2"
+    run.close()  # nothing is under way
+
+
+def test_a_full_disk_beside_training_is_told_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = checkpoints(tmp_path, beside_training=True)
+    run.save(State(step=1, kl_coef=0.5))
+    run.close()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("os.fsync", full)
+        run.save(State(step=2, kl_coef=0.6))
+        run.close()
+    assert found(tmp_path) == tmp_path / "global_step_1"
+    run.save(State(step=3, kl_coef=0.7))
+    run.close()
+    assert found(tmp_path) == tmp_path / "global_step_3"
+
+
 def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = directory / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step))))
-    write_manifest(checkpoint)
+    at_once(sealing(checkpoint))
     return checkpoint
 
 

@@ -31,6 +31,7 @@ class Diary:
         self.calls: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
         self.saved: dict[int, State] = {}
+        self.advances = 0
 
     def steps_of(self, call: str) -> list[int]:
         return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
@@ -122,6 +123,12 @@ class Records(NullTracker):
         self.diary.calls.append(f"save {state.step}")
         self.diary.saved[state.step] = state
 
+    def advance(self) -> None:
+        self.diary.advances += 1
+
+    def close(self) -> None:
+        self.diary.calls.append("close")
+
 
 def run(kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, **changes: Any) -> Diary:
     """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
@@ -159,7 +166,9 @@ def test_an_iteration_of_ppo_in_order() -> None:
         *("wake", "take 0", "generate 0", "sleep", "score"),
         *("actor.infer", "reference.infer", "critic.infer"),
         *("critic.update 0", "actor.update 0"),
+        "close",
     ]
+    assert diary.advances == 1
     metrics = diary.logged[1]
     assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)
     assert metrics["perf/throughput"] == pytest.approx(28 / metrics["timing_s/step"] / 4)
@@ -184,6 +193,7 @@ def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
         "score",
         "actor.infer",
         "actor.update 0",
+        "close",
     ]
     assert "actor/reward_kl_penalty" not in diary.logged[1]
 
@@ -245,7 +255,7 @@ def test_a_resumed_run_goes_on_where_it_stopped() -> None:
 
 
 def test_nothing_runs_after_the_last_step() -> None:
-    assert run(first_step=3, save_freq=1, test_freq=1).calls == []
+    assert run(first_step=3, save_freq=1, test_freq=1).calls == ["close"]
 
 
 def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
