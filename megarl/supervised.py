@@ -70,11 +70,11 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
         beside_training=trainer.async_save,
     )
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
-    first_step = (checkpoints.load(resumed) if resumed else State()).step
-    tracker = run_tracker(config, launch, last_step=last_step, resume_step=first_step if resumed else None)
+    state = checkpoints.load(resumed) if resumed else State()
+    tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
     failed = True
     try:
-        for step in range(first_step, last_step):
+        for step in range(state.step, last_step):
             watchdog.note(step=step)
             timers = Timers()
             with timers("step"):

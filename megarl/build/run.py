@@ -78,8 +78,8 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
         config = replaying(config)
         samples = Replay.find(replay, after=state.step)
         first_step, last_step = samples.first_step, samples.last_step
-    tracker = run_tracker(config, launch, last_step=last_step, resume_step=state.step if resumed else None)
-    if config.data.filter_overlong_prompts:
+    tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
+    if config.data.filter_overlong_prompts and not resumed:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
     if engine:
         scorer = make_scorer(config, rules, mesh, tokenizer)
@@ -181,9 +181,7 @@ def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: S
     )
 
 
-def run_tracker(
-    config: Config | SupervisedConfig, launch: Launch, *, last_step: int, resume_step: int | None
-) -> Tracker:
+def run_tracker(config: Config | SupervisedConfig, launch: Launch, *, last_step: int, resumed: State | None) -> Tracker:
     """What `trainer.logger` asks for, on the rank that tracks."""
     trainer = config.trainer
     return make_tracker(
@@ -195,5 +193,6 @@ def run_tracker(
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        resume_step=resume_step,
+        resume_step=resumed.step if resumed else None,
+        resume_metrics=resumed.metrics if resumed else None,
     )

@@ -13,14 +13,21 @@ class Jsonl:
     """`metrics.jsonl` has one object per `log`: `step`, `time` (Unix seconds) and the metrics.
 
     A table `val/generations` becomes `val_generations.jsonl`, one object per row. After a resume the lines of steps
-    later than `resume_step` go, because those steps are run again.
+    later than `resume_step` go, because those steps are run again, and `resume_metrics` become the line of that step
+    where it has none.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, resume_step: int | None = None, resume_metrics: Mapping[str, float] | None = None
+    ) -> None:
         self._run_dir = run_dir
         self._resume_step = -1 if resume_step is None else resume_step
         self._trimmed: set[Path] = set()
-        self._trim(run_dir / METRICS_FILE)
+        path = run_dir / METRICS_FILE
+        self._trim(path)
+        kept = {row["step"] for row in read_jsonl(path)} if path.exists() else set()
+        if resume_step is not None and resume_metrics and resume_step not in kept:
+            self.log(resume_metrics, step=resume_step)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one line."""

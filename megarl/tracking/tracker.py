@@ -73,12 +73,15 @@ def make_tracker(
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
     resume_step: int | None = None,
+    resume_metrics: Mapping[str, float] | None = None,
+    same_curve: bool = True,
 ) -> Tracker:
     """The trackers called `names` (`console`, `jsonl`, `mlflow`), or none unless `is_main`.
 
     `params` is the resolved config. A run that goes on after `resume_step` continues its records, and what they hold of
-    later steps is dropped; with None records of an earlier run in `run_dir` are replaced. `mlflow_tracking_uri` is by
-    default the environment's MLFLOW_TRACKING_URI, or else an SQLite file in `run_dir`.
+    later steps is dropped; with None records of an earlier run in `run_dir` are replaced. `resume_metrics` are those of
+    that step, recorded where they were not; `same_curve` says whether later steps will have the numbers that they had.
+    `mlflow_tracking_uri` is by default the environment's MLFLOW_TRACKING_URI, or else an SQLite file in `run_dir`.
     """
     if not is_main:
         return NullTracker()
@@ -89,7 +92,7 @@ def make_tracker(
         if name == "console":
             trackers.append(Console(total_steps=total_steps))
         elif name == "jsonl":
-            trackers.append(Jsonl(run_dir, resume_step=resume_step))
+            trackers.append(Jsonl(run_dir, resume_step=resume_step, resume_metrics=resume_metrics))
         elif name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
@@ -100,7 +103,9 @@ def make_tracker(
                     project=project,
                     experiment=experiment,
                     params=params,
-                    resume=resume_step is not None,
+                    resume_step=resume_step,
+                    resume_metrics=resume_metrics,
+                    same_curve=same_curve,
                 )
             )
         else:

@@ -1,5 +1,6 @@
 """MLflow: a real SQLite store, read back through MLflow's own client."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.section import flatten
-from megarl.tracking.mlflow import safe_name
+from megarl.tracking.mlflow import RUN_ID_FILE, safe_name
 from megarl.tracking.tracker import Tracker, make_tracker
 
 PARAMS = {
@@ -71,6 +72,73 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
     assert '"b"' in table
     assert Path(download_artifacts(f"{run.info.artifact_uri}/summary.txt")).read_text() == "val=0.5\n"
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+
+
+def killed_at_four(run_dir: Path) -> None:
+    """A run whose third step is saved, and which died when it had recorded the fourth."""
+    first = tracker(run_dir)
+    for step in (1, 2, 3, 4):
+        first.log({"actor/pg_loss": step / 10} | ({"val/loss": step / 7} if step % 2 == 0 else {}), step=step)
+        first.log_table("val/generations", [{"response": f"of {step}", "score": 1.0}], step=step)
+
+
+def runs_of(run_dir: Path) -> list[Any]:
+    store = client(run_dir)
+    return list(store.search_runs([store.get_experiment_by_name("project").experiment_id]))
+
+
+def history_of(run_dir: Path, run: Any, name: str = "actor/pg_loss") -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client(run_dir).get_metric_history(run.info.run_id, name)]
+
+
+def table_of(run_dir: Path, run: Any, to: Path) -> list[Any]:
+    to.mkdir()
+    file = client(run_dir).download_artifacts(run.info.run_id, "val/generations.json", str(to))
+    table = json.loads(Path(file).read_text())
+    assert table["columns"] == ["step", "response", "score"]
+    return list(table["data"])
+
+
+def test_steps_that_are_taken_again_are_recorded_once(tmp_path: Path) -> None:
+    killed_at_four(tmp_path)
+    again = tracker(tmp_path, resume_step=3)
+    for step in (4, 5, 6):
+        # the fourth step had died between two of its metrics, and before its second table
+        again.log_table("val/generations", [{"response": f"of {step}", "score": 1.0}], step=step)
+        again.log_table("val/more", [{"response": "more"}], step=step)
+        again.log({"actor/pg_loss": step / 10, "val/loss": step / 7, "timing_s/step": 1.0}, step=step)
+    again.close()
+    (run,) = runs_of(tmp_path)
+    assert run.info.status == "FINISHED"
+    assert history_of(tmp_path, run) == [(step, step / 10) for step in range(1, 7)]
+    assert history_of(tmp_path, run, "val/loss") == [(step, step / 7) for step in (2, 4, 5, 6)]
+    assert history_of(tmp_path, run, "timing_s/step") == [(step, 1.0) for step in (4, 5, 6)]
+    assert table_of(tmp_path, run, tmp_path / "out") == [[step, f"of {step}", 1.0] for step in range(1, 7)]
+
+
+def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> None:
+    killed_at_four(tmp_path)
+    again = tracker(tmp_path, resume_step=3, same_curve=False)
+    again.log({"actor/pg_loss": 9.0}, step=4)
+    third = tracker(tmp_path, resume_step=4, same_curve=False)  # nothing is taken again: the run goes on
+    third.log({"actor/pg_loss": 9.5}, step=5)
+    histories = sorted(history_of(tmp_path, run) for run in runs_of(tmp_path))
+    assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(4, 9.0), (5, 9.5)]]
+
+
+def test_a_run_that_this_store_does_not_know_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / RUN_ID_FILE).write_text("0" * 32)
+    tracker(tmp_path, resume_step=3).log({"actor/pg_loss": 0.4}, step=4)
+    (run,) = runs_of(tmp_path)
+    assert history_of(tmp_path, run) == [(4, 0.4)]
+
+
+def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: Path) -> None:
+    killed_at_four(tmp_path)
+    for step, metrics in ((4, {"actor/pg_loss": 0.4}), (5, {"actor/pg_loss": 0.5}), (5, {"actor/pg_loss": 0.5})):
+        tracker(tmp_path, resume_step=step, resume_metrics=metrics)
+    (run,) = runs_of(tmp_path)
+    assert history_of(tmp_path, run) == [(step, step / 10) for step in (1, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("uri", ["papyrus://scroll", "sqlite:///{tmp_path}/file/mlflow.db", "http://127.0.0.1:9"])

@@ -139,6 +139,14 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_a_step_that_was_saved_and_has_no_line_gets_one_on_resume(tmp_path: Path) -> None:
+    jsonl(tmp_path).log({"loss": 1.0}, step=1)
+    for step in (1, 2, 2):
+        jsonl(tmp_path, resume_step=step, resume_metrics={"loss": step / 2})
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0)]
+
+
 def test_timers_add_up_a_phase_and_survive_its_failure() -> None:
     timers = Timers()
     with timers("gen"):
