@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make test         what CI runs: check, then the unit, distributed and end-to-end tests"
 	@echo "make test-unit    the unit tests"
-	@echo "make test-newest  the tests of what touches Megatron-Core, with the newest one"
+	@echo "make test-newest  the tests of what touches Megatron-Core, with the newest one, and of optional packages"
 	@echo "make check        ruff, mypy, import contracts"
 	@echo "make clean        remove environments, caches and runs/"
 
@@ -39,7 +39,8 @@ LOSSES := tests/dist/test_learner_losses.py tests/dist/test_learner_preferences.
 test-newest:
 	@scripts/setup.sh newest
 	.venv-newest/bin/python -m pytest tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
-		$(filter-out $(LOSSES),$(wildcard tests/dist/test_learner_*.py)) tests/dist/test_plan_memory.py tests/dist/test_sync.py
+		$(filter-out $(LOSSES),$(wildcard tests/dist/test_learner_*.py)) tests/dist/test_plan_memory.py tests/dist/test_sync.py \
+		tests/unit/test_rewards_reasoning_gym.py
 
 clean:
 	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info runs

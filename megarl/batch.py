@@ -55,6 +55,9 @@ class Rollouts(Prompts):
     mask: Tensor  # [B, T] bool: True on response tokens
     rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: not asked
     truncated: Tensor  # [B] bool: the response met the length limit before a stop token
+    sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, one more
+    # behind them; None: the model reads the tokens that were written
+    places: Tensor | None = None  # [B, T] int64: the last token of `sequences` that a reader has seen before each token
 
     def __len__(self) -> int:
         return self.mask.shape[0]
@@ -67,14 +70,28 @@ class Rollouts(Prompts):
         """The response tokens of one sample, without padding."""
         return self.responses[sample][self.mask[sample]].tolist()
 
+    def sequence(self, sample: int) -> Sequence[int]:
+        """Prompt and response of one sample as a model reads them; the last token predicts nothing."""
+        if self.sequences is not None:
+            return self.sequences[sample]
+        return [*self.prompt_of(sample).token_ids, *self.response_ids(sample)]
+
+    def predictors(self) -> Tensor:
+        """[B, T] int64: the places in `sequence` that stand before each response token, ascending."""
+        if self.places is not None:
+            return self.places
+        return self._prompt_lengths()[:, None] + self.mask.cumsum(-1) - 2
+
     def lengths(self) -> Tensor:
         """[B] int64: tokens of prompt and response together."""
-        prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts])
-        return prompt_lengths[self.groups] + self.mask.sum(-1)
+        if self.sequences is not None:
+            return torch.tensor([len(sequence) for sequence in self.sequences])
+        return self._prompt_lengths() + self.mask.sum(-1)
 
     def select(self, samples: Tensor) -> Self:
         """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
-        return self._with({name: tensor[samples] for name, tensor in self._tensors()})
+        chosen = self.sequences and [self.sequences[sample] for sample in samples.tolist()]
+        return replace(self._with({name: tensor[samples] for name, tensor in self._tensors()}), sequences=chosen)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
         """The record of the prompts at `places`, ascending, with their samples and nothing else; `T` is kept."""
@@ -91,6 +108,10 @@ class Rollouts(Prompts):
     def to(self, device: torch.device) -> Self:
         """The record with its tensors on `device`."""
         return self._with({name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def _prompt_lengths(self) -> Tensor:
+        """[B] int64."""
+        return torch.tensor([len(prompt.token_ids) for prompt in self.prompts])[self.groups]
 
     def _with(self, tensors: dict[str, Any]) -> Self:
         return replace(self, **tensors)

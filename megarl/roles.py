@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.minibatches import minibatches
+from megarl.data.translation import Translation
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective, Part
@@ -22,6 +23,7 @@ from megarl.selfcheck import SelfCheck
 from megarl.tracking.timers import Timers
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
+R = TypeVar("R", bound=Rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +50,19 @@ class Model(Generic[Outputs]):
     budget: Budget
     updates: Updates | None = None  # None: it never learns
     against: Learner | None = None  # from whom `infer` reports the exact divergence
+    translate: Translation | None = None  # None: it reads the tokens that the policy writes
 
     def infer(self, batch: Rollouts) -> Outputs:
         """What the model says about the response tokens, [B, T] float32."""
-        outputs: Outputs = self.learner.infer(batch, self.budget, against=self.against)
+        batch, budget = self._as_read(batch, self.budget)
+        outputs: Outputs = self.learner.infer(batch, budget, against=self.against)
         return outputs
 
     def update(self, experience: Experience, *, step: int) -> dict[str, float]:
         """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ..."""
         updates = self.updates
         assert updates is not None, f"the {self.name} does not learn"
+        experience, budget = self._as_read(experience, updates.budget)
         batches: Iterator[Experience] = minibatches(
             experience,
             num_prompts=updates.num_prompts,
@@ -68,10 +73,16 @@ class Model(Generic[Outputs]):
         if updates.prepare:
             batches = map(updates.prepare, batches)
         beside = updates.beside(step) if updates.beside else None
-        metrics = self.learner.update(
-            batches, updates.objective, updates.budget, against=updates.against, beside=beside
-        )
+        metrics = self.learner.update(batches, updates.objective, budget, against=updates.against, beside=beside)
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
+
+    def _as_read(self, batch: R, budget: Budget) -> tuple[R, Budget]:
+        """The batch in the model's tokens, of which a sequence may have more than those the budget was checked for."""
+        if self.translate is None:
+            return batch, budget
+        batch = self.translate(batch)
+        longest = -(-int(batch.lengths().max()) // self.learner.mesh.cp_size)
+        return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 from megarl.config.root import Config
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.translation import Translation
 from megarl.learner.config import ActorSection, CriticSection
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
@@ -77,12 +79,22 @@ def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | N
     )
 
 
-def make_critic(config: Config, mesh: Mesh, *, last_step: int) -> Model[Any] | None:
-    """The value model, where the advantages need one."""
+def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: int) -> Model[Any] | None:
+    """The value model, where the advantages need one; `tokenizer` is the policy's.
+
+    Raises:
+        ValueError: it is to read the policy's tokens and does not know them all.
+    """
     critic = config.critic
     if not config.has_critic:
         return None
-    source = Source.read(critic.model)
+    source, own = Source.read(critic.model), config.tokenizer_of_critic
+    if own is None and tokenizer.vocab_size > source.architecture.vocab_size:
+        raise ValueError(
+            f"critic.model.path: {source.directory} knows {source.architecture.vocab_size} tokens, the policy writes "
+            f"{tokenizer.vocab_size}: name the critic's own tokenizer in critic.model.tokenizer_path"
+        )
+    reader = own and load_tokenizer(own, trust_remote_code=critic.model.trust_remote_code)
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -99,6 +111,7 @@ def make_critic(config: Config, mesh: Mesh, *, last_step: int) -> Model[Any] | N
         learner=learner,
         budget=make_budget(config, critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
         updates=_updates(config, critic, CriticObjective(critic, horizon=config.data.max_response_length)),
+        translate=Translation(writer=tokenizer, reader=reader) if reader else None,
     )
 
 

@@ -68,7 +68,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     reference = make_reference(config, source, mesh)
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
-    critic = make_critic(config, mesh, last_step=last_step)
+    critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
     resumed = find_checkpoint(checkpoints.directory, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()

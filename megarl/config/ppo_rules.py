@@ -63,16 +63,13 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
             message=f"algorithm.adv_estimator=gae trains a critic: name the checkpoint it starts from "
             f"(for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
         )
-    if needs_critic and critic.tokenizer_path not in (None, config.data.tokenizer, policy.path):
-        yield Fault(
-            path="critic.model.tokenizer_path",
-            message=f"the critic reads the actor's tokens, so {critic.tokenizer_path} cannot differ from "
-            f"{config.data.tokenizer or policy.path}: choose a critic of the same tokenizer and leave the key out",
-        )
     if facts.check_paths:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
             yield from model_faults(critic, "critic.model.path")
+            if (own := config.tokenizer_of_critic) and own.startswith(("/", ".")):
+                place = "critic.model.tokenizer_path"
+                yield from path_faults(own, place, "give a directory, a .model file, a HF id or null")
     sizes = read_sizes(policy)
     if sizes and sizes.scalar_head:
         yield Fault(

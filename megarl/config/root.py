@@ -102,6 +102,12 @@ class Config:
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def tokenizer_of_critic(self) -> str | None:
+        """Where the critic's own tokenizer is; None: it reads the policy's tokens."""
+        own = self.critic.model.tokenizer_path
+        return None if own in (self.data.tokenizer, self.actor_rollout_ref.model.path) else own
+
+    @property
     def kl_of_reward(self) -> str | None:
         """How the divergence from the frozen policy in the reward is measured; None: there is none."""
         algorithm = self.algorithm

@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from megarl.data.spm import load_sentencepiece
 
+HALF = "\ufffd"  # what a tokenizer decodes a part of a character to
+
 
 class Tokenizer:
     """Text to ids and back; a thin, typed face of a `transformers` tokenizer."""
@@ -61,6 +63,25 @@ class Tokenizer:
         """The text that `ids` add to that of `before`; alone they might lose the space they begin with."""
         head, whole = self.decode(before), self.decode([*before, *ids])
         return whole.removeprefix(head) if whole.startswith(head) else self.decode(ids)
+
+    def reach(self, ids: Sequence[int], *, behind: Sequence[int] = (), half: int) -> list[int]:
+        """How many characters of text the first 0, 1, ... of `ids` come to, which follow `behind`; ascending.
+
+        Where a character takes several tokens, those that do not complete it count `half` (0 or 1).
+        """
+        starts = (place for place in range(len(behind) - 1, -1, -1) if not self.decode(behind[place:]).startswith(HALF))
+        context = behind[next(starts, 0) :]  # says how the first of them continues, from a whole character on
+        ids = [*context, *ids]
+        before, known, complete, reached = 0, len(context), 0, [0]
+        for end in range(known + 1, len(ids) + 1):
+            text = self.decode(ids[before:end])
+            if text.endswith(HALF):
+                reached.append(complete + half)
+                continue
+            complete += max(0, len(text) - len(self.decode(ids[before:known])))
+            before, known = known, end
+            reached.append(complete)
+        return reached
 
     def save(self, directory: str | Path) -> None:
         """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""

@@ -106,7 +106,8 @@ class CriticModelSection(ModelSection):
     path: str = ""
     """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
     tokenizer_path: str | None = None
-    """Tokenizer that the critic was trained with: must be the actor's, whose tokens it reads."""
+    """Tokenizer that the critic was trained with; null = the policy's. With another one the critic reads the policy's
+    text in its own tokens."""
 
 
 @section

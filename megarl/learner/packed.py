@@ -1,7 +1,8 @@
 """A micro-batch as Megatron takes it: sequences laid end to end in one row of tokens.
 
 The last token of a sequence predicts nothing that is asked for, so it is not computed: a sequence of P prompt and R
-response tokens takes P + R - 1 places, of which the last R predict the response.
+response tokens takes P + R - 1 places, of which the last R predict the response. A model that reads samples in its own
+tokens has other places before the response tokens, some of them before several.
 
 Context parallelism deals each sequence out to `cp_size` ranks as Transformer Engine does: in 2 * cp_size equal pieces,
 of which rank r has number r and number r from the end, so that causal attention is equally much work for all. Zeros at
@@ -54,7 +55,7 @@ def pack_samples(
     have no samples for.
     """
     step = sequence_multiple(cp_size)
-    sequences = [[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)][:-1] for sample in samples]
+    sequences = [[*batch.sequence(sample)][:-1] for sample in samples]
     padded = [len(sequence) + -len(sequence) % step for sequence in sequences]
     multiple = lcm(step, cp_size * num_parts)
     if missing := -sum(padded) % multiple if any(padded) else multiple:
@@ -65,9 +66,8 @@ def pack_samples(
 
     index = torch.tensor(samples, dtype=torch.int64)
     mask = batch.mask[index]
-    ends = lengths.cumsum(0) - lengths + used
-    first = ends[: len(samples)] - mask.sum(-1)
-    predictors = (first[:, None] + mask.cumsum(-1) - 1)[mask]  # in the whole row, ascending
+    starts = (lengths.cumsum(0) - lengths)[: len(samples)]
+    predictors = (starts[:, None] + batch.predictors()[index])[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     filling = positions >= used.repeat_interleave(lengths // cp_size)
     mine = torch.isin(predictors, places)

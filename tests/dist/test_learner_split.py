@@ -4,6 +4,7 @@ The same global batch runs through Megatron cut in every way over up to four pro
 `transformers` on the same weights and with plain autograd through it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt, Rollouts
+from megarl.data.conversations import to_be_scored
 from megarl.learner.config import ActorSection, CriticSection
 from megarl.objectives import ActorObjective, CriticObjective
 from tests.learners import make_test_learner
@@ -173,6 +175,45 @@ def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
                 assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
                 assert not torch.equal(answer["after"], answer["before"])
                 torch.testing.assert_close(answer["after"], first["after"], rtol=1e-4, atol=1e-5)
+
+
+def read_in_other_tokens() -> Experience:
+    """The batch as a critic with tokens of its own reads it: longer or shorter, several tokens from one state."""
+    batch, generator = experience(), torch.Generator().manual_seed(4)
+    lengths = torch.randint(5, 20, (len(batch),), generator=generator).tolist()
+    sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in lengths]
+    last = torch.tensor(lengths)[:, None] - 2
+    steps = torch.randint(0, 3, batch.mask.shape, generator=generator)
+    return replace(batch, sequences=sequences, places=(2 + steps.cumsum(-1)).minimum(last))
+
+
+def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
+    """On one rank: the values of such a batch, those of each state read alone, and an update's metrics."""
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(checkpoint, split, role="value")
+    if learner.mesh.is_last_stage:
+        head = learner.modules[-1].output_layer.weight
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
+    batch, budget = read_in_other_tokens(), Budget(max_tokens=40, max_sequences=None)
+    assert batch.sequences and batch.places is not None
+    rows = batch.mask.nonzero().tolist()
+    states = [batch.sequences[row][: int(batch.places[row, token]) + 1] for row, token in rows]
+    alone = learner.infer(to_be_scored(states), budget)[:, 0]
+    values = learner.infer(batch, budget)
+    return {"values": values[batch.mask], "alone": alone, "metrics": learner.update([batch], CRITIC, budget)}
+
+
+def test_a_critic_of_other_tokens_values_the_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    first: dict[str, Any] | None = None
+    for (tp, pp, _), world_size in SPLITS.items():
+        for answer in pool.run(world_size, read_values, checkpoints["llama"], sizes(tp, pp)):
+            first = first or answer
+            torch.testing.assert_close(answer["values"], answer["alone"], **TOLERANCE)
+            torch.testing.assert_close(answer["values"], first["values"], **TOLERANCE)
+            assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
+    assert first is not None and float(first["values"].std()) > 0.1
 
 
 def refused_update(checkpoint: Path, tp: int) -> bool:

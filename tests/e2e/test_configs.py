@@ -163,6 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             normalization_rule_name="identity",
             user_defined_symbols=[f"\N{LOWER ONE EIGHTH BLOCK}{word}" for word in FEELINGS],
         )
+    found["tokens of its own"] = train_sentencepiece(root / "own.model", vocab_size=NUM_TOKENS - 50)
     return found
 
 
@@ -254,6 +255,9 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pair
     ]
     if actor.ptx_files:
         arguments.append(f"actor_rollout_ref.actor.ptx_files={pairs}")
+    if config.has_critic and "Qwen2" in config.actor_rollout_ref.model.path:  # a critic of another family and tokenizer
+        arguments.append(f"critic.model.path={models['llama']}")
+        arguments.append(f"critic.model.tokenizer_path={models['tokens of its own']}")
     if config.reward_model.enable:
         arguments.append(f"reward_model.model.path={models['judge']}")
     if config.trainer.critic_warmup:

@@ -196,7 +196,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         ),
         (["critic.model.path="], "critic.model.path", "should be a valid string"),
         (["critic.model.path=''"], "critic.model.path", "gae trains a critic"),
-        (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path", "the critic reads the actor's"),
+        (["critic.model.tokenizer_path=/none"], "critic.model.tokenizer_path", "give a directory"),
         (["trainer.test_freq=5"], "data.val_files", "trainer.test_freq=5 needs validation prompts"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.do_sample", "the 4 greedy responses"),
         (

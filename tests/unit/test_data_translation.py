@@ -1,0 +1,99 @@
+"""A reader of other tokens sees the text so far, as much of it as whole tokens of its own hold, and never more."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.batch import Prompt, Rollouts
+from megarl.data.prompts import encode_prompt
+from megarl.data.tokenizer import HALF, Tokenizer, load_tokenizer
+from megarl.data.translation import Translation
+from tests.sentencepieces import train_sentencepiece
+
+VERBATIM = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "byte_fallback": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "coarse": {**VERBATIM, "vocab_size": 700},
+    "fine": {**VERBATIM, "vocab_size": 330},
+    "other": {**VERBATIM, "vocab_size": 600, "model_type": "unigram"},
+}
+TEXTS = st.text(alphabet="abcde 12+=é漢🙂", min_size=1, max_size=24)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        name: load_tokenizer(str(train_sentencepiece(root / f"{name}.model", **options)))
+        for name, options in MODELS.items()
+    }
+
+
+def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollouts:
+    """The given responses to one prompt."""
+    mask = torch.arange(max(map(len, answers))) < torch.tensor([len(answer) for answer in answers])[:, None]
+    row = Prompt(
+        index=7,
+        token_ids=encode_prompt(prompt, writer) if isinstance(prompt, str) else [3],
+        text="",
+        data_source="",
+        ground_truth=None,
+        extra_info={},
+        raw_prompt=prompt,
+    )
+    return Rollouts(
+        prompts=[row],
+        groups=torch.zeros(len(answers), dtype=torch.int64),
+        responses=torch.zeros(mask.shape, dtype=torch.int64).masked_scatter(mask, torch.tensor(sum(answers, []))),
+        mask=mask,
+        rollout_log_probs=None,
+        truncated=torch.zeros(len(answers), dtype=torch.bool),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompt=TEXTS, answer=TEXTS, writer=st.sampled_from(list(MODELS)), reader=st.sampled_from(list(MODELS)))
+def test_a_state_holds_all_whole_tokens_of_the_text_so_far(
+    tokenizers: dict[str, Tokenizer], prompt: str, answer: str, writer: str, reader: str
+) -> None:
+    writes, reads = tokenizers[writer], tokenizers[reader]
+    written = writes.encode(answer, add_special_tokens=False) + [writes.eos_token_id]
+    batch = rollouts(writes, prompt, [written, written[:1]])
+    read = Translation(writer=writes, reader=reads)(batch)
+    assert read.sequences is not None
+    begin = len(encode_prompt(prompt, reads))
+    own = reads.encode(answer, add_special_tokens=False)
+    assert read.sequence(0) == [*encode_prompt(prompt, reads), *own, reads.eos_token_id]
+    for place, so_far in zip(read.predictors()[0].tolist(), range(len(written)), strict=True):
+        texts = [writes.decode(written[:end]) for end in range(so_far + 1)]
+        text = [text for text in texts if not text.endswith(HALF)][-1]  # a part of a character is none yet
+        seen = place + 1 - begin
+        assert text.startswith(reads.decode(own[:seen]))
+        assert seen == len(own) or len(reads.decode(own[: seen + 1])) > len(text)
+    assert read.lengths().tolist() == [len(sequence) for sequence in read.sequences]
+
+
+def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str, Tokenizer]) -> None:
+    same = tokenizers["coarse"]
+    answers = [same.encode(text, add_special_tokens=False) + [same.eos_token_id] for text in ("a 12 + 7", "hkb")]
+    batch = rollouts(same, "3 18 5 = 20 :", answers)
+    read = Translation(writer=same, reader=same)(batch)
+    assert [read.sequence(row) for row in range(2)] == [batch.sequence(row) for row in range(2)]
+    assert torch.equal(read.predictors()[batch.mask], batch.predictors()[batch.mask])
+    chosen = read.select(torch.tensor([1]))
+    assert chosen.sequence(0) == batch.sequence(1)
+
+
+def test_a_prompt_that_cannot_be_read_is_named(tokenizers: dict[str, Tokenizer]) -> None:
+    translation = Translation(writer=tokenizers["fine"], reader=tokenizers["other"])
+    with pytest.raises(ValueError, match=r"the critic cannot read data row 7: the prompt is a list of messages"):
+        translation(rollouts(tokenizers["fine"], [{"role": "user", "content": "a"}], [[5]]))
+    with pytest.raises(ValueError, match="data row 7: None is neither a text nor a list"):
+        translation(rollouts(tokenizers["fine"], None, [[5]]))
