@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.background import Task
 from megarl.distributed.exchange import in_shares, share, together
-from megarl.platform.files import replacing, sync_directory
+from megarl.platform.files import inside, replacing, sync_directory
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 22
@@ -38,12 +38,13 @@ def find_damage(directory: Path) -> str | None:
     if text is None:
         return f"{manifest} is missing"
     try:
-        expected = list(json.loads(text).items())
-    except ValueError as error:
+        seals = json.loads(text).items()
+        expected = [(inside(directory, name), int(size), int(checksum)) for name, (size, checksum) in seals]
+    except (ValueError, TypeError, AttributeError) as error:
         return f"{manifest} is damaged: {error}"
 
     def compare(places: range) -> list[str | None]:
-        return [_compare(directory / name, *seal) for name, seal in expected[places.start : places.stop]]
+        return [_compare(*file) for file in expected[places.start : places.stop]]
 
     faults = chain.from_iterable(in_shares(len(expected), compare))
     return next((fault for fault in faults if fault), None)

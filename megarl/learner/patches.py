@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem as checkpoint_files
 
 from megarl.learner.latent import DownProjection
+from megarl.platform.files import inside
 
 FORCE_DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -50,12 +52,12 @@ def reading_data_only() -> Iterator[None]:
     """torch 2.11, 2.13: a sharded checkpoint's index is a pickle, and its small objects are loaded as any pickle.
 
     Within the block both may name only the types that torch itself puts there, so reading a checkpoint calls no code;
-    one that names something else is an error.
+    one that names something else is an error, and so is an index that leads to files of other directories.
     """
     forced = os.environ.get(FORCE_DATA_ONLY)
     os.environ[FORCE_DATA_ONLY] = "1"
     files: Any = checkpoint_files
-    files.pickle = SimpleNamespace(load=lambda file: _IndexUnpickler(file).load())
+    files.pickle = SimpleNamespace(load=_load_index)
     try:
         yield
     finally:
@@ -64,6 +66,13 @@ def reading_data_only() -> Iterator[None]:
             del os.environ[FORCE_DATA_ONLY]
         else:
             os.environ[FORCE_DATA_ONLY] = forced
+
+
+def _load_index(file: Any) -> Any:
+    index = _IndexUnpickler(file).load()
+    for place in index.storage_data.values():
+        inside(Path(), place.relative_path)
+    return index
 
 
 class _IndexUnpickler(pickle.Unpickler):

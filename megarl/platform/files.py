@@ -1,9 +1,9 @@
-"""Files that appear whole or not at all, whenever the process or the machine dies."""
+"""Files that appear whole or not at all, whenever the process or the machine dies, and names that lead nowhere else."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 
@@ -21,6 +21,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def inside(directory: Path, name: str) -> Path:
+    """`directory / name`, of a name that stands in a file and may be anything.
+
+    Raises:
+        ValueError: the name, as it is written, leads out of the directory, or is none. Links are followed: it is the
+            names that come from elsewhere, not the directories.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no file below {directory}")
+    return directory / path
 
 
 def sync_directory(directory: Path) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.platform.files import replacing
+from megarl.platform.files import inside, replacing
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
@@ -35,7 +35,7 @@ class CheckpointFiles:
     """The weights in a directory, `model.safetensors` or the shards that `model.safetensors.index.json` lists.
 
     Raises:
-        ValueError: the directory has no such weights.
+        ValueError: the directory has no such weights, or its index lists files of other directories.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,8 +44,7 @@ class CheckpointFiles:
             with safe_open(single, framework="pt") as file:
                 self._file_of = dict.fromkeys(file.keys(), single)
         elif (index := directory / INDEX).is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            self._file_of = {name: directory / file for name, file in weight_map.items()}
+            self._file_of = _read_index(index)
         else:
             raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
 
@@ -96,12 +95,21 @@ class CheckpointFiles:
                 hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
                 raise ValueError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
             by_file[self._file_of[name]].append(name)
-        for file, inside in by_file.items():
+        for file, stored in by_file.items():
             if not file.is_file():
                 raise ValueError(f"{self._directory / INDEX} lists {file.name}, which is not there")
             with safe_open(file, framework="pt") as opened:
-                for name in inside:
+                for name in stored:
                     yield file, name, opened.get_slice(name)
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {name: inside(path.parent, str(file)) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of weights: {error}") from error
 
 
 def export(

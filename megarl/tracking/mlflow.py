@@ -184,8 +184,12 @@ class Mlflow:
 
 
 def safe_name(name: str) -> str:
-    """A name that every MLflow store takes: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`."""
-    return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
+    """A name that every MLflow store takes: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`.
+
+    Stores may keep it as a path, so no part of it is empty or leads up: a data source may be called anything.
+    """
+    parts = _FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 def _cut(text: str) -> str:

@@ -117,6 +117,13 @@ def plant_in_object(checkpoint: Path, witness: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
 
 
+def lead_index_elsewhere(checkpoint: Path, witness: Path) -> None:
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../saved/{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+
+
 def load_refused(source: Path, directory: Path) -> str:
     """What a rank says of a checkpoint that it must not read."""
     with pytest.raises(BaseException) as refused:  # torch's own is no Exception
@@ -124,14 +131,14 @@ def load_refused(source: Path, directory: Path) -> str:
     return repr(refused.value)
 
 
-def test_code_in_a_checkpoint_is_not_run(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
     pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
-    for plant in (plant_in_index, plant_in_common_state, plant_in_object):
+    for plant in (plant_in_index, plant_in_common_state, plant_in_object, lead_index_elsewhere):
         spoiled, witness = tmp_path / plant.__name__, tmp_path / f"{plant.__name__}_ran"
         shutil.copytree(saved, spoiled)
         plant(spoiled, witness)
         (message,) = pool.run(1, load_refused, source, spoiled)
-        assert "mkdir" in message, plant.__name__
+        assert ("is no file below" if plant is lead_index_elsewhere else "mkdir") in message, plant.__name__
         assert not witness.exists(), plant.__name__

@@ -231,7 +231,19 @@ def spoil_manifest(path: Path) -> str:
     return f"{manifest} is damaged"
 
 
-@pytest.mark.parametrize("spoil", [truncate, flip_a_bit, remove, spoil_manifest])
+def lead_elsewhere(path: Path) -> str:
+    manifest = path.parents[1] / NAME
+    manifest.write_text(json.dumps({"../global_step_1/state.json": [0, 0]}))
+    return f"{manifest} is damaged: '../global_step_1/state.json' is no file below"
+
+
+def list_names_alone(path: Path) -> str:
+    manifest = path.parents[1] / NAME
+    manifest.write_text('["state.json"]')
+    return f"{manifest} is damaged"
+
+
+@pytest.mark.parametrize("spoil", [truncate, flip_a_bit, remove, spoil_manifest, lead_elsewhere, list_names_alone])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:

@@ -70,6 +70,22 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
         CheckpointFiles(tmp_path).layout()
 
 
+@pytest.mark.parametrize("elsewhere", ["../other/model.safetensors", "/other/model.safetensors", "a/../../x", "", 3])
+def test_a_shard_of_another_directory_is_refused(elsewhere, tmp_path):
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (directory := tmp_path / "model").mkdir()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": elsewhere}}))
+    with pytest.raises(ValueError, match="is no file below|lists 3, which is not there"):
+        CheckpointFiles(directory).layout()
+
+
+def test_an_index_that_is_none_is_named(tmp_path):
+    for text in ("{", "[]", "{}", '{"weight_map": []}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match="index.json is no index of weights"):
+            CheckpointFiles(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "box", "shapes", "message"),
     [

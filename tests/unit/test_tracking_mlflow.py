@@ -164,6 +164,7 @@ def test_a_store_that_fails_later_costs_a_record_and_not_the_run(
 def test_names_are_safe_by_construction() -> None:
     assert safe_name("val-core/openai/gsm8k/acc/mean@4") == "val-core/openai/gsm8k/acc/mean_at_4"
     assert safe_name("reward (é)%") == "reward ____"
+    assert safe_name("val/test_score/../../x//./y.z/") == "val/test_score/_/_/x/_/_/y.z/_"
 
 
 def test_flatten_by_hand() -> None:
