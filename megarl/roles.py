@@ -20,6 +20,7 @@ from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import GREEDY, Generation, Sampling
 from megarl.selfcheck import SelfCheck
+from megarl.skips import Skips
 from megarl.tracking.timers import Timers
 
 Outputs = TypeVar("Outputs", PolicyOutputs, Tensor)
@@ -39,6 +40,7 @@ class Updates:
     prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
     against: Learner | None = None  # whose exact divergence is in the objective
     beside: Callable[[int], Iterable[Part]] | None = None  # what else the mini-batches of an iteration learn from
+    skips: Skips | None = None  # what becomes of mini-batches that cannot be learnt from; None: nothing is said of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,11 @@ class Model(Generic[Outputs]):
         return outputs
 
     def update(self, experience: Experience, *, step: int) -> dict[str, float]:
-        """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ..."""
+        """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ...
+
+        Raises:
+            ValueError: on all ranks alike, where too many updates in a row had to be skipped.
+        """
         updates = self.updates
         assert updates is not None, f"the {self.name} does not learn"
         experience, budget = self._as_read(experience, updates.budget)
@@ -73,7 +79,14 @@ class Model(Generic[Outputs]):
         if updates.prepare:
             batches = map(updates.prepare, batches)
         beside = updates.beside(step) if updates.beside else None
-        metrics = self.learner.update(batches, updates.objective, budget, against=updates.against, beside=beside)
+        metrics = self.learner.update(
+            batches,
+            updates.objective,
+            budget,
+            against=updates.against,
+            beside=beside,
+            outcome=updates.skips.of_step(step + 1) if updates.skips else None,
+        )
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def _as_read(self, batch: R, budget: Budget) -> tuple[R, Budget]:

@@ -19,6 +19,7 @@ from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import build_mesh
 from megarl.loop import is_due
 from megarl.platform.device import device_type, local_device
+from megarl.skips import Skips
 from megarl.source import Source
 from megarl.tracking.timers import Timers
 
@@ -72,13 +73,14 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
     tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
-    failed = True
+    skips, failed = Skips(lessons.name, trainer), True
     try:
         for step in range(state.step, last_step):
             watchdog.note(step=step)
             timers = Timers()
             with timers("step"):
-                metrics = learner.update([lessons.batches.take(step)], lessons.objective, lessons.budget)
+                batches, outcome = [lessons.batches.take(step)], skips.of_step(step + 1)
+                metrics = learner.update(batches, lessons.objective, lessons.budget, outcome=outcome)
             if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics |= lessons.validate(learner)
             if is_due(trainer.save_freq, step + 1, last_step=last_step):

@@ -15,6 +15,7 @@ from megarl.objectives import ActorObjective, CriticObjective, mark
 from megarl.platform.device import device_type, local_device
 from megarl.ptx import Supervision
 from megarl.roles import Model, Updates
+from megarl.skips import Skips
 from megarl.source import Source
 
 
@@ -47,7 +48,7 @@ def make_actor(
         against=reference if config.kl_of_reward == "full" else None,
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
-            _updates(config, actor, ActorObjective(actor, horizon=config.data.max_response_length)),
+            _updates(config, "actor", actor, ActorObjective(actor, horizon=config.data.max_response_length)),
             prepare=partial(mark, section=actor),
             against=reference if config.kl_of_loss == "full" else None,
             beside=supervision.parts if supervision else None,
@@ -110,16 +111,17 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         name="critic",
         learner=learner,
         budget=make_budget(config, critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
-        updates=_updates(config, critic, CriticObjective(critic, horizon=config.data.max_response_length)),
+        updates=_updates(config, "critic", critic, CriticObjective(critic, horizon=config.data.max_response_length)),
         translate=Translation(writer=tokenizer, reader=reader) if reader else None,
     )
 
 
-def _updates(config: Config, section: ActorSection | CriticSection, objective: Objective) -> Updates:
+def _updates(config: Config, name: str, section: ActorSection | CriticSection, objective: Objective) -> Updates:
     """How the actor or the critic goes through a batch."""
     return Updates(
         objective=objective,
         budget=make_budget(config, section.ppo_micro_batch_size),
+        skips=Skips(name, config.trainer),
         num_prompts=section.ppo_mini_batch_size,
         num_epochs=section.ppo_epochs,
         shuffle=config.actor_rollout_ref.actor.shuffle,

@@ -9,6 +9,7 @@ micro-batches on the same ranks, and its hidden states wait in host memory until
 exact divergence needs, a few thousand numbers per response token, and no rank sends any of them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from torch import Tensor
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Rollouts
 from megarl.data.packing import pack, partition
+from megarl.distributed.exchange import together
 from megarl.learner.experts import share_batch_size
+from megarl.learner.finite import Buffers, NotFinite, parameters_not_finite
 from megarl.learner.heads import vocab_parallel_kl, vocab_parallel_log_probs
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
@@ -41,6 +44,7 @@ from megarl.platform.cpu import megatron_platform
 from megarl.reshard.layout import Layout
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
+LOSS = "*"  # travels among the metrics of a step, and is no name of any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,19 @@ class Part:
     objective: Objective
     against: "Learner | None" = None  # the objective is told the exact divergence from it
     temperature: float | None = None  # of the probabilities that the objective is told; None: the learner's
+
+
+Outcome = Callable[[int, Sequence[Part], NotFinite | None], None]  # which mini-batch, of what; why it was skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What the head of a micro-batch says of it in an update."""
+
+    part: int  # of the step's parts
+    samples: Tensor  # [b] int64, rows of the part
+    loss: Tensor  # scalar, without its graph
+    metrics: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,53 +137,88 @@ class Learner:
         *,
         against: "Learner | None" = None,
         beside: Iterable[Part] | None = None,
+        outcome: Outcome | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
 
         The objective of a policy is told the exact divergence from the policy `against` which it is taken, if any.
         `beside` has another part for every mini-batch, whose loss is added to that of the mini-batch in the same step.
+        A mini-batch whose loss or gradient is not finite is skipped on all ranks: weights, optimizer and routers are
+        as if it had not been there. `outcome` is told of each mini-batch before the next one, and may raise.
 
         Returns:
-            The mean of each metric over the mini-batches, with `grad_norm` (before clipping) and `lr`.
-
-        Raises:
-            FloatingPointError: a gradient was not finite.
+            The mean of each metric over the mini-batches that were learnt from, with `grad_norm` (before clipping);
+            and, which is all where there were none, `skipped_updates` and `lr`.
         """
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
         others = repeat(()) if beside is None else ((part,) for part in beside)
+        steps, skipped = list[dict[str, float]](), 0
         with self.offload.everything():
-            steps = [
-                self._step((Part(batch=minibatch, objective=objective, against=against), *more), budget)
-                for minibatch, more in zip(minibatches, others, strict=False)  # `beside` may be endless
-            ]
-        means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        return means | {"lr": self.optimizer.lr}
+            for number, (minibatch, more) in enumerate(zip(minibatches, others, strict=False)):  # `beside`: endless
+                parts = (Part(batch=minibatch, objective=objective, against=against), *more)
+                found = self._step(parts, budget)
+                if isinstance(found, NotFinite):
+                    skipped += 1
+                else:
+                    steps.append(found)
+                if outcome:
+                    outcome(number, parts, found if isinstance(found, NotFinite) else None)
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else ())}
+        return means | {"skipped_updates": float(skipped), "lr": self.optimizer.lr}
 
-    def _step(self, parts: Sequence[Part], budget: Budget) -> dict[str, float]:
+    def _step(self, parts: Sequence[Part], budget: Budget) -> dict[str, float] | NotFinite:
+        """The metrics of a step, or why it was not taken."""
         assert self.optimizer is not None
-        micros = [micro for part in parts for micro in self._lessons(part, budget)]
+        micros = [micro for number, part in enumerate(parts) for micro in self._lessons(number, part, budget)]
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         share_batch_size(self.modules, sum(int((part.batch.lengths() - 1).sum()) for part in parts))
-        metrics = self._run(micros, budget, forward_only=False)
+        buffers = Buffers(self.modules)
+        lessons: list[Lesson] = self._run(micros, budget, forward_only=False)
+        metrics = self._sum([lesson.metrics | {LOSS: lesson.loss} for lesson in lessons])
+        loss = metrics.pop(LOSS)
         with megatron_platform():
-            grad_norm = self.optimizer.step()
-        return self._sum(metrics) | {"grad_norm": grad_norm}
+            grad_norm = self.optimizer.grad_norm()
+        if self._any_rank(not (math.isfinite(loss) and math.isfinite(grad_norm))):
+            buffers.restore()
+            return self._not_finite(len(parts), lessons, loss=loss, grad_norm=grad_norm)
+        with megatron_platform():
+            self.optimizer.step()
+        return metrics | {"grad_norm": grad_norm}
 
-    def _lessons(self, part: Part, budget: Budget) -> list[Micro]:
+    def _any_rank(self, here: bool) -> bool:
+        """Whether it is so on any rank: what ranks decide alike, they must not read off numbers of their own."""
+        found = torch.tensor(float(here), device=self.device)
+        dist.all_reduce(found)
+        return bool(found)
+
+    def _not_finite(self, num_parts: int, lessons: Sequence[Lesson], *, loss: float, grad_norm: float) -> NotFinite:
+        """What can be said of a mini-batch that must not be learnt from, after its backward pass."""
+        spoilt = [lesson for lesson in lessons if not bool(lesson.loss.isfinite())]
+        mine = [(lesson.part, lesson.samples.tolist()) for lesson in spoilt]
+        ranks = together(lambda: (mine, parameters_not_finite(self.modules)))
+        rows = [
+            tuple(sorted({row for found, _ in ranks for number, samples in found if number == part for row in samples}))
+            for part in range(num_parts)
+        ]
+        parameters = {rank: names for rank, (_, names) in enumerate(ranks) if names}
+        return NotFinite(loss=loss, grad_norm=grad_norm, rows=tuple(rows), parameters=parameters)
+
+    def _lessons(self, number: int, part: Part, budget: Budget) -> list[Micro]:
         """The micro-batches of a part, with heads that give the loss."""
         micro_batches = self._micro_batches(part.batch, budget)
         readings = self._readings(part.against, part.batch, micro_batches, budget)
         totals = Totals.of(part.batch.mask)
 
-        def loss(hidden: Tensor, *, packed: Packed, other: Reading | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(hidden: Tensor, *, packed: Packed, other: Reading | None) -> tuple[Tensor, Tensor, Lesson]:
             outputs = self._outputs(hidden, packed=packed, other=other, temperature=part.temperature)
             micro = part.batch.select(packed.samples).to(self.device)
             value, metrics = part.objective(outputs, micro, totals)
-            return value, torch.ones((), dtype=torch.int), metrics
+            lesson = Lesson(part=number, samples=packed.samples, loss=value.detach().clone(), metrics=metrics)
+            return value, torch.ones((), dtype=torch.int), lesson
 
         return [
             (packed, partial(loss, packed=packed, other=other))

@@ -1,6 +1,5 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +33,15 @@ class Optimizer:
         """Forget the gradients of the last step."""
         self.megatron.zero_grad()
 
-    def step(self) -> float:
-        """Clip the gradients, update the weights and return the gradient norm before clipping.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; no weight was changed.
-        """
+    def grad_norm(self) -> float:
+        """The norm of the gradient over all ranks, before clipping; no weight has changed yet."""
         self.megatron.prepare_grads()
-        grad_norm = float(self.megatron.get_grad_norm())  # over all ranks, so all of them see the same
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: no weight was changed")
-        self.megatron.step()
-        return grad_norm
+        return float(self.megatron.get_grad_norm())
+
+    def step(self) -> None:
+        """Clip the gradients and update the weights; the gradient norm must be finite."""
+        updated, _, _ = self.megatron.step()
+        assert updated, "Megatron refused a finite gradient"
 
 
 def make_trainable(

@@ -8,7 +8,7 @@ rewards read, and for ground truths of other types than JSON has, which become t
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import Prompt, Scored
+from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
 from megarl.platform.files import replacing
 
@@ -86,6 +86,31 @@ def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step:
     table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd")
+
+
+def write_record(path: Path, batch: Rollouts) -> None:
+    """Write every field of a record of any kind, a row for each sample, for inspection.
+
+    What has a number for each token is a list of those of the response; what is None is left out.
+    """
+    asked = [batch.prompt_of(sample) for sample in range(len(batch))]
+    columns: dict[str, Any] = {
+        "index": [prompt.index for prompt in asked],
+        "prompt": [prompt.text for prompt in asked],
+        "prompt_ids": [list(prompt.token_ids) for prompt in asked],
+    }
+    for name in [field.name for field in fields(batch) if field.name not in ("prompts", "mask")]:
+        match getattr(batch, name):
+            case Tensor(ndim=2) as values:
+                columns[name] = _flat(values, batch.mask)
+            case Tensor() as values:
+                columns[name] = values.numpy()
+            case None:
+                pass
+            case values:
+                columns[name] = list(values)
+    with replacing(path) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd")
 
 
 def read_samples(path: Path) -> tuple[Scored, Tensor | None]:

@@ -84,3 +84,5 @@ class TrainerSection:
     """auto = cuda where there is one."""
     phase_timeout_s: PositiveFloat = 1800.0
     """Seconds that no phase of a step takes; after them the ranks say where they are, and the job ends."""
+    max_skipped_updates: NonNegativeInt = 3
+    """Updates in a row whose loss or gradient may be not finite, and which are skipped; one more ends the run."""

@@ -214,26 +214,3 @@ def test_a_critic_of_other_tokens_values_the_states_it_reads(pool: RankPool, che
             torch.testing.assert_close(answer["values"], first["values"], **TOLERANCE)
             assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
     assert first is not None and float(first["values"].std()) > 0.1
-
-
-def refused_update(checkpoint: Path, tp: int) -> bool:
-    """On one rank: an update whose gradient is not a number; returns whether any weight changed."""
-    from megarl.learner.learner import Budget
-
-    learner = make_test_learner(checkpoint, sizes(tp, 1))
-    with learner.weights() as weights:
-        before = {name: tensor.clone() for name, tensor in weights.items()}
-        with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
-            learner.update([experience()], not_a_number, Budget(max_tokens=1000, max_sequences=None))
-        return any(not torch.equal(tensor, before[name]) for name, tensor in weights.items())
-
-
-def not_a_number(outputs: PolicyOutputs, micro: Experience, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-    return outputs.log_probs.sum() * float("nan"), {}
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_gradient_that_is_not_a_number_changes_no_weight(
-    pool: RankPool, checkpoints: dict[str, Path], tp: int
-) -> None:
-    assert pool.run(2, refused_update, checkpoints["llama"], tp) == [False, False]

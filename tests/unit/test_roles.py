@@ -24,7 +24,14 @@ class Learner:
         self.beside: list[Part] = []
 
     def update(
-        self, minibatches: Iterable[Experience], objective: Any, budget: Budget, *, against: Any, beside: Any
+        self,
+        minibatches: Iterable[Experience],
+        objective: Any,
+        budget: Budget,
+        *,
+        against: Any,
+        beside: Any,
+        outcome: Any,
     ) -> dict[str, float]:
         for minibatch, part in zip(minibatches, beside or repeat(None), strict=False):
             self.minibatches.append(minibatch)
