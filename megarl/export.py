@@ -33,6 +33,7 @@ class Arguments:
     checkpoint: Path
     out: Path
     world_size: int
+    trust_remote_code: bool = False
     trainer: TrainerSection = TrainerSection(n_gpus_per_node=1)
 
 
@@ -46,8 +47,9 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     parser = argparse.ArgumentParser(prog="python -m megarl.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
     parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own Python code run")
     arguments = parser.parse_args(argv)
-    return Arguments(arguments.checkpoint, arguments.out, world_size or 1)
+    return Arguments(arguments.checkpoint, arguments.out, world_size or 1, arguments.trust_remote_code)
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
@@ -74,7 +76,8 @@ def write(arguments: Arguments, launch: Launch) -> None:
         device=local_device(device_type(arguments.trainer.device)),
     )
     load_learner(learner, checkpoint / name)
-    export_model(learner, source, source.tokenizer(), arguments.out, launch)
+    tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)
+    export_model(learner, source, tokenizer, arguments.out, launch)
 
 
 def whole_checkpoint(path: Path) -> Path:

@@ -43,7 +43,7 @@ class Source:
         libraries = section.external_lib or []
         for library in [libraries] if isinstance(libraries, str) else libraries:
             importlib.import_module(library)
-        directory = local_directory(section.path)
+        directory = local_directory(section.path, with_code=section.trust_remote_code)
         hf_config = read_config(directory, section.override_config)
         try:
             architecture = read_architecture(hf_config)

@@ -285,7 +285,7 @@ def transformers_log_probs(checkpoint: Path, answers: Rollouts, *, dtype: torch.
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, trust_remote_code=False).eval()
     says = torch.zeros(answers.mask.shape)
     for sample in range(len(answers)):
         response = answers.response_ids(sample)

@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, as `transformers` writes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,17 @@ def _save_random(model: Any, directory: Path) -> None:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)
     model.save_pretrained(directory)
+
+
+def plant_code(directory: Path) -> Path:
+    """Give a checkpoint Python code of its own for config and model; returns the file that it makes where it is run."""
+    witness = directory / "code_was_run"
+    (directory / "modeling_planted.py").write_text(
+        f"from pathlib import Path\nPath({str(witness)!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig): pass\nclass Model(LlamaForCausalLM): pass\n"
+    )
+    own = {"AutoConfig": "modeling_planted.Config", "AutoModelForCausalLM": "modeling_planted.Model"}
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"auto_map": own}))
+    return witness

@@ -119,6 +119,12 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer {path!r} comes with Python code of its own, which was not run: read it, then set "
+                "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
+                "name another by data.tokenizer"
+            ) from error
         raise ValueError(
             f"no tokenizer loads from {path!r}: {error}\n"
             "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, "

@@ -66,7 +66,7 @@ class _Failure:
 
 def _portable(error: Exception) -> Exception:
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # whatever classes there are: some do not pickle, some do not come back
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -8,8 +8,8 @@ from typing import Any
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
-def local_directory(path: str) -> Path:
-    """The directory of a local checkpoint, or of the downloaded files of a Hugging Face id.
+def local_directory(path: str, *, with_code: bool = False) -> Path:
+    """The directory of a local checkpoint, or of the downloaded files of a Hugging Face id: data, unless `with_code`.
 
     Raises:
         ValueError: there is no such directory, and nothing could be downloaded under that id.
@@ -20,7 +20,7 @@ def local_directory(path: str) -> Path:
     from huggingface_hub import snapshot_download  # half a second that local models need not wait
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(FILES)))
+        return Path(snapshot_download(path, allow_patterns=[*FILES, *(["*.py"] if with_code else [])]))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no local directory, and as a Hugging Face id it failed: {error}") from error
 
