@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch.distributed as dist
 
 from megarl.config.faults import ConfigError
+from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
@@ -41,10 +42,12 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     """Run `body(config, launch)` on every rank of the job that `argv` describes.
 
     A fault in the configuration ends the program with code 2 before any process group exists, any other error that a
-    user can mend (ValueError) with code 1; both as a message, not as a traceback.
+    user can mend (ValueError) with code 1; both as a message, not as a traceback. A job that was told to end (see
+    `signals`) ends with code 75.
     """
     _quieten()
     guard_output()
+    signals.listen()
     rank = os.environ.get("RANK", "0")
     try:
         place = detect(os.environ)
@@ -69,6 +72,17 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     except ValueError as error:
         logging.getLogger(__name__).debug("the error's origin", exc_info=True)
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
+    except signals.Stopped as stopped:
+        if launch.rank == 0:
+            how = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+            print(f"megarl: {stopped}; the same command{how} goes on from there", file=sys.stderr)
+        _part()
+        sys.exit(signals.EXIT_CODE)
+    _part()
+
+
+def _part() -> None:
+    """All ranks are done: none cuts off another that is still in a collective."""
     if dist.is_initialized():  # an engine that was closed has ended it
         dist.barrier()
         dist.destroy_process_group()

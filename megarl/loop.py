@@ -12,6 +12,7 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed import watchdog
+from megarl.distributed.signals import Stopped, told
 from megarl.estimate import Metrics, estimate, mismatch_metrics
 from megarl.interfaces import Checkpoints, Critic, Policy
 from megarl.samples.collect import SampleSource
@@ -70,11 +71,16 @@ class Job:
 
 
 def train(job: Job, progress: Progress) -> None:
-    """Run the steps of the schedule, from where the run stands."""
+    """Run the steps of the schedule, from where the run stands.
+
+    Raises:
+        Stopped: the job was told to end; the last finished step is saved, whatever `save_freq` says.
+    """
     schedule = job.schedule
     if job.validation and schedule.validate_first:
         scores, progress = validate(job.validation, progress, step=schedule.first_step)
         job.tracker.log(scores, step=schedule.first_step)
+    stops = False
     for step in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=step)
         timers = Timers()
@@ -85,14 +91,19 @@ def train(job: Job, progress: Progress) -> None:
                 with timers("testing"):
                     scores, progress = validate(job.validation, progress, step=finished)
                 metrics |= scores
-            if is_due(schedule.save_freq, finished, last_step=schedule.last_step):
+            stops = told() and finished < schedule.last_step
+            if stops or is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
                     job.checkpoints.save(progress.state(finished, metrics))
             job.checkpoints.advance()
         seconds = timers.seconds()
         throughput = metrics["perf/total_num_tokens"] / seconds["timing_s/step"] / job.num_ranks
         job.tracker.log(metrics | seconds | {"perf/throughput": throughput}, step=finished)
+        if stops:
+            break
     job.checkpoints.close()
+    if stops:
+        raise Stopped(finished)
 
 
 def validate(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:

@@ -14,6 +14,7 @@ from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
+from megarl.distributed.signals import Stopped, heeding, told
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Budget, Learner, Objective
 from megarl.learner.parallel import build_mesh
@@ -22,6 +23,7 @@ from megarl.platform.device import device_type, local_device
 from megarl.skips import Skips
 from megarl.source import Source
 from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import recording
 
 
 class Batches(Protocol):
@@ -73,8 +75,9 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
     state = checkpoints.load(resumed) if resumed else State()
     tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
-    skips, failed = Skips(lessons.name, trainer), True
-    try:
+    skips = Skips(lessons.name, trainer)
+    stops = False
+    with heeding(), recording(tracker):
         for step in range(state.step, last_step):
             watchdog.note(step=step)
             timers = Timers()
@@ -83,12 +86,14 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
                 metrics = learner.update(batches, lessons.objective, lessons.budget, outcome=outcome)
             if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics |= lessons.validate(learner)
-            if is_due(trainer.save_freq, step + 1, last_step=last_step):
+            stops = told() and step + 1 < last_step
+            if stops or is_due(trainer.save_freq, step + 1, last_step=last_step):
                 checkpoints.save(State(step=step + 1, metrics=metrics))
             checkpoints.advance()
             tracker.log(metrics | timers.seconds(), step=step + 1)
+            if stops:
+                break
         checkpoints.close()
-        failed = False
-    finally:
-        tracker.close(failed=failed)
+        if stops:
+            raise Stopped(step + 1)
     return learner

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megarl.config.load import load_config
 from megarl.config.report import batch_table, remarks
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
+from megarl.distributed.signals import Stopped, heeding
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
@@ -62,18 +64,21 @@ def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.build.run import build_run
     from megarl.loop import train as loop
+    from megarl.tracking.tracker import recording
 
     if launch.rank == 0:
         show_plan(arguments.config)
     built = build_run(arguments.config, launch, replay=arguments.replay)
-    failed = True
+    stopped: Stopped | None = None
     try:
-        loop(built.job, built.progress)
-        failed = False
-    finally:
-        built.job.tracker.close(failed=failed)
+        with heeding() if built.engine else nullcontext(), recording(built.job.tracker):  # a replay keeps nothing
+            loop(built.job, built.progress)
+    except Stopped as told:
+        stopped = told
     if built.engine:
         built.engine.close()
+    if stopped:
+        raise stopped
 
 
 def show_plan(config: Config) -> None:

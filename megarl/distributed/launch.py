@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from megarl.distributed.signals import forward
 from megarl.platform.processes import die_with_parent
 
 LINGER_S = 1.0
@@ -161,6 +162,9 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     # The address is given since the agent would otherwise look its own host name up, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    if sys.platform == "linux":  # the agent would give the ranks 30 s after SIGTERM, and die of SIGUSR1
+        agent += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+        forward()
     try:
         run(parse_args([*agent, "--module", module, *argv]))
     except ChildFailedError as error:

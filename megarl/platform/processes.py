@@ -46,11 +46,20 @@ def bound_memory(num_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def children(pid: int | None = None) -> Iterator[int]:
+    """The processes that `pid` started, by default this one. None where the kernel does not list them."""
+    pid = os.getpid() if pid is None else pid
+    with suppress(OSError):  # it is gone
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (thread / "children").read_text().split())
+
+
 def descendants(pid: int | None = None) -> Iterator[int]:
     """The processes below `pid`, by default this one, nearest first. None where the kernel does not list children."""
     found, seen = [os.getpid() if pid is None else pid], set[int]()
     for parent in found:
-        for child in _children(parent):
+        for child in children(parent):
             if child not in seen:
                 seen.add(child)
                 found.append(child)
@@ -89,13 +98,6 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:  # it is gone
         return ""
-
-
-def _children(pid: int) -> Iterator[int]:
-    with suppress(OSError):  # it is gone
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                yield from map(int, (thread / "children").read_text().split())
 
 
 def _prctl(option: int, value: int) -> None:

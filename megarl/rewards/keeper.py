@@ -242,8 +242,10 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
             keeper.end()
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, leave)  # it raises nothing: that could cut short what a hang-up has begun to end
-    die_with_parent(signal.SIGTERM, parent=int(argv[1]))
+    signal.signal(signal.SIGHUP, leave)  # it raises nothing: that could cut short what a hang-up has begun to end
+    die_with_parent(signal.SIGHUP, parent=int(argv[1]))
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm tells every process of a job to end; the rank decides when
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
     try:

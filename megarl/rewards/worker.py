@@ -23,7 +23,9 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
     """Be the worker of the process `keeper`, which forked this one; what rewards print goes to the pipe `output`."""
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # it hears no SIGTERM, as its keeper; what it forks does
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     _redirect(output)
     bound_memory(max_memory)
     try:

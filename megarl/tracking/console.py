@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
+from megarl.tracking.names import KL, Ending, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
 
 RECENT_STEPS = 10  # the pace behind the time left
 MAX_CELL = 160  # characters of a sample shown
@@ -55,7 +55,7 @@ class Console:
         if rows:
             self._console.print(_table(f"{name} at step {step}", rows))
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, failed: bool = False) -> None:
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Show how the scores went, where the time went, and the given rows."""
         if self._progress is not None:
             self._progress.stop()
@@ -74,7 +74,6 @@ class Console:
             {"phase": name.removeprefix(TIMING), "seconds": f"{seconds:.1f}", "share": f"{seconds / total:.0%}"}
             for name, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
         ]
-        ending = "failed" if failed else "finished"
         for title, rows in ((f"run {ending}", scores), ("time", phases), ("summary", summary_rows)):
             if rows:
                 self._console.print(_table(title, rows))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.tracking.names import Ending
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -39,7 +41,7 @@ class Jsonl:
         self._trim(path)
         self._append(path, [{"step": step, **row} for row in rows])
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, failed: bool = False) -> None:
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Do nothing: every line is written."""
 
     def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

