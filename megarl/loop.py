@@ -80,7 +80,6 @@ def train(job: Job, progress: Progress) -> None:
     if job.validation and schedule.validate_first:
         scores, progress = validate(job.validation, progress, step=schedule.first_step)
         job.tracker.log(scores, step=schedule.first_step)
-    stops = False
     for step in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=step)
         timers = Timers()
@@ -100,10 +99,9 @@ def train(job: Job, progress: Progress) -> None:
         throughput = metrics["perf/total_num_tokens"] / seconds["timing_s/step"] / job.num_ranks
         job.tracker.log(metrics | seconds | {"perf/throughput": throughput}, step=finished)
         if stops:
-            break
+            job.checkpoints.close()
+            raise Stopped(finished)
     job.checkpoints.close()
-    if stops:
-        raise Stopped(finished)
 
 
 def validate(validation: Validation, progress: Progress, *, step: int) -> tuple[Metrics, Progress]:

@@ -76,7 +76,6 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     state = checkpoints.load(resumed) if resumed else State()
     tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
     skips = Skips(lessons.name, trainer)
-    stops = False
     with heeding(), recording(tracker):
         for step in range(state.step, last_step):
             watchdog.note(step=step)
@@ -92,8 +91,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
             checkpoints.advance()
             tracker.log(metrics | timers.seconds(), step=step + 1)
             if stops:
-                break
+                checkpoints.close()
+                raise Stopped(step + 1)
         checkpoints.close()
-        if stops:
-            raise Stopped(step + 1)
     return learner

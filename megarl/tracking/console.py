@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from megarl.tracking.names import KL, Ending, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, validation_of
+from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, Ending, validation_of
 
 RECENT_STEPS = 10  # the pace behind the time left
 MAX_CELL = 160  # characters of a sample shown

@@ -1,5 +1,7 @@
 """The loop itself, among interfaces that write down how they are called."""
 
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
+from megarl.distributed import signals
 from megarl.loop import Job, Progress, Schedule, train
 from megarl.samples.collect import Collector
 from megarl.samples.validation import Validation
@@ -130,9 +133,11 @@ class Records(NullTracker):
         self.diary.calls.append("close")
 
 
-def run(kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, **changes: Any) -> Diary:
+def run(
+    kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, diary: Diary | None = None, **changes: Any
+) -> Diary:
     """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
-    diary = Diary()
+    diary = diary or Diary()
     world, records = World(diary), Records(diary)
     schedule = {
         "first_step": 0,
@@ -281,3 +286,39 @@ def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> No
     metrics = diary.logged[1]
     assert metrics["actor/reward_kl_penalty"] == 0.5
     assert metrics["critic/rewards/mean"] == pytest.approx(1.5 - 0.1 * 0.5 * sum(LENGTHS) / 4)
+
+
+class Interrupted(Policy):
+    """Its process is told to end while it learns."""
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().update(experience, step=step)
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    signals.listen()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
+    diary = Diary()
+    with pytest.raises(signals.Stopped) as stopped, signals.heeding():
+        run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), first_step=1, test_freq=2)
+    assert stopped.value.step == 2
+    assert diary.steps_of("validate") == list(diary.logged) == list(diary.saved) == [2]
+    assert diary.calls[-1] == "close"  # what is written beside training is whole
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
+    diary = Diary()
+    with signals.heeding():
+        run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), last_step=1)
+    assert list(diary.logged) == [1]
+    assert diary.saved == {}
