@@ -1,0 +1,39 @@
+"""The Slurm script with programs in place of `srun` and `scontrol`: Slurm itself is not installed where tests run."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.distributed.signals import EXIT_CODE
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+exit $CODE
+"""
+
+
+def submit(root: Path, code: int) -> tuple[int, list[str]]:
+    """Run the script where `srun` ends with `code`; its own code, and what it called."""
+    for name, own in (("srun", str(code)), ("scontrol", "0")):
+        (root / name).write_text(STAND_IN.replace("$CODE", own))
+        (root / name).chmod(0o755)
+    calls = root / "calls"
+    slurm = {"SUBMIT_DIR": str(ROOT), "JOB_ID": "41", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "8"}
+    environ = {f"SLURM_{name}": value for name, value in slurm.items()}
+    environ |= {"PATH": f"{root}:{os.environ['PATH']}", "CALLS": str(calls), "PYTHON": "python"}
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "launch_slurm.sh", "run.yaml", "a.b=c d"], env=os.environ | environ, check=False
+    )
+    return done.returncode, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", [0, 1, EXIT_CODE, 137])
+def test_a_job_is_requeued_when_it_was_told_to_end_and_only_then(tmp_path: Path, code: int) -> None:
+    ended, calls = submit(tmp_path, code)
+    assert ended == code
+    job = "python -m megarl.train run.yaml a.b=c d trainer.nnodes=2 trainer.n_gpus_per_node=8"
+    assert calls[0].startswith("srun ") and calls[0].endswith(job)
+    assert calls[1:] == (["scontrol requeue 41"] if code == EXIT_CODE else [])
