@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megarl.distributed.signals import forward
+from megarl.distributed.store import meet
 from megarl.platform.processes import die_with_parent
 
 LINGER_S = 1.0
@@ -124,6 +125,7 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
         torch.cuda.set_device(launch.local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=meet(launch.rank, launch.world_size, timeout_s=timeout_s),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -90,6 +90,14 @@ def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
     assert "megarl: rank 1 failed first (exit code 137)" in stderr
 
 
+def test_ranks_that_torchrun_starts_again_find_each_other() -> None:
+    torchrun = [*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:]]
+    process = start(torchrun, "kill=1", "once=yes")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert sorted(stdout.splitlines()) == sorted(2 * MEETING)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills ranks with the agent that watches them")
 def test_ranks_do_not_outlive_a_killed_agent() -> None:
     process = start(PLAIN, "hang=yes")
