@@ -22,6 +22,7 @@ from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
 from megarl.config.load import to_dict, to_yaml
+from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
@@ -189,7 +190,7 @@ def run_tracker(config: Config | SupervisedConfig, launch: Launch, *, last_step:
         run_dir=Path(trainer.default_local_dir),
         project=trainer.project_name,
         experiment=trainer.experiment_name,
-        params=to_dict(config),
+        params=to_dict(config) | ({"code": code} if (code := own_code(config)) else {}),
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megarl.config.checks import path_faults
+from megarl.config.checks import file_faults
 from megarl.config.faults import Fault
 from megarl.config.ppo_rules import ACTOR, ROLLOUT
 from megarl.config.root import Config
@@ -116,7 +116,7 @@ def _supervision(config: Config, facts: Facts) -> Iterator[Fault]:
             message=f"the pairs of {ACTOR}.ptx_files have no weight: write more than 0, or leave the files out",
         )
     for file in files if facts.check_paths else []:
-        yield from path_faults(file, f"{ACTOR}.ptx_files", "give parquet files that exist")
+        yield from file_faults(file, f"{ACTOR}.ptx_files")
 
 
 ALGORITHM_RULES: tuple[Rule[Config], ...] = (

@@ -4,18 +4,22 @@ Each yields a `Fault` per thing to correct. `where` is the dotted path of the se
 """
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SupervisedDataSection
+from megarl.data.uri import unknown_scheme
 from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
 from megarl.models.architecture import Architecture, Experts
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, rule_names
 from megarl.rollout.config import RolloutSection
 from megarl.tracking.config import TrainerSection
+
+MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 
 
 def world_size(trainer: TrainerSection) -> int:
@@ -174,7 +178,7 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
         if key == "train_files" and not any(files):
             yield Fault(path="data.train_files", message="is empty: name at least one parquet file")
         for file in filter(None, files):
-            yield from path_faults(file, f"data.{key}", "give parquet files that exist")
+            yield from file_faults(file, f"data.{key}")
     if data.tokenizer and data.tokenizer.startswith(("/", ".")):
         yield from path_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file or a HF id")
 
@@ -199,10 +203,33 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
         )
 
 
+def file_faults(file: str, key: str) -> Iterator[Fault]:
+    """A local data file must be there; a URI must be of a kind that is opened."""
+    if "://" not in file:
+        yield from path_faults(file, key, "give parquet files that exist")
+    elif scheme := unknown_scheme(file):
+        yield Fault(
+            path=key,
+            message=f"{scheme}:// is no scheme that pyarrow or fsspec opens: give a local path, or s3://, gs://, "
+            "abfs://, hdfs://, https:// or another of theirs",
+        )
+
+
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """A local path must exist."""
-    if path and "://" not in path and not Path(path).exists():
+    if path and not Path(path).exists():
         yield Fault(path=key, message=f"no such file: {path}: {remedy}")
+
+
+def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
+    """A tracking server must be of a kind that MLflow knows, by itself or by a plug-in that is installed."""
+    scheme, separator, _ = (trainer.mlflow_tracking_uri or "").partition("://")
+    known = {*MLFLOW_SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
+    if separator and scheme.partition("+")[0] not in known:
+        yield Fault(
+            path="trainer.mlflow_tracking_uri",
+            message=f"{scheme}:// is no scheme of MLflow's: choose from {', '.join(MLFLOW_SCHEMES)}",
+        )
 
 
 def schedule_faults(optim: OptimSection, where: str) -> Iterator[Fault]:

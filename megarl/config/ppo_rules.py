@@ -14,6 +14,7 @@ from megarl.config.checks import (
     replica_faults,
     resume_faults,
     schedule_faults,
+    tracking_faults,
     world_size,
 )
 from megarl.config.faults import Fault
@@ -270,9 +271,10 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule("trainer.resume_mode", "trainer.resume_from_path")
-def _resume(config: Config, facts: Facts) -> Iterator[Fault]:
+@rule("trainer.resume_mode", "trainer.resume_from_path", "trainer.mlflow_tracking_uri")
+def _records(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
+    yield from tracking_faults(config.trainer)
 
 
 @rule(f"{ACTOR}.optim", "critic.optim")
@@ -298,6 +300,6 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _engine,
     _validation,
     _val_sampling,
-    _resume,
+    _records,
     _schedules,
 )

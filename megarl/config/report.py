@@ -1,12 +1,17 @@
 """What rank 0 shows before training: how a batch is divided, and choices that work but deserve a second look."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.checks import world_size
 from megarl.config.mesh_checks import data_parallel_size
-from megarl.config.root import Config
+from megarl.config.root import Config, SupervisedConfig
+from megarl.platform.secrets import redacted
+from megarl.rewards.rules import provenance
+from megarl.section import flatten
 
 
 class BatchRow(NamedTuple):
@@ -74,6 +79,22 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 
 
+def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
+    """Return what runs that is neither megarl's nor one of its packages, by the keys that say so."""
+    leaves = dict(flatten(asdict(config)))
+    found = {}
+    for key, value in leaves.items():
+        section, _, name = key.rpartition(".")
+        model = leaves.get(f"{section}.path")
+        if name == "external_lib" and value and model:
+            found[key] = f"module {value}" if isinstance(value, str) else f"modules {', '.join(value)}"
+        elif name == "trust_remote_code" and value and model:
+            found[key] = f"what comes with {model}"
+        elif key == "custom_reward_function.path" and value:
+            found[key] = provenance(Path(value), leaves["custom_reward_function.name"])
+    return found
+
+
 def remarks(config: Config) -> Iterator[str]:
     """Yield a sentence for each choice that runs, but rarely does what its author wants."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -98,6 +119,12 @@ def remarks(config: Config) -> Iterator[str]:
         yield (
             f"gspo's ratio is that of a whole sequence, but actor.loss_agg_mode={actor.loss_agg_mode} does not weigh "
             "all sequences the same, as seq-mean-token-mean does"
+        )
+    leaves = dict(flatten(asdict(config)))
+    if hidden := [key for key, shown in redacted(leaves).items() if shown != leaves[key]]:
+        yield (
+            f"there is a secret in {', '.join(hidden)}: it is neither shown nor kept, so RUN_DIR/config.yaml cannot "
+            "start this run again; the environment is a better place for it"
         )
     ranks = data_parallel_size(actor.megatron, world_size(config.trainer))
     if actor.ppo_mini_batch_size < ranks:

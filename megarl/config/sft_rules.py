@@ -11,6 +11,7 @@ from megarl.config.checks import (
     partition_faults,
     resume_faults,
     schedule_faults,
+    tracking_faults,
     world_size,
 )
 from megarl.config.faults import Fault
@@ -62,9 +63,10 @@ def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from length_faults(read_sizes(config.model), "model.path", "data.max_length", longest)
 
 
-@rule("trainer.resume_mode", "trainer.resume_from_path", "optim")
+@rule("trainer.resume_mode", "trainer.resume_from_path", "trainer.mlflow_tracking_uri", "optim")
 def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
+    yield from tracking_faults(config.trainer)
     yield from schedule_faults(config.optim, "optim")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fsspec import available_protocols
 from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
@@ -16,6 +17,13 @@ REMEDIES = {
     "hdfs": _HADOOP,
     "viewfs": _HADOOP,
 }
+
+
+def unknown_scheme(name: str) -> str | None:
+    """The scheme in a path or URI, or in one of a chain (`zip://a::s3://b`), that nothing here opens."""
+    schemes = [part.partition("://")[0] for part in name.split("::") if "://" in part]
+    known = {*ARROW_SCHEMES, *available_protocols()}
+    return next((scheme for scheme in schemes if scheme not in known), None)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
         if isinstance(value, Mapping):
             return {key: clean(inner, str(key)) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [clean(item, name) for item in value]
+            return type(value)(clean(item, name) for item in value)
         if isinstance(value, str) and value:
             return BLOT if is_secret(name.rpartition(".")[2]) else redact(value, environ)
         return value

@@ -66,7 +66,7 @@ class TrainerSection:
     """Spread the samples over the data-parallel ranks by length."""
     default_hdfs_dir: Annotated[None, BeforeValidator(_only_null)] = None
     """Only null: checkpoints are written to default_local_dir."""
-    default_local_dir: str = "checkpoints"
+    default_local_dir: Annotated[str, AfterValidator(_local)] = "checkpoints"
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the last checkpoint in the run's directory, never, or from resume_from_path."""

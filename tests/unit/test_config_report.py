@@ -1,11 +1,12 @@
 """What rank 0 shows before training, and the configurations that come with the repository."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_yaml
-from megarl.config.report import batch_table, remarks
+from megarl.config.report import batch_table, own_code, remarks
 from megarl.config.root import Config
 
 LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
@@ -21,6 +22,24 @@ def load(*argv: str) -> Config:
 
 def sizes(config: Config) -> dict[str, str]:
     return {row.stage: row.size for row in batch_table(config)}
+
+
+def test_code_that_is_not_ours_is_named(tmp_path: Path) -> None:
+    assert own_code(load("custom_reward_function.name=judge")) == {}
+    reward = tmp_path / "mine.py"
+    reward.write_text("def judge(**_): return 1\n")
+    digest = subprocess.check_output(["sha256sum", reward], text=True)[:12]
+    config = load(
+        f"custom_reward_function.path={reward}",
+        "custom_reward_function.name=judge",
+        "actor_rollout_ref.model.external_lib=[ours.models, ours.tokens]",
+        "critic.model.trust_remote_code=true",
+    )
+    assert own_code(config) == {
+        "custom_reward_function.path": f"judge of {reward} (SHA-256: {digest})",
+        "actor_rollout_ref.model.external_lib": "modules ours.models, ours.tokens",
+        "critic.model.trust_remote_code": "what comes with org/critic",
+    }
 
 
 def test_the_table_divides_a_batch_as_by_hand() -> None:
@@ -122,6 +141,7 @@ def test_fixed_micro_batches_ignore_the_token_budget() -> None:
             "actor.kl_loss_type=k1 has no gradient in the mean",
         ),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "actor.loss_agg_mode=token-mean does not weigh"),
+        (["trainer.mlflow_tracking_uri=http://ann:pw@host"], "there is a secret in trainer.mlflow_tracking_uri: it is"),
         ([f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2", "trainer.n_gpus_per_node=8"], "without work"),
     ],
 )
