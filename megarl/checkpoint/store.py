@@ -14,8 +14,9 @@ the state of when it was saved, and the one before stays the latest until it is 
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
-from megarl.learner.checkpoint import load_learner, save_learner
+from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
+from megarl.learner.staging import Staging
 from megarl.platform.files import replacing, sync_directory
 
 
@@ -42,6 +44,10 @@ class Checkpoints:
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
     beside_training: bool = False
     background: Background = field(default_factory=Background)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging(is_pinned=self.beside_training)
 
     def save(self, state: State) -> None:
         """Write the checkpoint of a run in `state`, or begin to, when the one before is whole. Collective."""
@@ -65,10 +71,14 @@ class Checkpoints:
         part = self.directory / f".{final.name}.part"
         main = dist.get_rank() == 0
         together(lambda: _make_empty(part, list(self.learners)) if main else None)
-        for name, learner in self.learners.items():
-            save_learner(learner, part / name)
+        writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
         together(lambda: self._write_companions(part, state) if main else None)
+        yield partial(_write_all, writings)
+        for writing in writings:
+            writing.finish()
+        if not self.beside_training:
+            self._staging.release()
         yield from sealing(part)
         yield lambda: self._publish(part, final, state.step) if main else None
 
@@ -104,6 +114,11 @@ class Checkpoints:
 def _write(path: Path, text: str) -> None:
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def _write_all(writings: Sequence[Writing]) -> None:
+    for writing in writings:
+        writing.write()
 
 
 def _make_empty(part: Path, names: list[str]) -> None:

@@ -5,9 +5,15 @@ configuration says of the optimizer is not part of a checkpoint either, so a run
 for more steps.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing
@@ -16,18 +22,58 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megarl.learner.learner import Learner
 from megarl.learner.optimizer import Optimizer, torch_optimizers
 from megarl.learner.patches import reading_data_only
+from megarl.learner.staging import Staging, copy_optimizer, copy_shards
 from megarl.platform.cpu import megatron_platform
 
 CONFIGURED = ("max_lr", "min_lr", "betas")
 IDLE = "idle"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
+# megatron-core 0.19 would rather have nvidia-resiliency-ext write.
+WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 
 
-def save_learner(learner: Learner, directory: Path) -> None:
-    """Write weights, optimizer and schedule to `directory`, which must exist and be empty. Collective."""
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """A learner's state on its way to a directory."""
+
+    write: Callable[[], None]  # what this rank has, from copies, in whatever thread
+    finish: Callable[[], None]  # collective, when all ranks have written
+
+
+def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing:
+    """Copy weights, optimizer and schedule, to be written to `directory`, which must exist and be empty. Collective.
+
+    The learner may go on at once. Until the writing is finished, nothing else may be saved through `staging`.
+    """
     with learner.offload.everything(), megatron_platform():
-        state = _sharded_state(learner, is_loading=False)
-        dist_checkpointing.save(state, str(directory), content_metadata=dict(FORMAT))
+        gathers = []
+        with ExitStack() as frozen:
+            for number, part in enumerate(_distributed_parts(learner.optimizer)):
+                state, gather = copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}")
+                answer = partial(_answer, state)
+                frozen.enter_context(patch.object(part, "get_parameter_state_dp_zero", answer))
+                gathers.append(gather)
+            state = _sharded_state(learner, is_loading=False)
+        for part in _optimizer_parts(state.get("optimizer", {})):
+            if part.get("param_state", state) is None:  # written by the first data-parallel rank
+                del part["param_state"]
+        copy_shards(state, staging, directory.name)
+        request = dist_checkpointing.save(
+            state, str(directory), content_metadata=dict(FORMAT), async_sharded_save=True, **WRITER
+        )
+        torch.cuda.synchronize()
+
+    def write() -> None:
+        for gather in gathers:
+            gather()
+        request.async_fn()
+
+    def finish() -> None:
+        with megatron_platform():
+            for finalize in request.finalize_fns:
+                finalize()
+
+    return Writing(write=write, finish=finish)
 
 
 def load_learner(learner: Learner, directory: Path) -> None:
@@ -44,8 +90,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
     """Take over the moments and the place in the schedule; rates and decay stay as configured."""
     groups = optimizer.megatron.param_groups
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
-    parts = [state[number] for number in sorted(state)] if 0 in state else [state]  # experts have a part of their own
-    restored = [group for part in parts for group in part.get("optimizer", part)["param_groups"]]
+    restored = [group for part in _optimizer_parts(state) for group in part.get("optimizer", part)["param_groups"]]
     for saved, values in zip(restored, configured, strict=True):
         saved.update(values)  # megatron-core 0.19 recognises a group by these, and ours may have changed since
     optimizer.megatron.load_state_dict(state)
@@ -57,13 +102,26 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
     optimizer.schedule.step(0)
 
 
-def _count_for_idle_parts(optimizer: Any) -> None:
+def _optimizer_parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """What was saved of each of Megatron's chained optimizers: experts have one of their own."""
+    return [state[number] for number in sorted(state)] if 0 in state else [state]
+
+
+def _distributed_parts(optimizer: Optimizer | None) -> list[DistributedOptimizer]:
+    parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]) if optimizer else []
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def _answer(state: Any, **_: Any) -> Any:
+    return state
+
+
+def _count_for_idle_parts(optimizer: Optimizer) -> None:
     """Where no layer has experts, let the optimizer of experts know the step: Megatron asks for the step of any state.
 
     The state that says so belongs to no parameter.
     """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    states = [part.optimizer.state for part in parts if isinstance(part, DistributedOptimizer)]
+    states = [part.optimizer.state for part in _distributed_parts(optimizer)]
     steps = [value["step"] for state in states for key, value in state.items() if key != IDLE and "step" in value]
     for state in states:
         if steps and set(state) <= {IDLE}:
@@ -84,7 +142,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule
-        _count_for_idle_parts(optimizer)
+        _count_for_idle_parts(learner.optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         state["schedule"] = {"num_steps": schedule.num_steps}
     return state

@@ -1,4 +1,7 @@
-"""Every change megarl makes to Megatron-Core and to torch under it, with the versions it was needed in and why."""
+"""Every change megarl makes to Megatron-Core and to torch under it, with the versions it was needed in and why.
+
+The one to the writer of checkpoints is in shard_files.py.
+"""
 
 import os
 import pickle
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem as checkpoint_files
 
 from megarl.learner.latent import DownProjection
+from megarl.learner.shard_files import write_in_this_process
 from megarl.platform.files import inside
 
 FORCE_DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -45,6 +49,7 @@ def apply_patches() -> None:
     _leave_whole_queries_alone()
     _load_state_of_torch_optimizers()
     _exchange_shapes_in_order()
+    write_in_this_process()
 
 
 @contextmanager

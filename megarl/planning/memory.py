@@ -14,7 +14,7 @@ from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.ends import engine_end
 from megarl.planning.engine import EngineMemory, engine_memory
-from megarl.planning.states import DTYPE_BYTES, States, frozen_states, held_bytes, trained_states
+from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 
 Phase = Literal["sync", "generate", "infer", "update"]
@@ -45,6 +45,7 @@ class RankMemory:
     states: Mapping[str, States]  # by model, with nothing offloaded
     engine: EngineMemory
     moments: tuple[Moment, ...]
+    host_copies: int  # bytes of host memory that saves beside training keep; 0: saves are not beside it
 
     @cached_property
     def fullest(self) -> dict[Phase, Moment]:
@@ -81,7 +82,16 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
     rank = stage * (workload.grid.num_ranks // workload.grid.pp)
     states = {model.name: model_states(workload, model, rank) for model in workload.models}
     moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
-    return RankMemory(rank=rank, stage=stage, states=states, engine=engine, moments=moments)
+    host_copies = (
+        sum(
+            copied_bytes(parameter_shapes(model.architecture, workload.grid, rank), model.section, workload.grid)
+            for model in workload.models
+            if model.updates
+        )
+        if workload.config.trainer.async_save
+        else 0
+    )
+    return RankMemory(rank=rank, stage=stage, states=states, engine=engine, moments=moments, host_copies=host_copies)
 
 
 def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:

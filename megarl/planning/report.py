@@ -30,6 +30,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "stage": memory.stage,
             "states": {name: asdict(states) for name, states in memory.states.items()},
             "kv_cache_tokens": memory.engine.num_tokens,
+            "host_copies": memory.host_copies,
             "moments": [
                 {"phase": moment.phase, "worker": moment.worker, "total": moment.total, "parts": dict(moment.parts)}
                 for moment in memory.moments
@@ -57,6 +58,8 @@ def show(plan: Plan, console: Console) -> None:
         f"KV cache of an engine replica: {engine.num_tokens:,} tokens, {engine.num_tokens // longest:,} sequences of "
         f"{longest:,} at a time"
     )
+    if plan.memory.host_copies:
+        console.print(f"Saves beside training keep {_gb(plan.memory.host_copies)} GB of such a rank's host memory")
     console.print(_traffic_table(plan))
     ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")

@@ -61,6 +61,24 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
     return States(weights=total * itemsize, gradients=total * FLOAT32, optimizer=shard * per_weight)
 
 
+def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> int:
+    """Host memory that a save beside training copies a trained model to, on the first of its data-parallel ranks.
+
+    Of a distributed optimizer, float32 weights and moments come together there, with the padding of their buffers.
+    """
+    itemsize = DTYPE_BYTES[section.dtype]
+    total = 0
+    for chunk in chunks:
+        total += sum(map(math.prod, chunk.values())) * itemsize
+        for shapes, num_ranks in _buffers(chunk, grid):
+            if section.use_distributed_optimizer:
+                total += _padded(shapes, num_ranks) * (MOMENTS + FLOAT32)
+            else:
+                per_weight = MOMENTS if section.dtype == "float32" else MOMENTS + FLOAT32
+                total += sum(map(math.prod, shapes)) * per_weight
+    return total
+
+
 def held_bytes(placement: Placement, num_ranks: int) -> Integers:
     """[num_ranks] int64: the bytes of a model that each rank has."""
     alike: dict[int, tuple[Holding, int]] = {}

@@ -75,7 +75,7 @@ class TrainerSection:
     max_ckpt_to_keep: PositiveInt | None = 3
     """Checkpoints kept; null = all."""
     async_save: bool = False
-    """Bring checkpoints to the disk beside training; false = training waits until they are whole."""
+    """Write checkpoints beside training, from copies in host memory; false = training waits until they are whole."""
     log_val_generations: NonNegativeInt = 8
     """Validation samples shown in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -30,9 +31,13 @@ def learn(
     optimizer: bool,
     optim: OptimSection = OPTIM,
 ) -> Any:
-    """Two updates with a save between them, or the second one after a load; returns what the model then says."""
+    """Two updates with a save between them, or the second one after a load; returns what the model then says.
+
+    What is saved is written after the second update, and is to be the state of before it.
+    """
     from megarl.learner.checkpoint import load_learner, save_learner
     from megarl.learner.learner import Budget
+    from megarl.learner.staging import Staging
 
     learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
     batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
@@ -41,9 +46,11 @@ def learn(
         load_learner(learner, load)
     else:
         learner.update([batch], objective, budget)
-    if save:
-        save_learner(learner, save)
+    writing = save_learner(learner, save, Staging()) if save else None
     metrics = learner.update([batch], objective, budget)
+    if writing:
+        writing.write()
+        writing.finish()
     outputs = learner.infer(batch, budget)
     return metrics, outputs if role == "value" else outputs.log_probs
 
@@ -62,6 +69,44 @@ def test_continues_exactly(
         for (metrics, outputs), (metrics_again, outputs_again) in zip(expected, resumed, strict=True):
             assert metrics == metrics_again
             assert torch.equal(outputs, outputs_again)
+
+
+def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, beside: Path) -> None:
+    """Save one state while the learner waits, and again while it goes on learning."""
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.learner import Budget
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, optim=OPTIM)
+    batch, budget, staging = experience(), Budget(max_tokens=100, max_sequences=None), Staging()
+    learner.update([batch], ACTOR, budget)
+    for directory in (at_once, beside):
+        writing = save_learner(learner, directory, staging)
+        if directory == beside:
+            thread = Thread(target=writing.write)
+            learner.update([batch], ACTOR, budget)
+            thread.start()
+            learner.update([batch], ACTOR, budget)
+            thread.join()
+        else:
+            writing.write()
+        writing.finish()
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_what_is_written_beside_training_is_what_is_written_at_once(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
+) -> None:
+    for tp in (1, 2):
+        at_once, beside = tmp_path / f"at_once{tp}", tmp_path / f"beside{tp}"
+        for directory in (at_once, beside):
+            directory.mkdir()
+        pool.run(2, save_twice, checkpoints["llama"], sizes(tp, 1), distributed_optimizer, at_once, beside)
+        names = sorted(path.name for path in at_once.iterdir())
+        assert names == sorted(path.name for path in beside.iterdir())
+        assert len([name for name in names if name.endswith(".distcp")]) == tp  # one data-parallel rank writes
+        for name in set(names) - {".metadata"}:  # it has a number drawn for each save
+            assert (at_once / name).read_bytes() == (beside / name).read_bytes(), name
 
 
 def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The plan's weights, gradients and optimizer state are the bytes of the tensors that a real learner allocates."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.trainer import parameter_shapes
-from megarl.planning.states import States, frozen_states, trained_states
+from megarl.planning.states import States, copied_bytes, frozen_states, trained_states
 from tests.ranks import RankPool, fresh_mesh
 from tests.tiny import SIZES, VARIANTS
 
@@ -32,21 +33,26 @@ def architecture(variant: str) -> Architecture:
     return read_architecture(SIZES | VARIANTS[variant] | {"num_hidden_layers": 4, "vocab_size": 500})
 
 
-def allocated(variant: str, split: dict[str, Any], role: str, trained: bool) -> States:
-    """On one rank: the bytes of all storages that a learner holds on to."""
+def make(variant: str, split: dict[str, Any], role: Any, trained: bool) -> Any:
     from megarl.learner.factory import make_learner
-    from megarl.learner.optimizer import torch_optimizers
 
     section = MegatronSection(**split)
-    learner = make_learner(
+    return make_learner(
         None,
         architecture(variant),
         section,
         fresh_mesh(section),
-        role=role,  # type: ignore[arg-type]
+        role=role,
         device=torch.device("cpu"),
         training=(OptimSection(), 1.0, 1) if trained else None,
     )
+
+
+def allocated(variant: str, split: dict[str, Any], role: str, trained: bool) -> States:
+    """On one rank: the bytes of all storages that a learner holds on to."""
+    from megarl.learner.optimizer import torch_optimizers
+
+    learner = make(variant, split, role, trained)
     weights = storages(parameter for module in learner.modules for parameter in module.parameters())
     if learner.optimizer is None:
         return States(weights=sum(weights.values()))
@@ -84,6 +90,29 @@ def test_trained_models(pool: RankPool, name: str, dtype: str) -> None:
     # The last data-parallel rank has the padding in its shard, so only the fullest is what the plan says.
     fullest = max(found, key=lambda states: states.optimizer)
     assert fullest.optimizer == pytest.approx(max(plan.optimizer for plan in planned), rel=0.01)
+
+
+def copied(variant: str, split: dict[str, Any], directory: Path) -> int:
+    """On one rank: the bytes that a save keeps in host memory."""
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.staging import Staging
+
+    staging = Staging()
+    writing = save_learner(make(variant, split, "policy", True), directory, staging)
+    writing.write()
+    writing.finish()
+    return staging.num_bytes
+
+
+@pytest.mark.parametrize("name", ["tensor", "data", "data, every rank its own optimizer", "experts"])
+def test_copies_of_saves(pool: RankPool, tmp_path: Path, name: str) -> None:
+    variant, split = "qwen3_moe" if name == "experts" else "qwen2", SPLITS[name]
+    section = MegatronSection(**split)
+    grid = grid_of(section, 2)
+    found = pool.run(2, copied, variant, split, tmp_path)
+    assert found[0] == pytest.approx(
+        copied_bytes(parameter_shapes(architecture(variant), grid, 0), section, grid), rel=0.01
+    )
 
 
 def test_frozen_and_value_models(pool: RankPool) -> None:

@@ -62,7 +62,7 @@ def test_a_reward_model_resumes_and_is_exported(pool: RankPool, tmp_path: Path) 
         "trainer.n_gpus_per_node=2",
         "trainer.logger=[jsonl]",
     ]
-    pool.run(2, train, argv)
+    pool.run(2, train, [*argv, "trainer.async_save=true"])
     expected = weights(run_dir / "huggingface")
     shutil.rmtree(run_dir / "global_step_4")
     shutil.rmtree(run_dir / "huggingface")

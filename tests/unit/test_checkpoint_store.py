@@ -3,7 +3,7 @@
 import errno
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +83,27 @@ def test_the_oldest_go(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
 
 
+@pytest.mark.parametrize("beside_training", [False, True])
 @pytest.mark.parametrize("fault", ["write_huggingface", "rename", "fsync"])
 def test_a_crash_while_saving_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, beside_training: bool
 ) -> None:
-    run = checkpoints(tmp_path)
+    run = checkpoints(tmp_path, beside_training=beside_training)
     run.save(State(step=1, kl_coef=0.5))
+    run.close()
 
     def crash(*_: Any) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
         if fault == "write_huggingface":
-            run = Checkpoints(directory=tmp_path, learners={}, keep=2, write_huggingface=crash)
+            run = replace(run, write_huggingface=crash)
         elif fault == "rename":
             patch.setattr(Path, "rename", crash)
         else:
             patch.setattr("os.fsync", crash)
         run.save(State(step=2, kl_coef=0.6))
+        run.close()
     checkpoint = found(tmp_path)
     assert checkpoint == tmp_path / "global_step_1"
     assert checkpoints(tmp_path).load(checkpoint) == State(step=1, kl_coef=0.5)
