@@ -32,7 +32,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.learner.learner import Budget
     from megarl.objectives import SFTObjective
     from megarl.source import Source
-    from megarl.supervised import Lessons, learn
+    from megarl.supervised import EXPORT, Lessons, learn
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
@@ -50,7 +50,8 @@ def train(config: SFTConfig, launch: Launch) -> None:
         validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
     )
     learner = learn(config, launch, source, tokenizer, lessons)
-    export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / "huggingface", launch)
+    if learner:
+        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT, launch)
 
 
 def mean_loss(learner: "Learner", *, pairs: "PairStream", budget: "Budget") -> dict[str, float]:

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
-from megarl.build.run import run_tracker
-from megarl.checkpoint.find import find_checkpoint
+from megarl.build.resume import Standing, companions
+from megarl.build.run import finish_records, run_tracker
+from megarl.checkpoint import manifest
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
+from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, heeding, told
 from megarl.learner.factory import make_learner
@@ -24,6 +26,9 @@ from megarl.skips import Skips
 from megarl.source import Source
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import recording
+
+EXPORT = "huggingface"
+"""Where in its directory a run leaves the model for others."""
 
 
 class Batches(Protocol):
@@ -49,10 +54,20 @@ class Lessons:
     validate: Callable[[Learner], dict[str, float]] | None  # None: nothing to validate on
 
 
-def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons) -> Learner:
-    """Train on this rank until the last step, from the run's latest checkpoint on; returns the trained model."""
+def learn(
+    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
+) -> Learner | None:
+    """Train on this rank until the last step, from the run's latest checkpoint on.
+
+    Returns the trained model, which is to be exported; None where that was done after the last step already.
+    """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
+    standing = Standing.find(config)
+    if standing.is_at(last_step):
+        finish_records(config, launch, standing, last_step=last_step)
+        if together(lambda: is_exported(run_dir / EXPORT, standing))[0]:
+            return None
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -64,20 +79,25 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
         balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),
     )
+    learners = {lessons.name: learner}
     written = source if learner.is_policy else source.as_classifier(tokenizer)
     checkpoints = Checkpoints(
         directory=run_dir,
-        learners={lessons.name: learner},
+        learners=learners,
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+        companions=lambda: companions(config, learners),
         beside_training=trainer.async_save,
     )
-    resumed = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
-    state = checkpoints.load(resumed) if resumed else State()
-    tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
+    standing.require_sizes(learners, {lessons.name: "model.path"})
+    if standing.checkpoint:
+        checkpoints.load(standing.checkpoint)
+    if standing.is_at(last_step):
+        return learner
+    tracker = run_tracker(config, launch, standing, last_step=last_step)
     skips = Skips(lessons.name, trainer)
     with heeding(), recording(tracker):
-        for step in range(state.step, last_step):
+        for step in range(standing.state.step, last_step):
             watchdog.note(step=step)
             timers = Timers()
             with timers("step"):
@@ -95,3 +115,12 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
                 raise Stopped(step + 1)
         checkpoints.close()
     return learner
+
+
+def is_exported(directory: Path, standing: Standing) -> bool:
+    """Whether a whole model lies in `directory` that was written after the checkpoint at which the run stands."""
+    if standing.checkpoint is None:
+        return False
+    weights = [path.stat().st_mtime for path in directory.glob("model*.safetensors")]
+    is_whole = bool(weights) and (directory / "config.json").is_file()  # written last
+    return is_whole and min(weights) >= (standing.checkpoint / manifest.NAME).stat().st_mtime

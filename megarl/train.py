@@ -69,6 +69,8 @@ def train(arguments: Arguments, launch: Launch) -> None:
     if launch.rank == 0:
         show_plan(arguments.config)
     built = build_run(arguments.config, launch, replay=arguments.replay)
+    if built is None:
+        return
     stopped: Stopped | None = None
     try:
         with heeding() if built.engine else nullcontext(), recording(built.job.tracker):  # a replay keeps nothing

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.models import device_of, make_actor, make_critic, make_reference
+from megarl.build.resume import CONFIG_FILE, Standing, companions, nothing_left
 from megarl.build.sampling import (
     make_archive,
     make_sampler,
@@ -42,6 +43,8 @@ from megarl.source import Source
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.tracker import Tracker, make_tracker
 
+MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -52,8 +55,8 @@ class Run:
     engine: RolloutEngine | None  # None: nothing is sampled
 
 
-def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> Run:
-    """Everything of a training run, in the state of the checkpoint it continues from.
+def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> Run | None:
+    """Everything of a training run, in the state of the checkpoint it continues from; None: it has nothing left to do.
 
     `replay` names samples of an earlier run, which then stand in for engine, reward and validation.
     """
@@ -63,6 +66,11 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    standing = Standing.find(config)
+    state = standing.state
+    if standing.is_at(last_step) and not (replay or trainer.val_only):
+        finish_records(config, launch, standing, last_step=last_step)
+        return None
 
     engine = None if replay else start_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
@@ -71,16 +79,18 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
-    resumed = find_checkpoint(checkpoints.directory, mode=trainer.resume_mode, path=trainer.resume_from_path)
-    state = checkpoints.load(resumed) if resumed else State()
+    standing.require_sizes(checkpoints.learners, MODEL_KEYS)
+    if standing.checkpoint:
+        checkpoints.load(standing.checkpoint)
     first_step, validation = state.step, None
     samples: SampleSource
     if replay:
         config = replaying(config)
+        standing = replace(standing, state=replace(state, metrics={}))  # which are in the run's own records
         samples = Replay.find(replay, after=state.step)
         first_step, last_step = samples.first_step, samples.last_step
-    tracker = run_tracker(config, launch, last_step=last_step, resumed=state if resumed else None)
-    if config.data.filter_overlong_prompts and not resumed:
+    tracker = run_tracker(config, launch, standing, last_step=last_step)
+    if config.data.filter_overlong_prompts and not standing.is_resumed:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
     if engine:
         scorer = make_scorer(config, rules, mesh, tokenizer)
@@ -94,20 +104,15 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
         reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
         critic=critic,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
-        schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=resumed is not None),
+        schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=standing.is_resumed),
         validation=validation,
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
     )
     if launch.rank == 0:
-        (Path(config.trainer.default_local_dir) / "config.yaml").write_text(to_yaml(config))
-    progress = Progress(
-        kl=make_kl_controller(config.algorithm.kl_ctrl, state),
-        position=state.position or prompts.position_of(state.step),
-        best=state.best,
-    )
-    return Run(job=job, progress=progress, engine=engine)
+        (Path(config.trainer.default_local_dir) / CONFIG_FILE).write_text(to_yaml(config))
+    return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
@@ -120,6 +125,12 @@ def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, r
         validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
         critic_warmup=trainer.critic_warmup,
     )
+
+
+def make_progress(config: Config, state: State, prompts: PromptStream) -> Progress:
+    """What the first iteration starts from."""
+    position = state.position or prompts.position_of(state.step)
+    return Progress(kl=make_kl_controller(config.algorithm.kl_ctrl, state), position=position, best=state.best)
 
 
 def make_kl_controller(section: KLControlSection, state: State) -> KL:
@@ -173,16 +184,25 @@ def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, 
 
 def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: Sequence[Model[Any]]) -> Checkpoints:
     dtype = config.actor_rollout_ref.actor.megatron.dtype
+    learners = {model.name: model.learner for model in models}
     return Checkpoints(
         directory=Path(config.trainer.default_local_dir),
-        learners={model.name: model.learner for model in models},
+        learners=learners,
         keep=config.trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        companions=lambda: companions(config, learners),
         beside_training=config.trainer.async_save,
     )
 
 
-def run_tracker(config: Config | SupervisedConfig, launch: Launch, *, last_step: int, resumed: State | None) -> Tracker:
+def finish_records(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> None:
+    """Say that nothing is left to do, and record the last step where the run died before it had."""
+    if launch.rank == 0:
+        print(nothing_left(Path(config.trainer.default_local_dir), standing.state.step, last_step))
+    run_tracker(config, launch, standing, last_step=last_step).close()
+
+
+def run_tracker(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:
     """What `trainer.logger` asks for, on the rank that tracks."""
     trainer = config.trainer
     return make_tracker(
@@ -194,6 +214,7 @@ def run_tracker(config: Config | SupervisedConfig, launch: Launch, *, last_step:
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        resume_step=resumed.step if resumed else None,
-        resume_metrics=resumed.metrics if resumed else None,
+        resume_step=standing.state.step if standing.is_resumed else None,
+        resume_metrics=standing.state.metrics,
+        same_curve=standing.same_curve,
     )

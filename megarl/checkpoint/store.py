@@ -4,6 +4,7 @@
                           /rng/rank_0.pt     generator states of each rank
                           /huggingface/      config and tokenizer, for export
                           /state.json        what the run knows beside its models (`State`)
+                          /config.yaml ...   what the run was, as texts
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
 
@@ -42,6 +43,7 @@ class Checkpoints:
     learners: Mapping[str, Learner]
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
+    companions: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
     beside_training: bool = False
     background: Background = field(default_factory=Background)
 
@@ -93,6 +95,8 @@ class Checkpoints:
 
     def _write_companions(self, part: Path, state: State) -> None:
         self.write_huggingface(part / "huggingface")
+        for name, text in self.companions().items():
+            _write(part / name, text)
         _write(part / "state.json", json.dumps(asdict(state)))
 
     def _publish(self, part: Path, final: Path, step: int) -> None:

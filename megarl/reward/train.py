@@ -35,7 +35,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.learner.learner import Budget
     from megarl.objectives import PreferenceObjective
     from megarl.source import Source
-    from megarl.supervised import Lessons, learn
+    from megarl.supervised import EXPORT, Lessons, learn
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
@@ -59,7 +59,8 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
         validate=partial(judge, pairs=val_pairs, objective=objective, budget=budget) if val_pairs else None,
     )
     learner = learn(config, launch, source, tokenizer, lessons)
-    export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / "huggingface", launch)
+    if learner:
+        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT, launch)
 
 
 def judge(

@@ -1,14 +1,18 @@
 """A run that learns from files goes on from its checkpoint as if it had not stopped, and its checkpoint is exported."""
 
+import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
 
 from megarl.data.parquet import write_rows
 from megarl.distributed.launch import Launch
+from megarl.tracking.jsonl import read_jsonl
 from tests.ranks import RankPool
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint
@@ -31,6 +35,12 @@ def train(argv: list[str]) -> None:
 
     launch = here()
     body(load_reward_train_config(argv, world_size=launch.world_size), launch)
+
+
+def refused(argv: list[str]) -> str:
+    with pytest.raises(ValueError, match="models") as error:
+        train(argv)
+    return str(error.value)
 
 
 def export(checkpoint: Path, out: Path) -> None:
@@ -74,3 +84,28 @@ def test_a_reward_model_resumes_and_is_exported(pool: RankPool, tmp_path: Path) 
         assert found.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), directory
     assert not torch.equal(expected["score.weight"], torch.zeros_like(expected["score.weight"]))
+
+    checkpoint = run_dir / "global_step_4"
+    assert yaml.safe_load((checkpoint / "config.yaml").read_text())["optim"]["lr"] == 1e-3
+    assert json.loads((checkpoint / "versions.json").read_text())["torch"] == torch.__version__
+
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))  # it died when it had saved, and had not recorded
+    exported = (run_dir / "huggingface" / "model.safetensors").stat().st_mtime_ns
+    pool.run(2, train, argv)  # there is nothing left to do
+    recorded = read_jsonl(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in recorded] == [1, 2, 3, 4]
+    assert recorded[-1]["reward_model/loss"] == json.loads(lines[-1])["reward_model/loss"]
+    assert (run_dir / "huggingface" / "model.safetensors").stat().st_mtime_ns == exported
+    (run_dir / "huggingface" / "config.json").unlink()  # it died while it exported
+    pool.run(2, train, argv)
+    found = weights(run_dir / "huggingface")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert (run_dir / "huggingface" / "config.json").is_file()
+
+    other = write_checkpoint(tmp_path / "other", "llama", vocab_size=300)
+    shutil.copy(model / "tokenizer.model", other)
+    (refusal,) = {*pool.run(2, refused, [*argv, f"model.path={other}", "trainer.total_training_steps=5"])}
+    assert f"{checkpoint} was saved by a run of other models" in refusal
+    assert "model.path: vocab_size is 211 in the checkpoint and 300 here" in refusal

@@ -1,0 +1,163 @@
+"""Where a run stands before it is built: at which checkpoint, and what is otherwise than when that was saved."""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megarl.checkpoint.differences import Difference, Effect, differences, other_sizes
+from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.state import State
+from megarl.config.load import to_yaml
+from megarl.config.root import Config, SupervisedConfig
+from megarl.config.schema import Schema
+from megarl.learner.learner import Learner
+from megarl.platform.versions import code_digest, versions
+from megarl.tracking.mlflow import RUN_ID_FILE
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE, VERSIONS_FILE, MODELS_FILE = "config.yaml", "versions.json", "models.json"
+RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a run stands when it starts."""
+
+    checkpoint: Path | None  # None: it starts afresh
+    state: State
+    same_curve: bool = True  # the steps that follow have the numbers that the checkpoint's run had
+
+    @classmethod
+    def find(cls, config: Config | SupervisedConfig) -> "Standing":
+        """Where the run that `config` describes stands; the first rank says what differs. Collective."""
+        trainer = config.trainer
+        run_dir = Path(trainer.default_local_dir)
+        checkpoint = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
+        if checkpoint is None:
+            return cls(checkpoint=None, state=State())
+        found, other_versions = _compare(checkpoint, config)
+        if dist.get_rank() == 0:
+            _show(checkpoint, found, other_versions)
+            if not {difference.key for difference in found} & {*RUN_NAMES}:
+                _adopt_run_id(checkpoint, run_dir)
+        same_curve = all(difference.effect is not Effect.CURVE for difference in found)
+        return cls(checkpoint=checkpoint, state=State.read(checkpoint), same_curve=same_curve)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self.checkpoint is not None
+
+    def is_at(self, last_step: int) -> bool:
+        """Whether nothing is left to learn."""
+        return self.is_resumed and self.state.step >= last_step
+
+    def require_sizes(self, learners: Mapping[str, Learner], keys: Mapping[str, str]) -> None:
+        """Refuse to bring weights into models of other sizes.
+
+        Args:
+            learners: the models by their names in checkpoints.
+            keys: where the configuration names each of them.
+
+        Raises:
+            ValueError: naming the sizes that differ and the key.
+        """
+        if self.checkpoint is None or not (self.checkpoint / MODELS_FILE).is_file():
+            return
+        was = json.loads((self.checkpoint / MODELS_FILE).read_text())
+        if faults := other_sizes(was, _sizes(learners)):
+            said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
+            raise ValueError(
+                f"{self.checkpoint} was saved by a run of other models, and this one cannot go on from it:{said}\n"
+                "Name the models that it was trained from, or begin with trainer.resume_mode=disable"
+            )
+
+
+def companions(config: Config | SupervisedConfig, learners: Mapping[str, Learner]) -> dict[str, str]:
+    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, MLflow's run."""
+    texts = {
+        CONFIG_FILE: to_yaml(config),
+        VERSIONS_FILE: json.dumps(_versions(), indent=1),
+        MODELS_FILE: json.dumps(_sizes(learners), indent=1),
+    }
+    run_id = Path(config.trainer.default_local_dir) / RUN_ID_FILE
+    return texts | ({RUN_ID_FILE: run_id.read_text()} if run_id.is_file() else {})
+
+
+def _versions() -> dict[str, str]:
+    return versions() | {"megarl's source": code_digest()}
+
+
+def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
+    sizes: dict[str, dict[str, Any]] = json.loads(
+        json.dumps({name: asdict(learner.architecture) for name, learner in learners.items()})
+    )
+    return sizes
+
+
+def _compare(
+    checkpoint: Path, config: Config | SupervisedConfig
+) -> tuple[list[Difference], dict[str, tuple[str, str]]]:
+    """The keys, and the packages, that differ; none where the checkpoint does not say what it was saved under."""
+    found: list[Difference] = []
+    if (path := checkpoint / CONFIG_FILE).is_file():
+        was, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+        found = differences(was, now, Schema.of(type(config)).leaves)
+    other_versions = {}
+    if (path := checkpoint / VERSIONS_FILE).is_file():
+        was, now = json.loads(path.read_text()), _versions()
+        other_versions = {
+            name: (was.get(name, "none"), now.get(name, "none"))
+            for name in (was | now)
+            if was.get(name) != now.get(name)
+        }
+    return found, other_versions
+
+
+def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str, tuple[str, str]]) -> None:
+    """Print what differs: what matters as a table, the rest by name."""
+    rows = [
+        (found_.key, str(found_.was), str(found_.now), f"{found_.effect.value}: {found_.reason}")
+        for found_ in found
+        if found_.effect is not Effect.NONE
+    ]
+    rows += [(name, was, now, "rounding, or more") for name, (was, now) in other_versions.items()]
+    console = Console()
+    if rows:
+        table = Table(title=f"otherwise than in {escape(str(checkpoint))}", title_justify="left")
+        for column in ("what", "then", "now", "effect"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    if any(difference.effect is Effect.CURVE for difference in found):
+        console.print("[yellow]note:[/] the curve will not be the one of an undisturbed run")
+    if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
+        console.print(f"without effect on the curve: {', '.join(harmless)}", soft_wrap=True)
+
+
+def _adopt_run_id(checkpoint: Path, run_dir: Path) -> None:
+    """Let the MLflow run of the checkpoint go on where the run's directory does not name one, as on an empty disk."""
+    kept, own = checkpoint / RUN_ID_FILE, run_dir / RUN_ID_FILE
+    if kept.is_file() and not own.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept, own)
+
+
+def nothing_left(run_dir: Path, step: int, last_step: int) -> str:
+    """What a run says that has no step left to take."""
+    return (
+        f"nothing left to do: {run_dir} is at step {step} of {last_step}; raise trainer.total_training_steps or "
+        "trainer.total_epochs to go on"
+    )

@@ -1,0 +1,110 @@
+"""What another configuration does to a run that goes on: every key is judged, and what differs is said."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.checkpoint.differences import ROWS, Effect, differences, judge, other_sizes
+from megarl.config.load import load_config, to_yaml
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.config.schema import Schema
+
+KEYS = sorted({key for root in (Config, SFTConfig, RewardTrainConfig) for key in Schema.of(root).leaves})
+MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "critic.model.path=model"]
+
+
+def tree(*arguments: str) -> dict[str, Any]:
+    """The configuration as a checkpoint keeps it."""
+    config = load_config([*MINIMAL, *arguments], world_size=None, check_paths=False)
+    loaded: dict[str, Any] = yaml.safe_load(to_yaml(config))
+    return loaded
+
+
+def effects(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Effect]:
+    return {found.key: found.effect for found in differences(was, now, Schema.of(Config).leaves)}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_has_a_row(key: str) -> None:
+    assert any(fnmatchcase(key, pattern) for pattern, _, _ in ROWS), f"say what another {key} does to a run"
+
+
+def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> None:
+    deciding = [next(row for row in ROWS if fnmatchcase(key, row[0])) for key in KEYS]
+    assert {pattern for pattern, _, _ in ROWS} - {pattern for pattern, _, _ in deciding} == set()
+    open_ended = {pattern for pattern, effect, _ in ROWS if pattern.endswith("*") and effect is not Effect.CURVE}
+    assert open_ended == {"actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.rollout.sync.*"}
+
+
+@pytest.mark.parametrize(
+    ("key", "effect"),
+    [
+        ("trainer.logger", Effect.NONE),
+        ("trainer.total_training_steps", Effect.NONE),
+        ("actor_rollout_ref.rollout.val_kwargs.n", Effect.NONE),
+        ("critic.megatron.param_offload", Effect.NONE),
+        ("trainer.n_gpus_per_node", Effect.ROUNDING),
+        ("megatron.pipeline_model_parallel_size", Effect.ROUNDING),
+        ("reward_model.megatron.tensor_model_parallel_size", Effect.ROUNDING),
+        ("reward_model.micro_batch_size", Effect.ROUNDING),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", Effect.ROUNDING),
+        ("actor_rollout_ref.actor.megatron.dtype", Effect.CURVE),
+        ("actor_rollout_ref.actor.optim.lr", Effect.CURVE),
+        ("data.train_files", Effect.CURVE),
+        ("data.seed", Effect.CURVE),
+        ("actor_rollout_ref.rollout.temperature", Effect.CURVE),
+        ("actor_rollout_ref.rollout.seed", Effect.CURVE),
+        ("critic.model.path", Effect.CURVE),
+        ("reward_model.timeout_s", Effect.CURVE),
+        ("some.key.of.tomorrow", Effect.CURVE),
+    ],
+)
+def test_what_a_key_does(key: str, effect: Effect) -> None:
+    assert judge(key)[0] is effect
+
+
+def test_what_matters_comes_first() -> None:
+    was, now = tree(), tree("trainer.save_freq=5", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=1e-5")
+    found = differences(was, now, Schema.of(Config).leaves)
+    assert [(one.key, one.was, one.now) for one in found] == [
+        ("actor_rollout_ref.actor.optim.lr", 1e-6, 1e-5),
+        ("trainer.n_gpus_per_node", 8, 4),
+        ("trainer.save_freq", -1, 5),
+    ]
+    assert effects(was, was) == {}
+
+
+@pytest.mark.parametrize(
+    ("optim", "effect"),
+    [
+        ([], Effect.NONE),
+        (["warmup_style=cosine"], Effect.CURVE),
+        (["lr_warmup_steps_ratio=0.1"], Effect.CURVE),
+        (["lr_warmup_steps_ratio=0.1", "lr_warmup_steps=3"], Effect.NONE),
+        (["warmup_style=cosine", "total_training_steps=9"], Effect.NONE),
+    ],
+)
+def test_a_longer_run_is_another_one_where_the_learning_rate_follows_its_length(
+    optim: list[str], effect: Effect
+) -> None:
+    schedule = [f"critic.optim.{setting}" for setting in optim]
+    was, now = (tree(*schedule, f"trainer.total_training_steps={steps}") for steps in (6, 9))
+    assert effects(was, now) == {"trainer.total_training_steps": effect}
+
+
+def test_a_key_that_another_version_had_is_passed_over() -> None:
+    was = tree()
+    del was["trainer"]["phase_timeout_s"]
+    was["trainer"]["of_yesterday"] = 1
+    assert effects(was, tree()) == {}
+
+
+def test_models_of_other_sizes_are_named() -> None:
+    was = {"actor": {"hidden_size": 64, "vocab_size": 500}, "critic": {"hidden_size": 64}}
+    assert other_sizes(was, {"actor": {"hidden_size": 64, "vocab_size": 500}}) == {}
+    assert other_sizes(was, {"actor": {"hidden_size": 64, "vocab_size": 512}, "reward_model": {}}) == {
+        "actor": ["vocab_size is 500 in the checkpoint and 512 here"],
+        "reward_model": ["the checkpoint has no such model"],
+    }
