@@ -52,6 +52,7 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
     ),
     *((f"trainer.{name}", Effect.NONE, _VALIDATION) for name in ("test_freq", "val_before_train", "val_only")),
     *((f"trainer.{name}", Effect.NONE, _PLACES) for name in ("device", "phase_timeout_s")),
+    ("trainer.max_skipped_updates", Effect.NONE, "when a run gives up"),
     *((f"trainer.{name}", Effect.NONE, _LENGTH) for name in ("total_epochs", "total_training_steps")),
     *((f"trainer.{name}", Effect.ROUNDING, _SPLIT) for name in ("nnodes", "n_gpus_per_node", "balance_batch")),
     ("trainer.critic_warmup", Effect.CURVE, "when the actor begins to learn"),
