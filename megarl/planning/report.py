@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.report import batch_table
-from megarl.planning.memory import PHASES, RankMemory
+from megarl.planning.memory import PHASES, RankMemory, reward_bytes
 from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
 
@@ -29,6 +29,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "rank": memory.rank,
             "stage": memory.stage,
             "states": {name: asdict(states) for name, states in memory.states.items()},
+            "reward_host_bytes": reward_bytes(plan.workload.config),
             "kv_cache_tokens": memory.engine.num_tokens,
             "host_copies": memory.host_copies,
             "moments": [
@@ -63,6 +64,12 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_traffic_table(plan))
     ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
+    if rewards := reward_bytes(plan.workload.config):
+        rules = plan.workload.config.reward_model
+        console.print(
+            f"host memory of a node that rewards may take: {_gb(rewards)} GB ({rules.num_workers} processes of at most "
+            f"{rules.max_memory_gb:g} GB beside each of its ranks; they start as they are needed)"
+        )
     for better in _cheaper(plan):
         console.print(f"[yellow]note:[/] {better}")
     for shortfall in plan.shortfalls:

@@ -9,7 +9,6 @@ Invariant: records are replicated, so every rank keeps the same prompts and stop
 taken is a pure function of the position in the data, the step and the actor's weights.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, assert_never
@@ -23,9 +22,8 @@ from megarl.batch import Prompts, Rollouts, Scored, join
 from megarl.data.order import Position
 from megarl.estimate import Metrics, response_rewards
 from megarl.interfaces import PromptSource, Sampler, Scorer
+from megarl.samples.judge import Judge
 from megarl.tracking.timers import Timers
-
-EXTREMES = {"max": max, "min": min, "slowest_s": max}  # how names end among the metrics of scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class Collector:
         Raises:
             ValueError: on all ranks alike, where the batches that dynamic sampling may take were not enough.
         """
-        judge = _Judge(self.scorer)
+        judge = Judge(self.scorer)
         rollouts: Rollouts
         with timers("gen"), self.sampler.awake(timers, step=step) as sync_metrics:
             if self.algorithm.filter_groups.enable:
@@ -79,7 +77,7 @@ class Collector:
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics)
 
     def _told_apart(
-        self, judge: "_Judge", position: Position, timers: Timers, *, step: int
+        self, judge: Judge, position: Position, timers: Timers, *, step: int
     ) -> tuple[Scored, Position, Metrics]:
         """As many prompts as one batch has whose answers differ in the metric of `filter_groups`: the first in order.
 
@@ -133,28 +131,3 @@ class Collector:
             "too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n or max_num_gen_batches "
             "(0 = no limit), or lower data.train_batch_size"
         )
-
-
-class _Judge:
-    """The reward, and what it says of itself over all that it judges in an iteration."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer, self._said = scorer, list[tuple[int, Metrics]]()
-
-    def score(self, rollouts: Rollouts) -> Scored:
-        scored, metrics = self._scorer.score(rollouts)
-        self._said.append((len(rollouts), metrics))
-        return scored
-
-    def metrics(self) -> Metrics:
-        """Means over the samples; of maxima the largest, of minima the smallest."""
-        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for num_samples, metrics in self._said:
-            for name, value in metrics.items():
-                found[name].append((num_samples, value))
-        return {
-            name: EXTREMES[name.rpartition("/")[2]](value for _, value in parts)
-            if name.rpartition("/")[2] in EXTREMES
-            else sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
-            for name, parts in found.items()
-        }

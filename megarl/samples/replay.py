@@ -4,6 +4,7 @@ An iteration that is replayed from the weights it had, under the same configurat
 other weights, or with another loss, it shows what they make of the same samples.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from megarl.data.order import Position
 from megarl.samples.archive import Archive, read_samples, step_of, steps_in
 from megarl.samples.collect import Collected, SampleSource
 from megarl.tracking.timers import Timers
+
+logger = logging.getLogger(__name__)
 
 
 def replaying(config: Config) -> Config:
@@ -56,11 +59,23 @@ class Replay:
     def find(cls, path: Path, *, after: int) -> "Replay":
         """The iteration in a file, or all those in a directory that follow the first `after`.
 
+        Where a file's samples were drawn after another number of iterations, a warning says so.
+
         Raises:
             ValueError: the next iteration is not in the directory, or one after it is missing.
         """
         if not path.is_dir():
-            return cls({step_of(path): path})
+            step = step_of(path)
+            if step != after + 1:
+                logger.warning(
+                    "%s has the samples of iteration %d, which weights after %d iterations drew; they are learnt from "
+                    "with the weights after %d. The checkpoint is chosen by trainer.resume_mode and resume_from_path",
+                    path,
+                    step,
+                    step - 1,
+                    after,
+                )
+            return cls({step: path})
         found = steps_in(path)
         files = {step: file for step, file in found.items() if step > after}
         if list(files) != list(range(after + 1, after + 1 + len(files))) or not files:

@@ -9,6 +9,7 @@ from megarl.algorithms.groups import statistics
 from megarl.batch import Scored, join
 from megarl.interfaces import PromptSource, Sampler, Scorer
 from megarl.samples.archive import Archive
+from megarl.samples.judge import SLOWEST, Judge
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 
@@ -29,15 +30,18 @@ class Validation:
 
         Returns:
             Of each data source the mean score as `val/test_score/SOURCE`, and where a prompt has several answers
-            `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`.
+            `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`; and what the reward says of
+            its work, as `val/reward/...`, but for its time: a validation that is repeated says the same.
         """
         with self.sampler.awake(Timers(), step=step) as metrics:
             drawn = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
-        scored = join([self.scorer.score(rollouts)[0] for rollouts in drawn])
+        judge = Judge(self.scorer)
+        scored = join([judge.score(rollouts) for rollouts in drawn])
         self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
         if self.archive:
             self.archive.keep_validation(scored, step=step)
-        return metrics | scores_by_source(scored)
+        told = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
+        return metrics | told | scores_by_source(scored)
 
 
 def scores_by_source(scored: Scored) -> dict[str, float]:

@@ -20,6 +20,7 @@ def test_json_is_one_object_and_adds_up(capsys: pytest.CaptureFixture[str]) -> N
     assert plan["gpu_memory_bytes"] == 80 * 10**9
     assert plan["grid"]["num_ranks"] == 8
     assert {moment["phase"] for moment in plan["memory"]["moments"]} == {"sync", "generate", "infer", "update"}
+    assert plan["memory"]["reward_host_bytes"] == 8 * 4 * 8 * 10**9  # ranks x processes x max_memory_gb
     for moment in plan["memory"]["moments"]:
         assert moment["total"] == sum(moment["parts"].values())
     # Tensor 8 on both sides: only rows of the vocabulary travel, which Megatron pads to 8 x 64 and the engine to 64.

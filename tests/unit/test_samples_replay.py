@@ -34,12 +34,17 @@ def test_all_iterations_that_follow_the_weights(tmp_path: Path) -> None:
     assert collected.metrics == {}
 
 
-def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path) -> None:
+def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep(tmp_path, 7)
     renamed = (tmp_path / "step_7.parquet").rename(tmp_path / "odd.parquet")
     replay = Replay.find(renamed, after=2)
     assert (replay.first_step, replay.last_step) == (6, 7)
     assert replay.collect(Position(), Timers(), step=6).scored.scores.tolist() == [7.0] * 4
+    assert "odd.parquet has the samples of iteration 7, which weights after 6 iterations drew" in caplog.text
+    assert "with the weights after 2." in caplog.text
+    caplog.clear()
+    Replay.find(renamed, after=6)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(("steps", "after"), [((1, 2, 4), 0), ((2, 3), 0), ((1, 2), 2), ((), 0)])

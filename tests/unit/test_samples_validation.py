@@ -45,7 +45,10 @@ class World(NullTracker):
         scores = torch.tensor(SCORES[first : self.given])
         texts = [f"answer {first + number}" for number in range(len(rollouts))]
         answers = [ANSWERS.get(number) for number in range(first, self.given)]
-        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, answers=answers), {}
+        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, answers=answers), {
+            "reward/error_rate": first / 10,
+            "reward/slowest_s": 2.0 - first,
+        }
 
     def log_table(self, name: str, rows: Sequence[Any], *, step: int) -> None:
         self.tables[name] = rows
@@ -61,8 +64,14 @@ def validate(
 
 def test_one_answer_has_a_mean_alone() -> None:
     metrics, world = validate(1)
-    expected = {"val/test_score/gsm8k": 0.5, "val/test_score/math": 0.0, "sync/check_probs_diff_mean": 0.0}
-    assert metrics == pytest.approx(expected)
+    assert metrics == pytest.approx(
+        {
+            "val/test_score/gsm8k": 0.5,
+            "val/test_score/math": 0.0,
+            "val/reward/error_rate": 0.2 / 3,  # of two samples 0, of the third 0.2
+            "sync/check_probs_diff_mean": 0.0,
+        }
+    )
 
 
 def test_several_answers_are_judged_together_by_data_source() -> None:
