@@ -20,6 +20,7 @@ from megarl.distributed.launch import Launch, detect, init_process_groups, join_
 from megarl.distributed.watchdog import GRACE_S, watching
 from megarl.platform.device import device_type
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import outlive_readers
 from megarl.platform.versions import code_digest, versions
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
@@ -54,6 +55,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         rank = str(place.rank) if place else rank
         config = load(argv, world_size=place.world_size if place else None)
         launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
+        outlive_readers()
         trainer = config.trainer
         # The watchdog says more than a collective that times out, so it comes first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)

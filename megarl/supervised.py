@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
 from megarl.build.resume import Standing, companions
-from megarl.build.run import finish_records, run_tracker
+from megarl.build.run import check_directories, finish_records, run_tracker
 from megarl.checkpoint import manifest
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
@@ -62,6 +62,7 @@ def learn(
     Returns the trained model, which is to be exported; None where that was done after the last step already.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    check_directories(trainer)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
     standing = Standing.find(config)
     if standing.is_at(last_step):

@@ -27,11 +27,13 @@ from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
 from megarl.loop import KL, Job, Progress, Schedule
+from megarl.platform.files import check_writable
 from megarl.ptx import Supervision
 from megarl.reward_model import make_rules
 from megarl.roles import Model
@@ -61,6 +63,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     `replay` names samples of an earlier run, which then stand in for engine, reward and validation.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
+    check_directories(trainer)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
@@ -193,6 +196,25 @@ def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: S
         companions=lambda: companions(config, learners),
         beside_training=config.trainer.async_save,
     )
+
+
+def check_directories(trainer: TrainerSection) -> None:
+    """Find out whether every rank can write what the run keeps, before anything is built. Collective.
+
+    Raises:
+        ValueError: one cannot; on every rank, with the key and the remedy.
+    """
+    directories = {
+        "trainer.default_local_dir": trainer.default_local_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+    }
+
+    def check() -> None:
+        for key, name in directories.items():
+            if name:
+                check_writable(Path(name), key)
+
+    together(check)
 
 
 def finish_records(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> None:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.files import inside
+from megarl.platform.files import check_writable, explained, inside
+from tests.disks import small_disk
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.c", "..a/b..", "a/./b", ".metadata", "a b"])
@@ -14,3 +15,29 @@ def test_names_below_a_directory_are_taken(name: str) -> None:
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no file below /run"):
         inside(Path("/run"), name)
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    check_writable(tmp_path / "made" / "here", "trainer.default_local_dir")
+    assert not list((tmp_path / "made" / "here").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"trainer.x=.*/file/run cannot be written: .*a file stands where a directory"):
+        check_writable(tmp_path / "file" / "run", "trainer.x")
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        with disk.read_only(), pytest.raises(ValueError, match=r"Read-only file system; have it mounted for writing"):
+            check_writable(disk.path / "run", "trainer.x")
+        disk.fill()
+        with pytest.raises(ValueError, match=r"No space left on device; free space there"):
+            check_writable(disk.path, "trainer.x")
+        assert [path.name for path in disk.path.iterdir()] == ["ballast"]
+
+
+def test_errors_of_libraries_are_recognised() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    full = "the tokenizer cannot be written: No space left on device; free"
+    with pytest.raises(ValueError, match=full), explained("the tokenizer"):
+        Tokenizer(WordLevel({"a": 0}, unk_token="a")).save("/dev/full")
+    with pytest.raises(ZeroDivisionError), explained("nothing"):
+        raise ZeroDivisionError

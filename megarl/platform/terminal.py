@@ -1,0 +1,37 @@
+"""Standard output and standard error that cannot end a run: what nobody reads any more, or no disk takes, is lost."""
+
+import io
+import sys
+from contextlib import suppress
+
+
+class Outliving(io.TextIOWrapper):
+    """A text stream that drops what its file does not take: a closed pipe, a terminal that is gone, a full disk."""
+
+    def write(self, text: str, /) -> int:
+        """Write what can be written."""
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Hand on what can be handed on."""
+        with suppress(OSError):
+            super().flush()
+
+
+def outlive_readers() -> None:
+    """Let no later output of this process raise an OSError, nor spoil its exit code."""
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+def _outliving(stream: object) -> Outliving:
+    assert isinstance(stream, io.TextIOWrapper), "Python makes its standard streams so"
+    return Outliving(
+        stream.buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

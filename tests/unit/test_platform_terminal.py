@@ -1,0 +1,71 @@
+"""Output that nobody takes: a real pipe, terminal and full device, and the process goes on."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = Path("/dev/full")
+PROGRAM = """
+import logging, sys
+from megarl.platform.terminal import outlive_readers
+from megarl.tracking.console import Console
+
+outlive_readers()
+sys.stdin.readline()
+console = Console(total_steps=300)
+for step in range(1, 301):
+    console.log({"critic/score/mean": 0.5}, step=step)
+    print("plain", "x" * 100)
+    logging.warning("said")
+console.log_table("t", [{"text": "a"}], step=300)
+console.close([{"a": 1}])
+open(sys.argv[1], "w").write("to the end")
+"""
+
+
+def started(out: int, done: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", PROGRAM, str(done)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out)
+
+
+def ends_well(process: "subprocess.Popen[bytes]", done: Path) -> None:
+    process.communicate(b"\n")
+    assert process.returncode == 0
+    assert done.read_text() == "to the end"
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    process = started(writer, tmp_path / "done")
+    os.close(writer)
+    os.close(reader)
+    ends_well(process, tmp_path / "done")
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = started(theirs, tmp_path / "done")
+    os.close(theirs)
+    os.close(ours)
+    ends_well(process, tmp_path / "done")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+def test_a_log_file_on_a_full_disk(tmp_path: Path) -> None:
+    with FULL.open("wb") as full:
+        process = started(full.fileno(), tmp_path / "done")
+    ends_well(process, tmp_path / "done")
+
+
+def test_what_is_read_arrives(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        process = started(log.fileno(), tmp_path / "done")
+    ends_well(process, tmp_path / "done")
+    text = (tmp_path / "log").read_text()
+    assert "step 300/300  reward 0.500" in text
+    assert text.count("plain") == 300
+    assert text.count("WARNING:root:said") == 300
