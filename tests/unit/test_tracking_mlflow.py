@@ -1,13 +1,27 @@
-"""MLflow: a real SQLite store, read back through MLflow's own client."""
+"""MLflow: a real SQLite store and a real server, read back through MLflow's own client."""
 
 import json
 import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from megarl.section import flatten
+from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import RUN_ID_FILE, safe_name
 from megarl.tracking.tracker import Tracker, make_tracker
 
@@ -35,6 +49,80 @@ def client(run_dir: Path) -> Any:
     return MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
 
 
+def unsent(run_dir: Path) -> list[dict[str, Any]]:
+    """What lies in the run's directory for later."""
+    return read_jsonl(run_dir / "mlflow_unsent.jsonl")
+
+
+def sent(run_dir: Path) -> None:
+    """Wait until nothing does."""
+    wait_for(lambda: not unsent(run_dir))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """pytest's time limit ends it."""
+    while not condition():
+        time.sleep(0.05)
+
+
+class Server:
+    """An MLflow server that can be started, killed and started again, always at the same address."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self._port}"
+        self._directory = directory
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        store = ["--backend-store-uri", f"sqlite:///{self._directory / 'server.db'}"]
+        store += ["--artifacts-destination", str(self._directory / "server")]
+        place = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
+        process = subprocess.Popen([sys.executable, "-m", "mlflow", "server", *store, *place], start_new_session=True)
+        try:
+            wait_for(lambda: self._answers() or process.poll() is not None)
+            assert process.poll() is None, "the server did not start"
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_for(lambda: not self._answers())
+
+    def client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=self.uri)
+
+    def _answers(self) -> bool:
+        try:
+            return urlopen(f"{self.uri}/health", timeout=60).status == 200
+        except OSError:
+            return False
+
+
+@contextmanager
+def answering(code: int) -> Iterator[str]:
+    """A server that answers everything with one code."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -47,6 +135,8 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
     first.log({f"many/metric_{number}": 1.0 for number in range(1200)}, step=2)
     first.log_table("val/generations", [{"prompt": "a", "score": 1.0}], step=1)
     first.log_table("val/generations", [{"prompt": "b", "score": 0.0}], step=2)
+
+    sent(tmp_path)
 
     # as after a crash: nothing was closed, and the run goes on under the same id
     second = tracker(tmp_path, resume_step=2, params=PARAMS | {"data": {"seed": 2}})
@@ -69,7 +159,7 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
     from mlflow.artifacts import download_artifacts
 
     table = Path(download_artifacts(f"{run.info.artifact_uri}/val/generations.json")).read_text()
-    assert '"b"' in table
+    assert [row[:2] for row in json.loads(table)["data"]] == [[1, "a"], [2, "b"]]
     assert Path(download_artifacts(f"{run.info.artifact_uri}/summary.txt")).read_text() == "val=0.5\n"
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
 
@@ -80,9 +170,11 @@ def killed_at_four(run_dir: Path) -> None:
     for step in (1, 2, 3, 4):
         first.log({"actor/pg_loss": step / 10} | ({"val/loss": step / 7} if step % 2 == 0 else {}), step=step)
         first.log_table("val/generations", [{"response": f"of {step}", "score": 1.0}], step=step)
+    sent(run_dir)
 
 
 def runs_of(run_dir: Path) -> list[Any]:
+    sent(run_dir)
     store = client(run_dir)
     return list(store.search_runs([store.get_experiment_by_name("project").experiment_id]))
 
@@ -120,6 +212,7 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     killed_at_four(tmp_path)
     again = tracker(tmp_path, resume_step=3, same_curve=False)
     again.log({"actor/pg_loss": 9.0}, step=4)
+    sent(tmp_path)
     third = tracker(tmp_path, resume_step=4, same_curve=False)  # nothing is taken again: the run goes on
     third.log({"actor/pg_loss": 9.5}, step=5)
     histories = sorted(history_of(tmp_path, run) for run in runs_of(tmp_path))
@@ -137,19 +230,20 @@ def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: 
     killed_at_four(tmp_path)
     for step, metrics in ((4, {"actor/pg_loss": 0.4}), (5, {"actor/pg_loss": 0.5}), (5, {"actor/pg_loss": 0.5})):
         tracker(tmp_path, resume_step=step, resume_metrics=metrics)
+        sent(tmp_path)
     (run,) = runs_of(tmp_path)
     assert history_of(tmp_path, run) == [(step, step / 10) for step in (1, 2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("uri", ["papyrus://scroll", "sqlite:///{tmp_path}/file/mlflow.db", "http://127.0.0.1:9"])
-def test_a_store_that_cannot_be_reached_is_named(uri: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("uri", ["papyrus://scroll", "sqlite:///{tmp_path}/file/mlflow.db", "http://.x"])
+def test_a_store_that_cannot_be_used_is_named(uri: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     uri = uri.format(tmp_path=tmp_path)
-    with pytest.raises(ValueError, match=f"trainer.logger: MLflow at {uri} cannot be used"):
+    with pytest.raises(ValueError, match=f"trainer.logger: MLflow at {re.escape(uri)} cannot be used"):
         tracker(tmp_path, mlflow_tracking_uri=uri)
 
 
-def test_a_store_that_fails_later_costs_a_record_and_not_the_run(
+def test_a_record_that_is_refused_costs_itself_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = tracker(tmp_path, params={})
@@ -158,7 +252,84 @@ def test_a_store_that_fails_later_costs_a_record_and_not_the_run(
     store.delete_run(run.info.run_id)
     with caplog.at_level(logging.WARNING):
         first.log({"actor/pg_loss": 0.5}, step=1)
-    assert "MLflow took no record, training goes on" in caplog.text
+        first.close()
+    assert "MLflow refused a record, training goes on" in caplog.text
+    assert not unsent(tmp_path)
+
+
+@pytest.mark.parametrize("code", [401, 503])
+def test_a_refused_login_stops_and_a_server_that_is_not_ready_is_waited_for(
+    code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with answering(code) as uri:
+        if code == 401:
+            with pytest.raises(ValueError, match=f"trainer.logger: MLflow at {uri} cannot be used"):
+                tracker(tmp_path, mlflow_tracking_uri=uri)
+            return
+        waiting = tracker(tmp_path, mlflow_tracking_uri=uri)
+        waiting.log({"loss": 0.5}, step=1)
+        waiting.close()
+    assert [record["kind"] for record in unsent(tmp_path)] == ["open", "metrics", "end"]
+    assert f"MLflow at {uri} did not take 3 records: they are in {tmp_path}" in caplog.text
+
+
+@pytest.mark.timeout(1200)  # a server starts twice, which takes long on a machine that is busy
+def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    crashed, run_dir = tmp_path / "crashed", tmp_path / "run"
+    first = tracker(crashed, mlflow_tracking_uri=server.uri)
+    for step in (1, 2, 3):
+        first.log({"loss": step / 10}, step=step)
+        first.log_table("samples", [{"text": f"of {step}"}], step=step)
+    shutil.copytree(crashed, run_dir)  # what a machine that dies leaves
+    first.close()
+
+    second = tracker(run_dir, mlflow_tracking_uri=server.uri, resume_step=2)
+    second.log({"loss": 30.0}, step=3)
+    times = {record["step"]: record["time"] for record in unsent(run_dir) if record["kind"] == "metrics"}
+    assert sorted(times) == [1, 2, 3]
+    with server.running():
+        sent(run_dir)  # while the run goes on
+    second.log({"loss": 0.4}, step=4)
+    second.log_table("samples", [{"text": "of 4"}], step=4)
+    assert [record["step"] for record in unsent(run_dir)] == [4, 4]
+    with server.running():
+        second.close([{"val": 0.5}])
+        assert not unsent(run_dir)
+
+        store = server.client()
+        (run,) = store.search_runs([store.get_experiment_by_name("project").experiment_id])
+        assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+        assert run.data.params["many.key_149"] == "149"
+        assert run.data.tags["version.torch"]
+        history = store.get_metric_history(run.info.run_id, "loss")
+        assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2), (3, 30.0), (4, 0.4)]
+        assert {point.step: point.timestamp for point in history if point.step < 4} == times
+        table = store.download_artifacts(run.info.run_id, "samples.json", str(tmp_path))
+        assert json.loads(Path(table).read_text())["data"] == [[step, f"of {step}"] for step in (1, 2, 4)]
+
+
+def test_a_record_whose_answer_got_lost_is_not_there_twice(tmp_path: Path) -> None:
+    from megarl.tracking.mlflow_store import Store
+
+    tracker(tmp_path, params={}).close()
+    uri, id_file = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow_run_id"
+    opening = {"kind": "open", "project": "p", "experiment": "e", "artifacts": (tmp_path / "files").as_uri()}
+    opening |= {"params": [["a", "1"]], "tags": {}, "start": "abc", "time": 5}
+    metrics = {"kind": "metrics", "step": 1, "time": 7, "values": {"loss": 0.5}}
+    table = {"kind": "table", "step": 1, "file": "t.json", "columns": {"text": ["a", "b"]}}
+    for _ in range(2):
+        store = Store(uri, id_file)
+        for record in (opening, metrics, table):
+            store.send(record)
+            store.forget()
+    seen = client(tmp_path)
+    (run,) = seen.search_runs([seen.get_experiment_by_name("p").experiment_id])
+    assert run.info.start_time == 5
+    (point,) = seen.get_metric_history(run.info.run_id, "loss")
+    assert (point.step, point.timestamp) == (1, 7)
+    table = seen.download_artifacts(run.info.run_id, "t.json", str(tmp_path))
+    assert json.loads(Path(table).read_text())["data"] == [[1, "a"], [1, "b"]]
 
 
 def test_names_are_safe_by_construction() -> None:

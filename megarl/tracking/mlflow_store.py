@@ -1,0 +1,143 @@
+"""One run at an MLflow store, told record by record; a record that it has already changes nothing.
+
+What the store has is asked of the store itself, for every metric and table the last step, so that neither an answer
+that got lost nor steps that are run again after a crash leave anything twice.
+"""
+
+import json
+import logging
+import posixpath
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import InvalidUrlException, MlflowException
+
+logger = logging.getLogger(__name__)
+
+MAX_PARAMS_PER_BATCH = 100
+MAX_METRICS_PER_BATCH = 1000
+START_TAG = "megarl.start"
+FAILURES = (MlflowException, OSError)
+
+
+class Store:
+    """The run whose id lies in `id_file`, where one does, or that the next `open` record makes.
+
+    Every method raises one of `FAILURES` where the store does not do it. Times are milliseconds of Unix time.
+    """
+
+    def __init__(self, uri: str, id_file: Path) -> None:
+        self._client = MlflowClient(tracking_uri=uri)
+        self._id_file = id_file
+        self._run_id = id_file.read_text().strip() if id_file.exists() else ""
+        self._last: dict[str, int] | None = None  # step that a metric or table ends with; None: ask
+
+    def forget(self) -> None:
+        """Ask again what the store has: something went wrong on the way."""
+        self._last = None
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Have the store take a record of `megarl.tracking.mlflow.Mlflow`."""
+        content = dict(record)
+        getattr(self, f"_{content.pop('kind')}")(**content)
+
+    def _open(
+        self, project: str, experiment: str, artifacts: str | None, params: list[list[str]], start: str, **more: Any
+    ) -> None:
+        """Make the run, unless this was done before; `start` says of a run which start it belongs to."""
+        known = self._client.get_experiment_by_name(project)
+        place = known.experiment_id if known else self._client.create_experiment(project, artifact_location=artifacts)
+        if found := self._client.search_runs([place], f"tags.`{START_TAG}` = '{start}'"):
+            run = found[0]
+        else:
+            tags = more["tags"] | {START_TAG: start}
+            run = self._client.create_run(place, run_name=experiment, tags=tags, start_time=more["time"])
+        self._run_id, self._last = str(run.info.run_id), None
+        for batch in _batches(params, MAX_PARAMS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=[Param(*item) for item in batch])
+        self._id_file.write_text(self._run_id)
+
+    def _resume(self, step: int, same_curve: bool, **opening: Any) -> None:
+        """Go on with the run, or open another where its records cannot go on after `step`."""
+        if self._run_id and self._can_go_on(step, same_curve):
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._open(**opening)
+
+    def _can_go_on(self, step: int, same_curve: bool) -> bool:
+        self._last = None
+        try:
+            last = max(self._last_steps().values(), default=0)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow does not know the run %s, a new one begins", self._run_id)
+            return False
+        if not same_curve and last > step:
+            logger.warning(
+                "the MLflow run %s has steps after %d that will differ, a new one begins", self._run_id, step
+            )
+            return False
+        return True
+
+    def _metrics(self, step: int, time: int, values: Mapping[str, float]) -> None:
+        last = self._last_steps()
+        new = [Metric(name, value, time, step) for name, value in values.items() if step > last.get(name, -1)]
+        for batch in _batches(new, MAX_METRICS_PER_BATCH):
+            self._client.log_batch(self._run_id, metrics=batch)
+        last.update((metric.key, step) for metric in new)
+
+    def _table(self, step: int, file: str, columns: dict[str, list[Any]]) -> None:
+        last = self._last_steps()
+        if file not in last:
+            last[file] = self._last_step_of_table(file)
+        if step > last[file]:
+            self._client.log_table(self._run_id, {"step": [step] * len(next(iter(columns.values())))} | columns, file)
+            last[file] = step
+
+    def _end(self, time: int, status: str, summary: str) -> None:
+        if summary:
+            self._client.log_text(self._run_id, summary, "summary.txt")
+        self._client.set_terminated(self._run_id, status, end_time=time)
+
+    def _last_steps(self) -> dict[str, int]:
+        if self._last is None:
+            metrics = self._client.get_run(self._run_id).data.to_proto().metrics
+            self._last = {metric.key: metric.step for metric in metrics}  # a run tells the latest of each
+        return self._last
+
+    def _last_step_of_table(self, file: str) -> int:
+        files = self._client.list_artifacts(self._run_id, posixpath.dirname(file) or None)
+        if file not in [found.path for found in files]:
+            return -1
+        with tempfile.TemporaryDirectory() as scratch:
+            table = json.loads(Path(self._client.download_artifacts(self._run_id, file, scratch)).read_text())
+        place = table["columns"].index("step")
+        return max((row[place] for row in table["data"]), default=-1)
+
+
+def is_absent(error: Exception, uri: str) -> bool:
+    """Whether an error says that a server is not there or not ready, and not that it is asked wrongly."""
+    if not uri.startswith(("http://", "https://")) or isinstance(error, InvalidUrlException):
+        return False
+    return not 400 <= _status(error) < 500 or _status(error) in (408, 429)
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether an error says that the store will never take this record."""
+    return _status(error) == 400
+
+
+def _status(error: Exception) -> int:
+    return error.get_http_status_code() if isinstance(error, MlflowException) else 500
+
+
+def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
