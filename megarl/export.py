@@ -6,6 +6,7 @@ cut over all ranks, for one that does not fit into a single process.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,27 +103,43 @@ def export_model(learner: "Learner", source: "Source", tokenizer: "Tokenizer", o
     """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
 
     A policy is written as a language model, a value or reward model as a sequence classifier with one label.
+
+    Raises:
+        ValueError: `out` cannot be written; if it was not there it is not there now.
     """
     from megarl.distributed.exchange import together
     from megarl.models.architecture import hf_shapes
+    from megarl.platform.files import explained
     from megarl.reshard.files import export
 
     if not learner.is_policy:
         source = source.as_classifier(tokenizer)
     dtype = learner.modules[0].config.params_dtype
-    if launch.rank == 0:
-        source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
-    with learner.weights() as tensors:
-        export(
-            out,
-            hf_shapes(learner.architecture),
-            together(learner.layout),
-            tensors,
-            config=source.hf_config,
-            dtype=dtype,
-            ranks_per_node=launch.local_world_size,
-            device=learner.device,
-        )
+    is_new = together(lambda: not out.exists())[0]
+
+    def write_companions() -> None:
+        if launch.rank == 0:
+            with explained(str(out)):
+                source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
+                (out / "config.json").unlink()  # whoever finds one finds weights too
+
+    try:
+        together(write_companions)
+        with learner.weights() as tensors:
+            export(
+                out,
+                hf_shapes(learner.architecture),
+                together(learner.layout),
+                tensors,
+                config=source.hf_config,
+                dtype=dtype,
+                ranks_per_node=launch.local_world_size,
+                device=learner.device,
+            )
+    except ValueError:
+        if is_new and launch.rank == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +44,17 @@ def _serve(rank: int, connection: Any) -> None:
                 dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
             dist.destroy_process_group()
         connection.send(answer)
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """This process as the only rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def fresh_mesh(section: Any) -> Any:

@@ -21,8 +21,8 @@ def _gloo_group() -> Any:
     return dist.new_group(backend="gloo")
 
 
-def together(compute: Callable[[], T]) -> list[T]:
-    """Call `compute` on every rank and return the answers of all ranks, in rank order, on each.
+def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call `compute` on every rank of `group`, by default all, and return their answers, in rank order, on each.
 
     Raises:
         Exception: on a rank that had an error, that one, and on all others that of the lowest rank which had one, so
@@ -33,8 +33,8 @@ def together(compute: Callable[[], T]) -> list[T]:
         mine: T | _Failure = compute()
     except Exception as error:
         failure, mine = error, _Failure(_portable(error))
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine, group=host_group())
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, mine, group=group or host_group())
     for answer in answers:
         if isinstance(answer, _Failure):
             raise failure or answer.error

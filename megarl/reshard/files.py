@@ -19,7 +19,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.platform.files import inside, replacing
+from megarl.distributed.exchange import together
+from megarl.platform.files import explained, inside, replacing, reserve
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
@@ -144,27 +145,35 @@ def export(
         group: by default the world.
 
     Raises:
-        ValueError: some parameter is held by nobody.
+        ValueError: some parameter is held by nobody, or the files cannot be written, for which nothing is changed.
     """
     rank = dist.get_rank(group)
     files = _split(shapes, dtype, max_shard_bytes)
     shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
     destinations = [list(chain.from_iterable(share.values())) for share in shares]
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
-    directory.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        (directory / CONFIG).unlink(missing_ok=True)
-    dist.barrier(group)
     with ExitStack() as stack:
         writer = ShardWriter()
-        for file, pieces in shares[rank].items():
-            writer.add(stack.enter_context(replacing(directory / file)), pieces)
+        together(lambda: _make_files(directory, shares[rank], writer, stack), group=group)
+        if rank == 0:
+            (directory / CONFIG).unlink(missing_ok=True)
+        dist.barrier(group)
         report = Reshard(plan, group=group, device=device).run(tensors, writer)
     dist.barrier(group)
     if rank == 0:
         _finish(directory, files, shapes, config, dtype)
     dist.barrier(group)
     return report
+
+
+def _make_files(directory: Path, share: Mapping[str, Sequence[Piece]], writer: "ShardWriter", stack: ExitStack) -> None:
+    """Open a rank's files, with all the room that they need: later none may fail while others wait for it."""
+    with explained(str(directory)):
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, pieces in share.items():
+            stream = stack.enter_context(replacing(directory / file))
+            writer.add(stream, pieces)
+            reserve(stream, stream.tell() + sum(piece.box.numel * piece.dtype.itemsize for piece in pieces))
 
 
 class ShardWriter:

@@ -3,11 +3,13 @@
     DIRECTORY/step_40.parquet      what iteration 40 learnt from
              /val_step_40.parquet  what the validation after 40 iterations drew
 
-A file is whole or not there. What is read back is bit for bit what was written, but for `extra_info`, which only
-rewards read, and for ground truths of other types than JSON has, which become texts.
+A file is whole or not there; where the disk does not take one, training goes on without it. What is read back is bit
+for bit what was written, but for `extra_info`, which only rewards read, and for ground truths of other types than JSON
+has, which become texts.
 """
 
 import json
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
-from megarl.platform.files import replacing
+from megarl.platform.files import remedy, replacing
+
+logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = {
     "index": pa.int64(),
@@ -53,21 +57,31 @@ class Archive:
 
     directory: Path
 
-    def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
-        """Write what iteration `step`, counted from 1, learns from. Collective; an earlier file is replaced."""
-        self._write(f"{STEP}{step}", scored, baselines, step=step)
+    def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        """Write what iteration `step`, counted from 1, learns from. Collective; an earlier file is replaced.
 
-    def keep_validation(self, scored: Scored, *, step: int) -> None:
-        """Write what the validation after `step` iterations drew. Collective; an earlier file is replaced."""
-        self._write(f"val_{STEP}{step}", scored, None, step=step)
+        Returns whether the disk took it, on every rank alike.
+        """
+        return self._write(f"{STEP}{step}", scored, baselines, step=step)
 
-    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
-        def write() -> None:
+    def keep_validation(self, scored: Scored, *, step: int) -> bool:
+        """Write what the validation after `step` iterations drew; otherwise as `keep_iteration`."""
+        return self._write(f"val_{STEP}{step}", scored, None, step=step)
+
+    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        path = self.directory / f"{name}{SUFFIX}"
+
+        def write() -> bool:
             if dist.get_rank() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                write_samples(self.directory / f"{name}{SUFFIX}", scored, baselines, step=step)
+                try:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    write_samples(path, scored, baselines, step=step)
+                except OSError as error:
+                    logger.warning("%s is not kept, training goes on: %s", path, remedy(error))
+                    return False
+            return True
 
-        together(write)
+        return all(together(write))
 
 
 def steps_in(directory: Path) -> dict[int, Path]:

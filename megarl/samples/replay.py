@@ -42,11 +42,11 @@ class Recorder:
     archive: Archive
 
     def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
-        """As the other; the iteration's file is there when this returns. Collective."""
+        """As the other; the iteration's file is there when this returns, or `archive/failures` is 1. Collective."""
         collected = self.samples.collect(position, timers, step=step)
         with timers("dump_rollout_generations"):
-            self.archive.keep_iteration(collected.scored, collected.baselines, step=step + 1)
-        return collected
+            kept = self.archive.keep_iteration(collected.scored, collected.baselines, step=step + 1)
+        return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection, ModelSection, RewardCheckpointSection
 from tests.dist.test_learner_split import sizes
 from tests.learners import make_test_learner
+from tests.disks import small_disk
 from tests.ranks import RankPool, fresh_mesh
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint, write_classifier
@@ -208,6 +209,31 @@ def write_back(checkpoint: Path, out: Path, split: dict[str, Any]) -> None:
     launch = Launch(rank=dist.get_rank(), world_size=size, local_rank=dist.get_rank(), local_world_size=size)
     learner = make_test_learner(checkpoint, split, role="value", optim=None)
     export_model(learner, source, source.tokenizer(), out, launch)
+
+
+def refused(checkpoint: Path, out: Path, split: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="cannot be written") as raised:
+        write_back(checkpoint, out, split)
+    return str(raised.value)
+
+
+def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
+    checkpoint = write_classifier(tmp_path / "source", "llama")
+    train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=200)
+    weights = (checkpoint / "model.safetensors").stat().st_size
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        for leave in (0, (checkpoint / "tokenizer.model").stat().st_size + weights // 2):
+            disk.fill(leave=leave)
+            for message in pool.run(2, refused, checkpoint, disk.path / "out", sizes(2, 1)):
+                assert message.startswith(f"{disk.path / 'out'} cannot be written: ")
+                assert message.endswith("No space left on device; free space there, or name a directory on another disk")
+            assert not (disk.path / "out").exists()
+        disk.clear()
+        pool.run(2, write_back, checkpoint, disk.path / "out", sizes(2, 1))
+        before = (disk.path / "out" / "model.safetensors").read_bytes()
+        disk.fill()
+        pool.run(2, refused, checkpoint, disk.path / "out", sizes(2, 1))
+        assert (disk.path / "out" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2"])

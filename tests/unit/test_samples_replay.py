@@ -7,9 +7,11 @@ import torch
 
 from megarl.batch import Scored
 from megarl.data.order import Position
-from megarl.samples.archive import write_samples
-from megarl.samples.replay import Replay
+from megarl.samples.archive import Archive, write_samples
+from megarl.samples.replay import Recorder, Replay
 from megarl.tracking.timers import Timers
+from tests.disks import small_disk
+from tests.ranks import world_of_one
 from tests.records import answer, prompts
 
 
@@ -53,3 +55,19 @@ def test_a_directory_without_the_next_iterations_is_refused(tmp_path: Path, step
     listed = ", ".join(map(str, steps)) or "none"
     with pytest.raises(ValueError, match=f"follow number {after}, .* it has {listed}. Name one file"):
         Replay.find(tmp_path, after=after)
+
+
+def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, 1, 2, 3)
+    replay = Replay.find(tmp_path, after=0)
+    with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
+        directory = disk.path / "samples"
+        recorder = Recorder(samples=replay, archive=Archive(directory))
+        assert recorder.collect(Position(), Timers(), step=0).metrics == {"archive/failures": 0.0}
+        disk.fill()
+        assert recorder.collect(Position(), Timers(), step=1).metrics == {"archive/failures": 1.0}
+        assert f"{directory / 'step_2.parquet'} is not kept, training goes on: No space left" in caplog.text
+        assert [path.name for path in directory.iterdir()] == ["step_1.parquet"]
+        disk.clear()
+        assert recorder.collect(Position(), Timers(), step=2).metrics == {"archive/failures": 0.0}
+        assert list(Replay.find(directory, after=2).files) == [3]
