@@ -75,8 +75,8 @@ class Checkpoints(Protocol):
     def save(self, state: State) -> None:
         """Save the models, and what the run knows beside them."""
 
-    def advance(self) -> None:
-        """Bring what is saved beside training further; once after every step."""
+    def advance(self) -> dict[str, float]:
+        """Bring what is saved beside training further; once after every step. Returns metrics."""
 
     def close(self) -> None:
         """Wait until all that was saved is whole; at the end of a run."""

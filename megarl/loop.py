@@ -94,7 +94,7 @@ def train(job: Job, progress: Progress) -> None:
             if stops or is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
                     job.checkpoints.save(progress.state(finished, metrics))
-            job.checkpoints.advance()
+            metrics |= job.checkpoints.advance()
         seconds = timers.seconds()
         throughput = metrics["perf/total_num_tokens"] / seconds["timing_s/step"] / job.num_ranks
         job.tracker.log(metrics | seconds | {"perf/throughput": throughput}, step=finished)

@@ -9,6 +9,7 @@ from megarl.batch import Rollouts
 from megarl.build.resume import Standing, companions
 from megarl.build.run import check_directories, finish_records, run_tracker
 from megarl.checkpoint import manifest
+from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
 from megarl.config.root import SupervisedConfig
@@ -91,6 +92,8 @@ def learn(
         beside_training=trainer.async_save,
     )
     standing.require_sizes(learners, {lessons.name: "model.path"})
+    if trainer.save_freq > 0:
+        warn_of_room(run_dir, checkpoints.num_bytes)
     if standing.checkpoint:
         checkpoints.load(standing.checkpoint)
     if standing.is_at(last_step):
@@ -109,7 +112,7 @@ def learn(
             stops = told() and step + 1 < last_step
             if stops or is_due(trainer.save_freq, step + 1, last_step=last_step):
                 checkpoints.save(State(step=step + 1, metrics=metrics))
-            checkpoints.advance()
+            metrics |= checkpoints.advance()
             tracker.log(metrics | timers.seconds(), step=step + 1)
             if stops:
                 checkpoints.close()

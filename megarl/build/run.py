@@ -19,6 +19,7 @@ from megarl.build.sampling import (
     training_prompts,
     validation_prompts,
 )
+from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
@@ -83,6 +84,8 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
     standing.require_sizes(checkpoints.learners, MODEL_KEYS)
+    if trainer.save_freq > 0:
+        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
     if standing.checkpoint:
         checkpoints.load(standing.checkpoint)
     first_step, validation = state.step, None

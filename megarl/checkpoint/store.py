@@ -10,10 +10,12 @@
 
 A checkpoint is written under another name, brought to the disk, given its manifest and renamed, so a crash leaves the
 one before; one that is damaged later is passed over. All ranks see the same RUN_DIR. What is written beside training is
-the state of when it was saved, and the one before stays the latest until it is whole.
+the state of when it was saved, and the one before stays the latest until it is whole. A save that a disk does not take
+is tried again with the next one; only at the end it is an error.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, at_once
+from megarl.checkpoint.failures import Failures, explaining, require_room
 from megarl.checkpoint.find import LATEST, PREFIX, saved_steps
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
@@ -32,7 +35,8 @@ from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
 from megarl.learner.staging import Staging
-from megarl.platform.files import replacing, sync_directory
+from megarl.models.architecture import hf_shapes
+from megarl.platform.files import explained, replacing, sync_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,35 +50,60 @@ class Checkpoints:
     companions: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
     beside_training: bool = False
     background: Background = field(default_factory=Background)
+    failures: Failures = field(default_factory=Failures)
 
     @cached_property
     def _staging(self) -> Staging:
         return Staging(is_pinned=self.beside_training)
 
+    @property
+    def num_bytes(self) -> int:
+        """About what a checkpoint takes: weights and, where something learns, two moments for each."""
+        return sum(
+            sum(map(math.prod, hf_shapes(learner.architecture).values()))
+            * (learner.modules[0].config.params_dtype.itemsize + (8 if learner.optimizer else 0))
+            for learner in self.learners.values()
+        )
+
     def save(self, state: State) -> None:
         """Write the checkpoint of a run in `state`, or begin to, when the one before is whole. Collective."""
-        self.background.finish()
-        if self.beside_training:
-            self.background.start(self._saving(state))
-        else:
-            at_once(self._saving(state))
+        with self.failures.tolerated(self.directory):
+            self.background.finish()
+        task = explaining(self._saving(state), f"the checkpoint of step {state.step}")
+        with self.failures.tolerated(self.directory):
+            if self.beside_training:
+                self.background.start(task)
+            else:
+                at_once(task)
 
-    def advance(self) -> None:
-        """Bring what is written beside training further, without waiting for it; once after every step. Collective."""
-        self.background.advance()
+    def advance(self) -> dict[str, float]:
+        """Bring what is written beside training further, without waiting for it; once after every step. Collective.
+
+        Returns metrics of what could not be saved.
+        """
+        with self.failures.tolerated(self.directory):
+            self.background.advance()
+        return self.failures.metrics()
 
     def close(self) -> None:
-        """Wait for what is written beside training, at the end of a run that did not fail. Collective."""
+        """Wait for what is written beside training, at the end of a run that did not fail. Collective.
+
+        Raises:
+            WriteError: the save that came last could not be written.
+        """
         watchdog.note(phase="save_checkpoint")
-        self.background.finish()
+        with self.failures.tolerated(self.directory):
+            self.background.finish()
+        self.failures.raise_last()
 
     def _saving(self, state: State) -> Task:
         final = self.directory / f"{PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
         main = dist.get_rank() == 0
         together(lambda: _make_empty(part, list(self.learners)) if main else None)
+        require_room(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
-        together(lambda: torch.save(_random_states(), part / "rng" / f"rank_{dist.get_rank()}.pt"))
+        together(lambda: _write_random_states(part / "rng" / f"rank_{dist.get_rank()}.pt"))
         together(lambda: self._write_companions(part, state) if main else None)
         yield partial(_write_all, writings)
         for writing in writings:
@@ -83,6 +112,7 @@ class Checkpoints:
             self._staging.release()
         yield from sealing(part)
         yield lambda: self._publish(part, final, state.step) if main else None
+        self.failures.over()
 
     def load(self, checkpoint: Path) -> State:
         """Bring the learners and generators to the state of `checkpoint`. Collective."""
@@ -94,7 +124,8 @@ class Checkpoints:
         return State.read(checkpoint)
 
     def _write_companions(self, part: Path, state: State) -> None:
-        self.write_huggingface(part / "huggingface")
+        with explained(str(part)):
+            self.write_huggingface(part / "huggingface")
         for name, text in self.companions().items():
             _write(part / name, text)
         _write(part / "state.json", json.dumps(asdict(state)))
@@ -129,6 +160,11 @@ def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     for name in (*names, "rng", "huggingface"):
         (part / name).mkdir(parents=True)
+
+
+def _write_random_states(path: Path) -> None:
+    with path.open("wb") as file:  # given a path, torch does not say why it cannot write
+        torch.save(_random_states(), file)
 
 
 def _random_states() -> dict[str, torch.Tensor]:

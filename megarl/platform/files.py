@@ -96,7 +96,7 @@ def check_writable(directory: Path, key: str) -> None:
     """Make `directory` where it is missing, and write a file there for a moment.
 
     Raises:
-        ValueError: that cannot be; names the configuration's `key`, which the directory comes from, and the remedy.
+        WriteError: that cannot be; names the configuration's `key`, which the directory comes from, and the remedy.
     """
     with explained(f"{key}={directory}"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -107,15 +107,21 @@ def check_writable(directory: Path, key: str) -> None:
             probe.unlink(missing_ok=True)
 
 
+class WriteError(ValueError):
+    """A file system did not take something; says what, why, and what to do about it."""
+
+
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the error of a file system into a ValueError: `what` cannot be written, why, and what to do about it."""
+    """Turn the error of a file system into one that says that `what` cannot be written."""
     try:
         yield
+    except WriteError:
+        raise
     except Exception as error:
         if (cause := file_error(error)) is None:
             raise
-        raise ValueError(f"{what} cannot be written: {remedy(cause)}") from error
+        raise WriteError(f"{what} cannot be written: {remedy(cause)}") from error
 
 
 def file_error(error: BaseException) -> OSError | None:

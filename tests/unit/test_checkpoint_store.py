@@ -1,6 +1,5 @@
 """Checkpoints on disk: whole or not at all, whenever the process dies."""
 
-import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -9,23 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.checkpoint.background import at_once
+from megarl.checkpoint.failures import SMALL_BYTES, warn_of_room
 from megarl.checkpoint.find import LATEST, find_checkpoint
 from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
+from tests.disks import small_disk
+from tests.ranks import world_of_one
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def alone() -> Iterator[None]:
+    with world_of_one():
+        yield
 
 
 def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool = False) -> Checkpoints:
@@ -153,26 +152,6 @@ def test_what_is_saved_beside_training_becomes_the_latest_when_it_is_whole(tmp_p
     run.close()  # nothing is under way
 
 
-def test_a_full_disk_beside_training_is_told_and_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = checkpoints(tmp_path, beside_training=True)
-    run.save(State(step=1, kl_coef=0.5))
-    run.close()
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr("os.fsync", full)
-        run.save(State(step=2, kl_coef=0.6))
-        run.close()
-    assert found(tmp_path) == tmp_path / "global_step_1"
-    run.save(State(step=3, kl_coef=0.7))
-    run.close()
-    assert found(tmp_path) == tmp_path / "global_step_3"
-
-
 def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = directory / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
@@ -273,3 +252,61 @@ def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
     assert whole_checkpoint(tmp_path) == first
     with pytest.raises(ValueError, match=r"global_step_2 is damaged: "):
         whole_checkpoint(second)
+
+
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_a_save_that_a_full_disk_does_not_take_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, beside_training: bool
+) -> None:
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        run = checkpoints(disk.path, keep=1, beside_training=beside_training)
+        run.save(State(step=1))
+        assert run.advance() == {}
+        run.background.finish()
+        for left in (0, SMALL_BYTES // 2):
+            disk.fill(leave=left)
+            run.save(State(step=2))  # nothing is raised
+            assert found(disk.path) == disk.path / "global_step_1"
+            assert not list(disk.path.glob(".*"))
+        assert run.advance() == {"checkpoint/failed_saves": 2.0}
+        assert "a save failed, training goes on and the next one tries again: a checkpoint of about 0 GB" in caplog.text
+        assert "No space left on device; free space there" in caplog.text
+        with pytest.raises(ValueError, match="the last steps are not saved: .* No space left on device; free space"):
+            run.close()
+        disk.clear()
+        run.save(State(step=3))
+        run.close()
+        assert found(disk.path) == disk.path / "global_step_3"
+        assert run.advance() == {"checkpoint/failed_saves": 2.0}
+
+
+def test_a_disk_that_fills_up_while_a_save_is_under_way(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        run = checkpoints(disk.path)
+        run.save(State(step=1))
+        filling = replace(run, write_huggingface=lambda directory: disk.fill())
+        filling.save(State(step=2))
+        assert run.failures.metrics() == {"checkpoint/failed_saves": 1.0}
+        assert found(disk.path) == disk.path / "global_step_1"
+        assert not list(disk.path.glob(".*"))
+
+
+def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        run = checkpoints(disk.path)
+        run.save(State(step=1))
+        with disk.read_only():
+            run.save(State(step=2))
+            with pytest.raises(ValueError, match="Read-only file system; have it mounted for writing"):
+                run.close()
+        run.save(State(step=2))
+        run.close()
+        assert found(disk.path) == disk.path / "global_step_2"
+
+
+def test_a_disk_that_does_not_take_a_checkpoint_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        warn_of_room(disk.path, 7 << 20)
+        assert not caplog.text
+        warn_of_room(disk.path, 9 << 20)
+    assert f"a checkpoint takes about 0.00944 GB, and only 0.00839 GB are free in {disk.path}" in caplog.text

@@ -126,8 +126,9 @@ class Records(NullTracker):
         self.diary.calls.append(f"save {state.step}")
         self.diary.saved[state.step] = state
 
-    def advance(self) -> None:
+    def advance(self) -> dict[str, float]:
         self.diary.advances += 1
+        return {"advances": float(self.diary.advances)}
 
     def close(self) -> None:
         self.diary.calls.append("close")

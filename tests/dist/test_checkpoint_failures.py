@@ -1,0 +1,81 @@
+"""Checkpoints of a model cut over ranks, on a disk that is full for a while."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megarl.distributed.exchange import together
+from tests.disks import Disk, small_disk
+from tests.dist.test_learner_split import ACTOR, experience, sizes
+from tests.learners import make_test_learner
+from tests.ranks import RankPool
+
+NUM_RANKS = 2
+CHECKPOINTS = {"llama": ("llama", {})}
+
+
+def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool) -> tuple[list[Any], str]:
+    """Save on a disk with room, without, with room for a part only, and with room again; what each has come to."""
+    from megarl.checkpoint import failures
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(source, split)
+    learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+    run = Checkpoints(
+        directory=disk.path,
+        learners={"actor": learner},
+        keep=1,
+        write_huggingface=lambda directory: None,
+        beside_training=beside_training,
+    )
+
+    def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
+        run.save(State(step=step))
+        with run.failures.tolerated(disk.path):
+            run.background.finish()
+        return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), list(disk.path.glob(".*"))
+
+    diary = [save(1)]
+    on_first_rank(disk.fill)
+    diary.append(save(2))
+    with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when the save has begun
+        patch.setattr(failures, "SMALL_BYTES", 0)
+        patch.setattr(Checkpoints, "num_bytes", 0)
+        on_first_rank(lambda: disk.fill(leave=200_000))
+        diary.append(save(3))
+    with pytest.raises(ValueError, match="the last steps are not saved") as raised:
+        run.close()
+    on_first_rank(disk.clear)
+    diary.append(save(4))
+    run.close()
+    return diary, str(raised.value)
+
+
+def on_first_rank(work: Callable[[], None]) -> None:
+    together(lambda: work() if dist.get_rank() == 0 else None)
+
+
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_all_ranks_go_on_without_a_save_that_fails(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, beside_training: bool
+) -> None:
+    with small_disk(tmp_path / "disk", 16 << 20) as disk:
+        told = pool.run(2, saves, checkpoints["llama"], disk, sizes(2, 1), beside_training)
+        assert told[0] == told[1]
+        diary, error = told[0]
+        first, last = disk.path / "global_step_1", disk.path / "global_step_4"
+        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 2.0)]
+        assert diary == [
+            (first, {}, []),
+            (first, failed[0], []),
+            (first, failed[1], []),
+            (last, failed[2], []),
+        ]
+        assert "the checkpoint of step 3 cannot be written" in error
+        assert error.endswith("No space left on device; free space there, or name a directory on another disk")
