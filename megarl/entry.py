@@ -48,6 +48,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     """
     _quieten()
     guard_output()
+    outlive_readers()
     signals.listen()
     rank = os.environ.get("RANK", "0")
     try:
@@ -55,7 +56,6 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         rank = str(place.rank) if place else rank
         config = load(argv, world_size=place.world_size if place else None)
         launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
-        outlive_readers()
         trainer = config.trainer
         # The watchdog says more than a collective that times out, so it comes first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
