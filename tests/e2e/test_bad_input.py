@@ -120,9 +120,14 @@ def reward_without_function(workspace: Workspace, directory: Path) -> tuple[str,
     return f"custom_reward_function.path={path}", f"{path} has no function 'compute_score'; it has score"
 
 
+def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    return "data.train_files=file://ann:Swordf1sh@nowhere/a.parquet", "file://***@nowhere/a.parquet cannot be opened"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
+        out_of_reach,
         without_a_column,
         empty,
         no_parquet,
@@ -160,6 +165,7 @@ def test_bad_files_are_named_before_any_engine_starts(
     assert isinstance(ending.value.code, str), "a message, which makes the exit code 1"
     assert ending.value.code.startswith("megarl: rank 0: ")
     assert message in ending.value.code
+    assert "Swordf1sh" not in ending.value.code
     assert not (tmp_path / "run").exists()
 
 

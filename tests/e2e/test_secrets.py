@@ -1,0 +1,120 @@
+"""A real run with secrets planted wherever they may stand, and code in its model: none is kept, shown or run."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+from urllib.parse import quote
+
+import pyarrow.parquet as pq
+import pytest
+from pyarrow.fs import S3FileSystem
+
+from megarl.platform.secrets import BLOT
+from tests.programs import run_program
+from tests.tiny import plant_code
+from tests.workspace import Workspace
+
+moto = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+TOKEN, JUDGE, USER, PASSWORD, HUB = (
+    "hf_planted0000aaaa1111BBBB",
+    "judge/planted+22",
+    "userplanted33",
+    "pass/planted44",
+    "x-55-y",
+)
+VARIABLES = {
+    "HF_TOKEN": TOKEN,
+    "JUDGE_API_KEY": JUDGE,
+    "AWS_SECRET_ACCESS_KEY": "aws+planted/66",
+    "MLFLOW_TRACKING_PASSWORD": "mlflowplanted77",
+}
+SECRETS = {*VARIABLES.values(), USER, PASSWORD, quote(PASSWORD, safe=""), HUB}
+REWARD = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    print("asking the judge with", os.environ["JUDGE_API_KEY"])
+    if len(solution_str) % 2:
+        raise PermissionError("the judge does not know " + os.environ["JUDGE_API_KEY"])
+    return 1.0
+"""
+
+
+@pytest.fixture
+def train_file(workspace: Workspace) -> Iterator[str]:
+    """The training data by a URI with a password, in a bucket of a server on this machine."""
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        place = f"{host}:{port}"
+        filesystem = S3FileSystem(
+            access_key=USER, secret_key=PASSWORD, endpoint_override=place, scheme="http", allow_bucket_creation=True
+        )
+        filesystem.create_dir("prompts")
+        pq.write_table(pq.read_table(workspace.train), "prompts/train.parquet", filesystem=filesystem)
+        where = f"scheme=http&region=us-east-1&endpoint_override={quote(place, safe='')}"
+        yield f"s3://{USER}:{quote(PASSWORD, safe='')}@prompts/train.parquet?{where}"
+    finally:
+        server.stop()
+
+
+def kept(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Every file, as text; what is compressed is unpacked."""
+    for path in directory.rglob("*"):
+        if path.suffix == ".parquet":
+            yield path, str(pq.read_table(path).to_pydict())
+        elif path.is_file():
+            yield path, path.read_bytes().decode(errors="replace")
+
+
+def test_secrets_and_code_that_are_planted(
+    workspace: Workspace, train_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    model = copytree(workspace.model, tmp_path / "model")
+    witness = plant_code(model)
+    (tmp_path / "reward.py").write_text(REWARD)
+    run_dir = tmp_path / "run"
+    code, output = run_program(
+        *(sys.executable, "-m", "megarl.train"),
+        f"data.train_files={train_file}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=2",
+        f"+actor_rollout_ref.rollout.engine_kwargs.hf_token={HUB}",
+        "algorithm.adv_estimator=grpo",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=[console,jsonl,mlflow]",
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        timeout_s=400,
+    )
+    assert code == 0, output
+    assert (run_dir / "global_step_1" / "manifest.json").is_file()
+    assert not witness.exists()
+    assert f"the judge does not know {BLOT}" in output
+    assert f"it printed 'asking the judge with {BLOT}'" in output
+    assert "there is a secret in data.train_files, actor_rollout_ref.rollout.engine_kwargs.hf_token" in " ".join(
+        output.split()
+    )
+    assert f"compute_score of {tmp_path / 'reward.py'} (SHA-256: " in output
+    assert f"s3://{BLOT}@prompts/train.parquet" in (run_dir / "config.yaml").read_text()
+    texts = dict(kept(run_dir))
+    assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
+    assert f"s3://{BLOT}@prompts/train.parquet" in texts[run_dir / "mlflow.db"]
+    assert "compute_score of " in texts[run_dir / "mlflow.db"]
+
+    for secret in SECRETS:
+        assert secret not in output
+        assert not [path for path, text in texts.items() if secret in text], secret
