@@ -29,7 +29,7 @@ class Sampler(Protocol):
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[dict[str, float]]:
         """Bring the actor's weights of `step` finished steps into the engine; within the block it generates.
 
-        Gives metrics of the engine's agreement with the trainer, complete when the block has ended.
+        Gives metrics of the engine's agreement with the trainer, and does not get there where they do not agree.
         """
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:

@@ -12,13 +12,12 @@ from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.minibatches import minibatches
 from megarl.data.translation import Translation
 from megarl.distributed import watchdog
-from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner, Objective, Part
 from megarl.reshard.executor import Destination, Reshard
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampling import GREEDY, Generation, Sampling
+from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.selfcheck import SelfCheck
 from megarl.skips import Skips
 from megarl.tracking.timers import Timers
@@ -113,7 +112,12 @@ class Sampler:
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
         """Bring the actor's weights into the engine, and its memory back afterwards; both checked where that is due.
 
-        The metrics of a check are there when the block has ended: the trainer has its say once the engine sleeps.
+        A check has an awakening of its own, for the trainer has its say once the engine sleeps: one that fails stops
+        the run before there is a sample.
+
+        Raises:
+            ValueError: on all ranks alike, where other weights arrived, or the engine computes with other ones.
+            RuntimeError: likewise, where keys of older weights were left.
         """
         due, metrics = self.check.is_due(step), dict[str, float]()
 
@@ -121,12 +125,13 @@ class Sampler:
             with timers("sync"), self.actor.weights() as tensors:
                 self.reshard.run(tensors, destination, check=due)
 
-        with self.engine.awake(sync):
-            answers = self.check.ask(step=step) if due else None
-            yield metrics
-        if answers:
+        if due:
             with timers("sync_check"):
-                metrics |= self.check.compare(answers)
+                with self.engine.awake(sync):
+                    answers = self.check.ask(step=step)
+                metrics = self.check.compare(answers)
+        with self.engine.awake(sync):
+            yield metrics
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
         """Draw the training samples of a step; in a later `batch` of it those numbers of a prompt that come next."""
@@ -146,8 +151,8 @@ class Sampler:
         mine = [prompts.prompts[place] for place in shares[self.engine.replica]]
         watchdog.note(rows=[prompt.index for prompt in mine])
 
-        def generate() -> list[Generation]:
-            generations = self.engine.generate(
+        answers = self.engine.on_all_ranks(
+            lambda: self.engine.generate(
                 mine,
                 sampling,
                 max_tokens=self.section.response_length,
@@ -155,13 +160,12 @@ class Sampler:
                 first_sample=first_sample,
                 finished=lambda answer: self.finished(mine[answer.prompt], answer.token_ids),
             )
-            return generations if self.engine.tp_rank == 0 else []
-
-        answers = together(generate)[:: self.engine.tp_size]
+        )
         placed = [
             (share[generation.prompt], generation)
             for share, generations in zip(shares, answers, strict=True)
             for generation in generations
         ]
         placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
-        return as_rollouts(prompts, [place for place, _ in placed], [generation for _, generation in placed])
+        places, generations = [place for place, _ in placed], [generation for _, generation in placed]
+        return as_rollouts(prompts, places, generations, n=sampling.n)

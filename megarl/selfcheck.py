@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt, Prompts, Rollouts
-from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import SyncSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.sampling import GREEDY, Generation
+from megarl.rollout.sampling import GREEDY
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +52,18 @@ def ask(engine: RolloutEngine, prompts: Sequence[Prompt], *, max_tokens: int) ->
         RuntimeError: on all ranks, where the engine still had keys of a prompt, which older weights must have made.
     """
 
-    def generate() -> list[Generation]:
-        generations = engine.generate(prompts, GREEDY, max_tokens=max_tokens, step=0, log_probs=True)
+    replicas = engine.on_all_ranks(
+        lambda: engine.generate(prompts, GREEDY, max_tokens=max_tokens, step=0, log_probs=True)
+    )
+    for replica, generations in enumerate(replicas):
         if num_cached := max(generation.num_cached for generation in generations):
             raise RuntimeError(
-                f"right after a sync the engine of rank {dist.get_rank()} still has the keys of {num_cached} prompt "
-                "tokens, made by older weights: its prefix cache was not dropped (RolloutEngine.awake)"
+                f"right after a sync {engine.name(replica)} still has the keys of {num_cached} prompt tokens, made by "
+                "older weights: its prefix cache was not dropped (RolloutEngine.awake)"
             )
-        return generations if engine.tp_rank == 0 else []
-
-    replicas = together(generate)[:: engine.tp_size]
     answers = [generations[number] for number in range(len(prompts)) for generations in replicas]
-    return as_rollouts(Prompts(prompts=prompts), [answer.prompt for answer in answers], answers)
+    groups = [answer.prompt for answer in answers]
+    return as_rollouts(Prompts(prompts=prompts), groups, answers, n=engine.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -122,24 +121,20 @@ class SelfCheck:
             if dist.get_rank() == 0:
                 logger.warning("%s (more than %s.logprob_warn=%s)", message, KEY, self._section.logprob_warn)
         if self._before and (stale := stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas)):
+            named = ", ".join(map(self._engine.name, stale))
             raise ValueError(
-                f"the trainer's weights changed, and those that {', '.join(map(self._name, stale))} computes with did "
-                "not: a sync no longer reaches what the kernels read. Look at packed weights "
-                "(megarl/rollout/reload.py), CUDA graphs (rollout.enforce_eager=true turns them off) and the prefix "
-                "cache (rollout.enable_prefix_caching=false)"
+                f"the trainer's weights changed, and those that {named} computes with did not: a sync no longer "
+                "reaches what the kernels read. Look at packed weights (megarl/rollout/reload.py), CUDA graphs "
+                "(rollout.enforce_eager=true turns them off) and the prefix cache (rollout.enable_prefix_caching=false)"
             )
         self._before = seen
         return {"sync/check_probs_diff_mean": mean, "sync/check_probs_diff_max": float(largest.max())}
 
-    def _name(self, replica: int) -> str:
-        size = self._engine.tp_size
-        ranks = f"ranks {replica * size}-{replica * size + size - 1}" if size > 1 else f"rank {replica}"
-        return f"engine replica {replica} ({ranks})"
-
     def _disagreement(self, mean: float, replica: int) -> str:
+        name = self._engine.name(replica)
         return (
-            f"{self._name(replica)} and the trainer give the same tokens probabilities that differ by {mean:.4f} on "
-            "average. Look at what makes them compute differently: rollout.dtype and actor.megatron.dtype, "
+            f"{name} and the trainer give the same tokens probabilities that differ by {mean:.4f} "
+            "on average. Look at what makes them compute differently: rollout.dtype and actor.megatron.dtype, "
             "rollout.engine_kwargs (quantization, attention backend), actor.megatron.override_transformer_config, "
             "model.override_config; `python -m megarl.verify MODEL_DIR` with the same keys compares both with "
             "transformers, and says whether the weights arrive"

@@ -153,9 +153,14 @@ def tear_down(engine: RolloutEngine) -> None:
 
 
 def tear_down_vllm(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    forget_parallel_state()
+
+
+def forget_parallel_state() -> None:
+    """Also where an engine did not get to its end."""
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    llm.llm_engine.engine_core.shutdown()
     destroy_model_parallel()
     destroy_distributed_environment()
 

@@ -1,5 +1,6 @@
 """What engines generated, as the record that the rest of a step works with."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,22 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.batch import Prompts, Rollouts
 from megarl.rollout.sampling import Generation
 
+MOST_NAMED = 8  # rows of the data set
 
-def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation]) -> Rollouts:
-    """The record of generated samples; `groups[i]` is the prompt that sample `i` answers."""
+
+def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation], *, n: int) -> Rollouts:
+    """The record of generated samples, `n` to each prompt; `groups[i]` is the prompt that sample `i` answers.
+
+    Raises:
+        RuntimeError: a prompt has more or fewer; names their rows in the data set.
+    """
+    counts = Counter(groups)
+    wrong = {prompt.index: counts[place] for place, prompt in enumerate(prompts.prompts) if counts[place] != n}
+    if wrong:
+        named = ", ".join(f"row {index} has {count}" for index, count in list(wrong.items())[:MOST_NAMED])
+        raise RuntimeError(
+            f"the engines were asked for {n} samples of each prompt, and of {len(wrong)} came others: {named}"
+        )
     responses = [torch.tensor(generation.token_ids) for generation in generations]
     lengths = torch.tensor([len(response) for response in responses])
     padded = pad_sequence(responses, batch_first=True)

@@ -9,18 +9,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt
+from megarl.distributed.exchange import together
 from megarl.rollout import patches, segments
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
+from megarl.rollout.kv_cache import cache_bytes_per_token, check_cache_tokens, cpu_cache_bytes
 from megarl.rollout.sampling import Generation, Sampling, read_output, request_params, request_seed
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
+
+T = TypeVar("T")
+
+KEYS = (  # for whom a message of vLLM tells to change them
+    "vLLM's gpu_memory_utilization, max_num_seqs and max_num_batched_tokens are keys of actor_rollout_ref.rollout; its "
+    "max_model_len is data.max_prompt_length and data.max_response_length together"
+)
+MOST_NAMED = 8  # rows of the data set
 
 
 class RolloutEngine:
@@ -46,7 +56,8 @@ class RolloutEngine:
 
         `model_dir` holds at least config.json; `shapes` are the full shapes of its Hugging Face parameters.
         `max_model_len` bounds prompt and response together, in tokens. `max_sequences` is the most samples that one
-        `generate` will ask of a replica; on CPU it bounds the KV cache. ValueError for sizes that do not fit.
+        `generate` will ask of a replica; on CPU it bounds the KV cache. ValueError for sizes that do not fit, or where
+        the KV cache does not hold one sequence of `max_model_len`.
         """
         self.tp_size = section.tensor_model_parallel_size
         if dist.get_world_size() % self.tp_size:
@@ -84,6 +95,8 @@ class RolloutEngine:
             )
             arguments = {"kv_cache_memory_bytes": cache_bytes} | arguments
         self._llm = self._start(arguments)
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        check_cache_tokens((cache.num_gpu_blocks - 1) * cache.block_size, max_model_len)  # vLLM keeps a block to itself
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
         self._weights = EngineWeights(model, trace(model, shapes, worker.device), vllm_config=worker.vllm_config)
@@ -114,7 +127,8 @@ class RolloutEngine:
         """Take memory, let `sync` write all weights, and generate within; then give the memory back.
 
         Memory comes in the order it is needed, weights before KV cache, so that the trainer can still hold its own
-        weights during the sync. RuntimeError where the sync left a parameter unwritten.
+        weights during the sync. RuntimeError where the sync left a parameter unwritten. After an error within the block
+        the engine is left as it is: the run is over, and putting a broken engine to sleep could hide why.
         """
         self._wake("weights")
         with self._weights.update():
@@ -122,10 +136,25 @@ class RolloutEngine:
         self._wake("kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
-        try:
-            yield self
-        finally:
-            self._sleep()
+        yield self
+        self._sleep()
+
+    def on_all_ranks(self, generate: Callable[[], T]) -> list[T]:
+        """What `generate` gives on each replica, in their order, on every rank; all ranks must call this.
+
+        An error reaches all ranks as by `together` where a replica is one rank. Of several, those that did not fail may
+        wait for the one that did in a collective of vLLM, where nothing reaches them: it leaves with its error at once,
+        and the job ends with it.
+        """
+        if self.tp_size == 1:
+            return together(generate)
+        mine = generate()
+        return together(lambda: mine if self.tp_rank == 0 else None)[:: self.tp_size]  # type: ignore[return-value]
+
+    def name(self, replica: int) -> str:
+        """A replica and its ranks, for people."""
+        first, size = replica * self.tp_size, self.tp_size
+        return f"engine replica {replica} ({f'ranks {first}-{first + size - 1}' if size > 1 else f'rank {first}'})"
 
     def generate(
         self,
@@ -143,7 +172,11 @@ class RolloutEngine:
         Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
         prompt's index and the sample's number, counted from `first_sample`. `log_probs` None asks for them as
         configured. `finished` is told of each sample as soon as it is there, on one rank of the replica, and must not
-        raise. ValueError for a prompt that leaves no room for `max_tokens`.
+        raise.
+
+        Raises:
+            ValueError: a prompt leaves no room for `max_tokens`.
+            RuntimeError: vLLM failed, or did not answer exactly what it was asked; names replica and prompts.
         """
         for prompt in prompts:
             if len(prompt.token_ids) + max_tokens > self.max_model_len:
@@ -174,11 +207,19 @@ class RolloutEngine:
             if finished and number % self.tp_size == self.tp_rank:
                 finished(read(number, output))
 
-        with patches.random_state_kept(), self._compilation(), patches.outputs_told(self._llm, tell):
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
-        if len(outputs) != len(asked):
-            raise RuntimeError(f"The engine returned {len(outputs)} samples of {len(asked)}")
-        return [read(number, output) for number, output in enumerate(outputs)]
+        first = self._llm.request_counter.counter
+        try:
+            with patches.random_state_kept(), self._compilation(), patches.outputs_told(self._llm, tell):
+                outputs = self._llm.generate(requests, params, use_tqdm=False)
+            numbers = [int(output.request_id) - first for output in outputs]  # another one is left from an earlier call
+            if numbers != list(range(len(asked))):
+                raise RuntimeError(
+                    f"it returned {len(outputs)} samples of {len(asked)}, or others than it was asked for"
+                )
+            return [read(number, output) for number, output in enumerate(outputs)]
+        except Exception as error:
+            rows = [prompt.index for prompt in prompts]
+            raise RuntimeError(failure(error, self.name(self.replica), rows, step=step)) from error
 
     def close(self) -> None:
         """Shut the engine down, while the process groups it uses still exist."""
@@ -190,8 +231,11 @@ class RolloutEngine:
     def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import LLM
 
-        with patches.start_isolated(), self._compilation():
-            return LLM(**arguments)
+        try:
+            with patches.start_isolated(), self._compilation():
+                return LLM(**arguments)
+        except ValueError as error:
+            raise ValueError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
 
     def _compilation(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._may_compile else patches.without_compilation()
@@ -203,6 +247,20 @@ class RolloutEngine:
     def _sleep(self) -> None:
         if self._section.free_cache_engine:
             self._llm.sleep(level=2)  # level 1 would keep weights on the host that the next sync replaces anyway
+
+
+def failure(error: Exception, name: str, rows: Sequence[int], *, step: int) -> str:
+    """Which engine failed, when, on which rows of the data set, with what, and what may help."""
+    named = ", ".join(map(str, rows[:MOST_NAMED])) + (" ..." if len(rows) > MOST_NAMED else "")
+    remedy = (
+        " Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens."
+        if isinstance(error, torch.OutOfMemoryError)
+        else ""
+    )
+    return (
+        f"{name} failed after {step} finished steps, asked for answers to rows {named}: "
+        f"{type(error).__name__}: {error}. Nothing that it generated is used.{remedy}"
+    )
 
 
 def llm_arguments(

@@ -1,7 +1,7 @@
-"""How much host memory the CPU engine's KV cache may take.
+"""How large a KV cache has to be, and how much host memory that of the CPU engine may take.
 
-vLLM fills that memory with zeros when it starts, so a generous bound costs seconds and resident pages on every rank:
-it gets what one `generate` can use, and no more than its share of the memory that is available.
+On CPU vLLM fills that memory with zeros when it starts, so a generous bound costs seconds and resident pages on every
+rank: it gets what one `generate` can use, and no more than its share of the memory that is available.
 """
 
 import os
@@ -31,6 +31,20 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
             "actor_rollout_ref.rollout.gpu_memory_utilization"
         )
     return min(one * num_sequences + block, share)  # vLLM keeps one block of its pool for itself
+
+
+def check_cache_tokens(num_tokens: int, max_model_len: int) -> None:
+    """Where not even one sequence fits, vLLM would set it back again and again, without end.
+
+    Raises:
+        ValueError: a KV cache of `num_tokens` is too small for one of `max_model_len`.
+    """
+    if num_tokens < max_model_len:
+        raise ValueError(
+            f"The engine's KV cache holds {num_tokens} tokens, and one prompt with its response may have "
+            f"{max_model_len}: raise actor_rollout_ref.rollout.gpu_memory_utilization, remove what makes the cache "
+            "smaller from rollout.engine_kwargs, or lower data.max_response_length"
+        )
 
 
 def cache_bytes_per_token(

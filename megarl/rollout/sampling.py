@@ -74,8 +74,13 @@ def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequ
 
 
 def read_output(output: Any, *, position: int, prompt: Prompt) -> Generation:
-    """The sample in a vLLM RequestOutput; RuntimeError where it is missing, empty, cut off or not a number."""
+    """The sample in a vLLM RequestOutput; RuntimeError where it is missing, empty, cut off or not a number.
+
+    Or where it answers another prompt.
+    """
     where = f"for prompt {prompt.index}"
+    if list(output.prompt_token_ids) != list(prompt.token_ids):
+        raise RuntimeError(f"The engine returned the answer to another prompt {where}")
     if not output.finished or len(output.outputs) != 1:
         raise RuntimeError(f"The engine returned {len(output.outputs)} finished samples of 1 {where}")
     sample = output.outputs[0]

@@ -7,8 +7,10 @@ stale packed weight and a stale cached key each show as wrong log-probabilities.
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from tests.engines import (
     Sync,
     check_against_rules,
     check_against_vllm,
+    forget_parallel_state,
     log_probs,
     start,
     start_with_expert_parallel,
@@ -218,8 +221,75 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
+    with pytest.raises(ValueError, match=r"(?s)does not start on rank .*KV cache.* are keys of actor_rollout_ref\.rollout"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
     dist.barrier()  # a rank that left now would cut off one that is still joining
+    forget_parallel_state()
 
 
 def test_engine_refuses_what_does_not_fit(pool: RankPool, checkpoints: Checkpoints) -> None:
     pool.run(2, refusals, checkpoints("llama"))
+
+
+def failing_after(num_steps: int, do: Callable[[], Any]) -> Callable[[], Any]:
+    """Does so often what it should."""
+    left = iter(range(num_steps))
+
+    def step() -> Any:
+        if next(left, None) is None:
+            raise OSError("the driver is gone")
+        return do()
+
+    return step
+
+
+def complaints(paths: list[Path], tp_size: int) -> list[str]:
+    """On each rank: what is said when the last replica returns too little, something else, or fails midway."""
+    tensors = tensors_of(paths[0])
+    engine = start(paths[-1], tensors, tp_size=tp_size)
+    last, said, llm = engine.replica == engine.num_replicas - 1, [], engine._llm
+    share = PROMPTS[engine.replica :: engine.num_replicas]
+
+    def generate() -> list[Generation]:
+        return engine.generate(share, SAMPLED, max_tokens=RESPONSE, step=4)
+
+    def all_but_one(*args: Any, **kwargs: Any) -> list[Any]:
+        return LLM.generate(llm, *args, **kwargs)[:-1]
+
+    def of_others(*args: Any, **kwargs: Any) -> list[Any]:
+        outputs = LLM.generate(llm, *args, **kwargs)
+        outputs[0].prompt_token_ids = [1, 2, 3]
+        return outputs
+
+    from vllm import LLM
+
+    with engine.awake(writer(tensors)):
+        for wrongly in (all_but_one, of_others):
+            with patch.object(llm, "generate", wrongly) if last else nullcontext():
+                with pytest.raises(RuntimeError) as caught:
+                    engine.on_all_ranks(generate)
+            said.append(str(caught.value))
+        assert len(engine.on_all_ranks(generate)) == engine.num_replicas
+    core = llm.llm_engine.engine_core
+    with pytest.raises(RuntimeError) as caught, engine.awake(writer(tensors)):
+        with patch.object(core, "get_output", failing_after(5, core.get_output)) if last else nullcontext():
+            engine.on_all_ranks(generate)
+    said.append(str(caught.value))
+    if last:  # what it had begun is still there
+        with pytest.raises(RuntimeError, match="a request is still running"), engine.awake(writer(tensors)):
+            pass
+    tear_down(engine)
+    return said
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: Checkpoints, tp_size: int) -> None:
+    said, others = pool.run(2, complaints, checkpoints("llama"), tp_size)
+    assert said == others
+    name, rows = ("engine replica 1 (rank 1)", "10, 30, 50") if tp_size == 1 else ("engine replica 0 (ranks 0-1)", "0, 10")
+    for words in said:
+        assert words.startswith(f"{name} failed after 4 finished steps, asked for answers to rows {rows}")
+    few, other, broken = said
+    assert f"it returned {11 if tp_size == 2 else 5} samples of {12 if tp_size == 2 else 6}" in few
+    assert "the answer to another prompt for prompt" in other
+    assert "OSError: the driver is gone" in broken

@@ -32,6 +32,7 @@ SIGNS = {
     "stale head": DISAGREE,
     "kept prefix cache": "its prefix cache was not dropped",
     "stale packs": "those that engine replica 0 (rank 0), engine replica 1 (rank 1) computes with did not",
+    "spoilt byte": f"engine replica 1 (rank 1) and the trainer {DISAGREE}",
     "expert off by one": DISAGREE,
 }
 ROUNDING = 1e-5  # mean difference between the probabilities that two float32 models with the same weights give
@@ -90,12 +91,14 @@ def sync(sampler: Any, *, step: int) -> dict[str, float]:
 
 
 def complaint(sampler: Any, *, step: int) -> str:
-    """What the check of a sync says; empty where it is content."""
+    """What the check of a sync says, before anything is sampled."""
+    from megarl.tracking.timers import Timers
+
     try:
-        sync(sampler, step=step)
+        with sampler.awake(Timers(), step=step):
+            return "samples were drawn"
     except (RuntimeError, ValueError) as error:
         return str(error)
-    return ""
 
 
 def swap(one: str, other: str) -> Callable[[str], str]:
@@ -136,6 +139,22 @@ def writing_astray(engine: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def spoiling_a_byte(engine: Any) -> Iterator[None]:
+    """Once all is written, and found to be what was sent, one byte of rank 1's engine changes."""
+    kind = type(engine.weights)
+    finish = kind._finish
+
+    def finish_wrongly(weights: Any) -> None:
+        finish(weights)
+        if dist.get_rank() == 1:
+            norm = dict(weights._model.named_parameters())["model.norm.weight"]
+            norm.data.view(torch.uint8)[3] = 0x43  # of a float32: it is now between 128 and 512
+
+    with patch.object(kind, "_finish", finish_wrongly):
+        yield
+
+
 def planted(fault: str, engine: Any) -> AbstractContextManager[Any]:
     """The engine with a fault in it; nothing, where the fault is in the names of the trainer's parameters."""
     if fault == "stale head":
@@ -144,6 +163,8 @@ def planted(fault: str, engine: Any) -> AbstractContextManager[Any]:
         return patch.object(engine._llm, "reset_prefix_cache", return_value=True)
     if fault == "stale packs":
         return writing_astray(engine)
+    if fault == "spoilt byte":
+        return spoiling_a_byte(engine)
     return flipping_a_bit() if fault == FLIPPED else nullcontext()
 
 
@@ -170,7 +191,9 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
         assert sync(sampler, step=0)["sync/check_probs_diff_mean"] < ROUNDING
         pair.change(1e-6 if fault == "stale packs" else 0.05)
         with planted(fault, engine):
-            said[fault] = complaint(pair.sampler(lies[fault]) if fault in lies else sampler, step=1)
+            if fault == "kept prefix cache":
+                sync(sampler, step=1)  # whose keys stay
+            said[fault] = complaint(pair.sampler(lies[fault]) if fault in lies else sampler, step=2)
         engine.weights._unwritten.clear()  # where a sync did not get to its end
     tear_down(engine)
     return said

@@ -1,5 +1,6 @@
 """Records put together and taken apart: every field follows its samples."""
 
+import pytest
 import torch
 
 from megarl.batch import Rollouts, join
@@ -34,9 +35,19 @@ def generation(prompt: int, log_probs: list[float] | None) -> Generation:
 
 def test_log_probs_that_were_not_asked_for_are_none() -> None:
     def record(*log_probs: list[float] | None) -> Rollouts:
-        return as_rollouts(prompts([1, 1]), [0, 1], [generation(place, told) for place, told in enumerate(log_probs)])
+        return as_rollouts(
+            prompts([1, 1]), [0, 1], [generation(place, told) for place, told in enumerate(log_probs)], n=1
+        )
 
     assert record(None, None).rollout_log_probs is None
     told = record([-1.0], [-2.0, -3.0]).rollout_log_probs
     assert told is not None
     assert told.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
+
+
+def test_a_prompt_without_all_its_samples_is_named() -> None:
+    answers = [generation(0, None), generation(0, None), generation(1, None)]
+    with pytest.raises(
+        RuntimeError, match=r"asked for 2 samples of each prompt, and of 2 .*: row 1 has 1, row 2 has 0"
+    ):
+        as_rollouts(prompts([1, 1, 1]), [0, 0, 1], answers, n=2)

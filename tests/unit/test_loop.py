@@ -56,9 +56,7 @@ class World:
     @contextmanager
     def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
         self.diary.calls.append("wake")
-        metrics: dict[str, float] = {}
-        yield metrics
-        metrics["sync/check_probs_diff_mean"] = step / 100
+        yield {"sync/check_probs_diff_mean": step / 100}
         self.diary.calls.append("sleep")
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:

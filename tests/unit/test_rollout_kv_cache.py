@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
+from megarl.rollout.kv_cache import cache_bytes_per_token, check_cache_tokens, cpu_cache_bytes
 
 # Two layers, 4 key/value heads of 32.
 SHAPES = {
@@ -56,3 +56,9 @@ def test_a_cache_stays_within_its_share_of_memory(monkeypatch: pytest.MonkeyPatc
 def test_a_sequence_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one sequence of 1000000 tokens.*gpu_memory_utilization"):
         cpu_cache_bytes(RolloutSection(), 1 << 20, num_sequences=1, max_model_len=1_000_000)
+
+
+def test_a_cache_holds_one_sequence_at_least() -> None:
+    check_cache_tokens(256, 256)
+    with pytest.raises(ValueError, match=r"holds 128 tokens, .* may have 129: raise .*gpu_memory_utilization"):
+        check_cache_tokens(128, 129)
