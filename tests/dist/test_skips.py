@@ -13,9 +13,13 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience
+from megarl.data.parquet import write_rows
+from megarl.tracking.jsonl import read_jsonl
 from tests.dist.test_learner_split import ACTOR, experience
+from tests.dist.test_supervised import train
 from tests.learners import make_test_learner
 from tests.ranks import RankPool
+from tests.sentencepieces import train_sentencepiece
 
 NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("qwen2", "deepseek_v3")}
@@ -185,3 +189,43 @@ def test_so_many_are_kept(pool: RankPool, tmp_path: Path) -> None:
     assert kept == {"step_4_critic_0.json", "step_4_critic_0.parquet"} | {
         f"step_3_critic_{number}{ending}" for number in numbers for ending in (".json", ".parquet", "_1.parquet")
     }
+
+
+def diverged(argv: list[str]) -> str:
+    """On one rank: the last words of the training of a reward model."""
+    with pytest.raises(ValueError, match="max_skipped_updates") as caught:
+        train(argv)
+    return str(caught.value)
+
+
+def test_a_run_that_learns_from_files_stops_likewise(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    train_sentencepiece(checkpoints["qwen2"] / "tokenizer.model", vocab_size=200)
+    rows = [{"prompt": f"{i} =", "chosen": f" {i} + 0", "rejected": f" {i} * 0"} for i in range(4)]
+    write_rows(tmp_path / "pairs.parquet", rows)
+    said = pool.run(
+        2,
+        diverged,
+        [
+            f"data.train_files={tmp_path / 'pairs.parquet'}",
+            "data.train_batch_size=4",
+            "data.max_length=32",
+            f"model.path={checkpoints['qwen2']}",
+            "megatron={dtype: float32}",
+            "optim.lr=1e30",  # the first step leads to where nothing is finite
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trainer.total_training_steps=6",
+            "trainer.save_freq=2",
+            "trainer.max_skipped_updates=1",
+            "trainer.n_gpus_per_node=2",
+            "trainer.logger=[jsonl]",
+        ],
+    )
+    assert said[0] == said[1]
+    assert f"the last good checkpoint is {tmp_path / 'run' / 'global_step_2'}" in said[0]
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["skipped_updates"] for line in lines] == [0.0, 1.0]
+    assert "reward_model/loss" in lines[0]
+    assert "reward_model/loss" not in lines[1]
+    assert len(pq.read_table(next((tmp_path / "run" / "nonfinite").glob("step_3_*.parquet")))) == 8
