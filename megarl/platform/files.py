@@ -93,14 +93,14 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Make `directory` where it is missing, and write a file there for a moment.
+    """Write a file for a moment to `directory` or, where it is still to be made, to the one that will hold it.
 
     Raises:
         WriteError: that cannot be; names the configuration's `key`, which the directory comes from, and the remedy.
     """
+    there = next(path for path in (directory, *directory.parents) if path.exists())
     with explained(f"{key}={directory}"):
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".writable-{uuid.uuid4().hex}"
+        probe = there / f".writable-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(bytes(4096))
         finally:

@@ -20,6 +20,10 @@ class Outliving(io.TextIOWrapper):
         with suppress(OSError):
             super().flush()
 
+    def close(self) -> None:
+        """Leave the file open: it is that of another stream."""
+        self.flush()
+
 
 def outlive_readers() -> None:
     """Let no later output of this process raise an OSError, nor spoil its exit code."""
@@ -27,6 +31,8 @@ def outlive_readers() -> None:
 
 
 def _outliving(stream: object) -> Outliving:
+    if isinstance(stream, Outliving):
+        return stream
     assert isinstance(stream, io.TextIOWrapper), "Python makes its standard streams so"
     return Outliving(
         stream.buffer,

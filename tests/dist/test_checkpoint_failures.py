@@ -79,3 +79,19 @@ def test_all_ranks_go_on_without_a_save_that_fails(
         ]
         assert "the checkpoint of step 3 cannot be written" in error
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
+
+
+def refused(directory: Path) -> str:
+    from megarl.build.run import check_directories
+    from megarl.tracking.config import TrainerSection
+
+    with pytest.raises(ValueError, match="cannot be written") as raised:
+        check_directories(TrainerSection(default_local_dir=str(directory)))
+    return str(raised.value)
+
+
+def test_a_directory_of_the_run_that_is_read_only_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk, disk.read_only():
+        for message in pool.run(2, refused, disk.path / "run"):
+            assert message.startswith(f"trainer.default_local_dir={disk.path / 'run'} cannot be written: ")
+            assert message.endswith("Read-only file system; have it mounted for writing, or name another directory")

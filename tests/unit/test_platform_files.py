@@ -18,8 +18,9 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
-    check_writable(tmp_path / "made" / "here", "trainer.default_local_dir")
-    assert not list((tmp_path / "made" / "here").iterdir())
+    check_writable(tmp_path, "trainer.default_local_dir")
+    check_writable(tmp_path / "made" / "later", "trainer.default_local_dir")
+    assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"trainer.x=.*/file/run cannot be written: .*a file stands where a directory"):
         check_writable(tmp_path / "file" / "run", "trainer.x")

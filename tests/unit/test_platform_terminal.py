@@ -14,6 +14,10 @@ import logging, sys
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.console import Console
 
+before = sys.stdout
+outlive_readers()
+outlive_readers()
+sys.stdout = before  # the one that goes closes nothing
 outlive_readers()
 sys.stdin.readline()
 console = Console(total_steps=300)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,21 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def lasting_port() -> int:
+    """A free port below those that the kernel gives to clients: one of them could take it while the server is away."""
+    for _ in range(1000):
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 class Server:
     """An MLflow server that can be started, killed and started again, always at the same address."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = lasting_port()
         self.uri = f"http://127.0.0.1:{self._port}"
         self._directory = directory
 
