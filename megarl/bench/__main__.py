@@ -1,4 +1,4 @@
-"""Measurements: `python -m megarl.bench reshard [...]` and `python -m megarl.bench plan [...]`.
+"""Measurements: `python -m megarl.bench reshard [...]`, `... plan [...]` and `... checkpoint [...]`.
 
 Each prints a table for people or, with `--json`, one JSON object.
 """
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-COMMANDS = ("reshard", "plan")
+COMMANDS = ("reshard", "plan", "checkpoint")
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:

@@ -44,6 +44,7 @@ def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, key_value
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-1m": COMMON | LLAMA | _sizes(1024, 256, 512, 2, 4, 2),
     "llama-100m": COMMON | LLAMA | _sizes(16384, 768, 2048, 12, 12, 4),
+    "llama-200m": COMMON | LLAMA | _sizes(16384, 1024, 2816, 14, 16, 4),
     "qwen3-moe-1m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | {"moe_intermediate_size": 64},
     "qwen3-moe-100m": COMMON | QWEN3_MOE | _sizes(16384, 512, 1024, 6, 8, 4) | {"moe_intermediate_size": 512},
     "qwen2.5-0.5b": COMMON | QWEN2 | _sizes(151936, 896, 4864, 24, 14, 2) | {"tie_word_embeddings": True},

@@ -1,0 +1,203 @@
+"""`python -m megarl.bench checkpoint`: how long a save keeps training waiting, beside training and not, and a load.
+
+Ranks of its own save and load the state of one model in turn. Training does nothing meanwhile but ask, every
+`STEP_S` seconds, whether the save goes on; all the time that it spends so, from the first copy to the last rename, is
+what it waits. Files are brought to the disk in either case.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from megarl.bench.cases import MODELS
+from megarl.distributed.launch import Launch
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+if TYPE_CHECKING:
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.learner.learner import Learner
+
+STEP_S = 0.5
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    model: str
+    tp: int
+    pp: int
+    repeats: int
+    directory: Path
+    is_json: bool
+    command: str
+    trainer: TrainerSection
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Measure, and print what was found."""
+    run("megarl.bench.checkpoint", argv, read_arguments, measure)
+    return 0
+
+
+def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.bench checkpoint", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", choices=MODELS, default="llama-200m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks (default: %(default)s)")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    return Arguments(
+        model=options.model,
+        tp=options.tensor,
+        pp=options.pipeline,
+        repeats=options.repeats,
+        directory=options.directory,
+        is_json=options.json,
+        command=shlex.join(["python", "-m", "megarl.bench", "checkpoint", *argv]),
+        trainer=TrainerSection(n_gpus_per_node=options.ranks, device=options.device),
+    )
+
+
+def measure(arguments: Arguments, launch: Launch) -> None:
+    """Save and load in turn, and print what the slowest rank took."""
+    from rich.console import Console
+
+    from megarl.bench.report import machine
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.distributed.exchange import together
+    from megarl.platform.versions import versions
+
+    learner = _learner(arguments)
+    root = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-bench-", dir=arguments.directory))[0])
+    seconds: dict[str, list[float]] = {}
+    stores = {
+        name: Checkpoints(
+            directory=root / name,
+            learners={"actor": learner},
+            keep=1,
+            write_huggingface=lambda directory: None,
+            beside_training=name == "beside",
+        )
+        for name in ("at once", "beside")
+    }
+    try:
+        for repeat in range(arguments.repeats + 1):  # the first save beside training finds no memory to copy to
+            mine = _save(stores["at once"], repeat) | _save_beside(stores["beside"], repeat)
+            for store in stores.values():
+                start = time.perf_counter()
+                checkpoint = find_checkpoint(store.directory, mode="auto", path=None)
+                assert checkpoint
+                mine["check"] = time.perf_counter() - start
+                store.load(checkpoint)
+                mine["load"] = time.perf_counter() - start - mine["check"]
+            everyone = together(lambda mine=mine: mine)  # type: ignore[misc]
+            for name in mine:
+                seconds.setdefault(name, []).append(max(one[name] for one in everyone))
+        num_bytes = sum(path.stat().st_size for path in root.glob("beside/*/**/*") if path.is_file())
+    finally:
+        together(lambda: shutil.rmtree(root, ignore_errors=True) if launch.rank == 0 else None)
+    if launch.rank == 0:
+        found = {
+            "command": arguments.command,
+            "machine": machine(learner.device.type),
+            "versions": versions(),
+            "ranks": launch.world_size,
+            "bytes": num_bytes,
+            "first_seconds": {name: values[0] for name, values in seconds.items()},
+            "seconds": {
+                name: {"min": min(values[1:]), "median": median(values[1:]), "max": max(values[1:])}
+                for name, values in seconds.items()
+            },
+            "waits_beside_share": median(seconds["waits beside"][1:]) / median(seconds["waits at once"][1:]),
+        }
+        if arguments.is_json:
+            print(json.dumps(found), flush=True)
+        else:
+            _show(found, Console())
+
+
+def _save(store: "Checkpoints", step: int) -> dict[str, float]:
+    from megarl.bench.case import timed
+    from megarl.checkpoint.state import State
+
+    return {"waits at once": timed(lambda: store.save(State(step=step)))}
+
+
+def _save_beside(store: "Checkpoints", step: int) -> dict[str, float]:
+    """What training waits, how much of it for the copies, and how long it takes until the checkpoint is the latest."""
+    from megarl.bench.case import timed
+    from megarl.checkpoint.find import PREFIX
+    from megarl.checkpoint.state import State
+    from megarl.distributed.exchange import together
+
+    copies = timed(lambda: store.save(State(step=step)))
+    waits, start = copies, time.perf_counter()
+    while not all(together((store.directory / f"{PREFIX}{step}").exists)):
+        time.sleep(STEP_S)
+        waits += timed(store.advance)
+    whole = copies + time.perf_counter() - start
+    store.close()
+    return {"waits beside": waits, "copies": copies, "whole": whole}
+
+
+def _learner(arguments: Arguments) -> "Learner":
+    """A model with an optimizer, whose state is random."""
+    import torch
+
+    from megarl.learner.config import MegatronSection, OptimSection
+    from megarl.learner.factory import make_learner
+    from megarl.learner.optimizer import torch_optimizers
+    from megarl.learner.parallel import build_mesh
+    from megarl.models.architecture import read_architecture
+    from megarl.platform.device import device_type, local_device
+
+    section = MegatronSection(tensor_model_parallel_size=arguments.tp, pipeline_model_parallel_size=arguments.pp)
+    learner = make_learner(
+        None,
+        read_architecture(MODELS[arguments.model]),
+        section,
+        build_mesh(section),
+        role="policy",
+        device=local_device(device_type(arguments.trainer.device)),
+        training=(OptimSection(), 1.0, 1),
+    )
+    with torch.no_grad():
+        for optimizer in torch_optimizers(learner.optimizer and learner.optimizer.megatron):
+            for values in optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    values[name].uniform_()
+    return learner
+
+
+def _show(found: dict[str, Any], console: Any) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"seconds; {found['bytes'] / 1e9:.2f} GB on {found['ranks']} ranks")
+    for column in ("", "first", "min", "median", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in found["seconds"].items():
+        row = (found["first_seconds"][name], *values.values())
+        table.add_row(name, *(f"{value:.2f}" for value in row))
+    console.print(table)
+    console.print(f"beside training, it waits for {found['waits_beside_share']:.1%} of the time")
+
+
+if __name__ == "__main__":
+    main()
