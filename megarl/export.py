@@ -6,21 +6,15 @@ cut over all ranks, for one that does not fit into a single process.
 """
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
-
-if TYPE_CHECKING:
-    from megarl.data.tokenizer import Tokenizer
-    from megarl.learner.learner import Learner
-    from megarl.source import Source
 
 ACTS: tuple[str, Literal["policy"]] = ("actor", "policy")
 SCORES: tuple[str, Literal["value"]] = ("reward_model", "value")
@@ -60,7 +54,7 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.learner.factory import make_learner
     from megarl.learner.parallel import build_mesh
     from megarl.platform.device import device_type, local_device
-    from megarl.source import Source
+    from megarl.source import Source, export_model
 
     checkpoint = whole_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
@@ -97,49 +91,6 @@ def whole_checkpoint(path: Path) -> Path:
     if damage := find_damage(path):
         raise ValueError(f"{path} is damaged: {damage}")
     return path
-
-
-def export_model(learner: "Learner", source: "Source", tokenizer: "Tokenizer", out: Path, launch: Launch) -> None:
-    """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
-
-    A policy is written as a language model, a value or reward model as a sequence classifier with one label.
-
-    Raises:
-        ValueError: `out` cannot be written; if it was not there it is not there now.
-    """
-    from megarl.distributed.exchange import together
-    from megarl.models.architecture import hf_shapes
-    from megarl.platform.files import explained
-    from megarl.reshard.files import export
-
-    if not learner.is_policy:
-        source = source.as_classifier(tokenizer)
-    dtype = learner.modules[0].config.params_dtype
-    is_new = together(lambda: not out.exists())[0]
-
-    def write_companions() -> None:
-        if launch.rank == 0:
-            with explained(str(out)):
-                source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
-                (out / "config.json").unlink()  # whoever finds one finds weights too
-
-    try:
-        together(write_companions)
-        with learner.weights() as tensors:
-            export(
-                out,
-                hf_shapes(learner.architecture),
-                together(learner.layout),
-                tensors,
-                config=source.hf_config,
-                dtype=dtype,
-                ranks_per_node=launch.local_world_size,
-                device=learner.device,
-            )
-    except ValueError:
-        if is_new and launch.rank == 0:
-            shutil.rmtree(out, ignore_errors=True)
-        raise
 
 
 if __name__ == "__main__":

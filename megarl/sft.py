@@ -28,10 +28,10 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.data.pairs import PairStream
-    from megarl.export import ACTS, export_model
+    from megarl.export import ACTS
     from megarl.learner.learner import Budget
     from megarl.objectives import SFTObjective
-    from megarl.source import Source
+    from megarl.source import Source, export_model
     from megarl.supervised import EXPORT, Lessons, learn
 
     data, source = config.data, Source.read(config.model)

@@ -1,4 +1,4 @@
-"""The Hugging Face checkpoint that a run starts from: weights, architecture and tokenizer."""
+"""The Hugging Face checkpoint that a run starts from, weights, architecture and tokenizer, and those it leaves."""
 
 import importlib
 import json
@@ -8,20 +8,25 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.distributed.exchange import together
+from megarl.distributed.launch import Launch
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture, hf_shapes, read_architecture
 from megarl.models.hub import local_directory, read_config
-from megarl.platform.files import replacing
-from megarl.reshard.files import SINGLE, ShardWriter
+from megarl.platform.files import explained, replacing
+from megarl.reshard.files import SINGLE, ShardWriter, export
 from megarl.reshard.layout import Piece, row_major, whole
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from megarl.learner.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,44 @@ class Source:
         if generation.exists() and not self.architecture.scalar_head:
             shutil.copy(generation, directory)
         (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
+
+
+def export_model(learner: "Learner", source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> None:
+    """Write a model with its tokenizer as a Hugging Face directory. Collective; all ranks see the same `out`.
+
+    A policy is written as a language model, a value or reward model as a sequence classifier with one label.
+
+    Raises:
+        ValueError: `out` cannot be written; if it was not there it is not there now.
+    """
+    if not learner.is_policy:
+        source = source.as_classifier(tokenizer)
+    dtype = learner.modules[0].config.params_dtype
+    is_new = together(lambda: not out.exists())[0]
+
+    def write_companions() -> None:
+        if launch.rank == 0:
+            with explained(str(out)):
+                source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
+                (out / "config.json").unlink()  # whoever finds one finds weights too
+
+    try:
+        together(write_companions)
+        with learner.weights() as tensors:
+            export(
+                out,
+                hf_shapes(learner.architecture),
+                together(learner.layout),
+                tensors,
+                config=source.hf_config,
+                dtype=dtype,
+                ranks_per_node=launch.local_world_size,
+                device=learner.device,
+            )
+    except ValueError:
+        if is_new and launch.rank == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 # Of random weights: some tokens, and some experts, are then far likelier than others, as in a trained model.

@@ -11,7 +11,7 @@ from megarl.build.run import check_directories, finish_records, run_tracker
 from megarl.checkpoint import manifest
 from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
@@ -24,7 +24,7 @@ from megarl.learner.parallel import build_mesh
 from megarl.loop import is_due
 from megarl.platform.device import device_type, local_device
 from megarl.skips import Skips
-from megarl.source import Source
+from megarl.source import Source, export_model
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import recording
 
@@ -88,6 +88,9 @@ def learn(
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+        export=(lambda to: export_model(learner, source, tokenizer, to / HUGGINGFACE, launch))
+        if trainer.save_huggingface
+        else None,
         companions=lambda: companions(config, learners),
         beside_training=trainer.async_save,
     )

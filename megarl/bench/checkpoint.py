@@ -85,7 +85,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     from megarl.platform.versions import versions
 
     learner = _learner(arguments)
-    root = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-bench-", dir=arguments.directory))[0])
+    root = Path(together(lambda: _make_directory(arguments) if launch.rank == 0 else "")[0])
     seconds: dict[str, list[float]] = {}
     stores = {
         name: Checkpoints(
@@ -131,6 +131,10 @@ def measure(arguments: Arguments, launch: Launch) -> None:
             print(json.dumps(found), flush=True)
         else:
             _show(found, Console())
+
+
+def _make_directory(arguments: Arguments) -> str:
+    return tempfile.mkdtemp(prefix="megarl-bench-", dir=arguments.directory)
 
 
 def _save(store: "Checkpoints", step: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The composition root: everything of a run put together as configured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megarl.build.sampling import (
 from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
@@ -42,7 +42,7 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.samples.collect import Collector, SampleSource
 from megarl.samples.replay import Recorder, Replay, replaying
 from megarl.samples.validation import Validation
-from megarl.source import Source
+from megarl.source import Source, export_model
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.tracker import Tracker, make_tracker
 
@@ -82,7 +82,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
-    checkpoints = _checkpoints(config, source, tokenizer, [model for model in (actor, critic) if model])
+    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic)
     standing.require_sizes(checkpoints.learners, MODEL_KEYS)
     if trainer.save_freq > 0:
         warn_of_room(checkpoints.directory, checkpoints.num_bytes)
@@ -188,16 +188,32 @@ def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, 
     tracker.log_table("data/prompts", sizes, step=step)
 
 
-def _checkpoints(config: Config, source: Source, tokenizer: Tokenizer, models: Sequence[Model[Any]]) -> Checkpoints:
-    dtype = config.actor_rollout_ref.actor.megatron.dtype
-    learners = {model.name: model.learner for model in models}
+def _checkpoints(
+    config: Config,
+    launch: Launch,
+    source: Source,
+    tokenizer: Tokenizer,
+    actor: Model[Any],
+    critic: Model[Any] | None,
+) -> Checkpoints:
+    trainer, dtype = config.trainer, config.actor_rollout_ref.actor.megatron.dtype
+    learners = {model.name: model.learner for model in (actor, critic) if model}
+
+    def export(checkpoint: Path) -> None:
+        export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
+        if critic:
+            reader = critic.translate.reader if critic.translate else tokenizer
+            learnt_from = Source.read(config.critic.model)
+            export_model(critic.learner, learnt_from, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
+
     return Checkpoints(
-        directory=Path(config.trainer.default_local_dir),
+        directory=Path(trainer.default_local_dir),
         learners=learners,
-        keep=config.trainer.max_ckpt_to_keep,
+        keep=trainer.max_ckpt_to_keep,
         write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        export=export if trainer.save_huggingface else None,
         companions=lambda: companions(config, learners),
-        beside_training=config.trainer.async_save,
+        beside_training=trainer.async_save,
     )
 
 

@@ -2,7 +2,8 @@
 
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
                           /rng/rank_0.pt     generator states of each rank
-                          /huggingface/      config and tokenizer, for export
+                          /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
+                          /huggingface_critic/  with `save_huggingface`, the critic as a classifier
                           /state.json        what the run knows beside its models (`State`)
                           /config.yaml ...   what the run was, as texts
                           /manifest.json     size and checksum of every file
@@ -38,6 +39,8 @@ from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
 from megarl.platform.files import explained, replacing, sync_directory
 
+HUGGINGFACE = "huggingface"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
@@ -47,6 +50,7 @@ class Checkpoints:
     learners: Mapping[str, Learner]
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
+    export: Callable[[Path], None] | None = None  # writes weights for others too, into a checkpoint; collective
     companions: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
     beside_training: bool = False
     background: Background = field(default_factory=Background)
@@ -105,6 +109,8 @@ class Checkpoints:
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: _write_random_states(part / "rng" / f"rank_{dist.get_rank()}.pt"))
         together(lambda: self._write_companions(part, state) if main else None)
+        if self.export:
+            self.export(part)
         yield partial(_write_all, writings)
         for writing in writings:
             writing.finish()
@@ -125,7 +131,7 @@ class Checkpoints:
 
     def _write_companions(self, part: Path, state: State) -> None:
         with explained(str(part)):
-            self.write_huggingface(part / "huggingface")
+            self.write_huggingface(part / HUGGINGFACE)
         for name, text in self.companions().items():
             _write(part / name, text)
         _write(part / "state.json", json.dumps(asdict(state)))
@@ -158,7 +164,7 @@ def _write_all(writings: Sequence[Writing]) -> None:
 
 def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    for name in (*names, "rng", "huggingface"):
+    for name in (*names, "rng", HUGGINGFACE):
         (part / name).mkdir(parents=True)
 
 

@@ -31,10 +31,10 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
-    from megarl.export import SCORES, export_model
+    from megarl.export import SCORES
     from megarl.learner.learner import Budget
     from megarl.objectives import PreferenceObjective
-    from megarl.source import Source
+    from megarl.source import Source, export_model
     from megarl.supervised import EXPORT, Lessons, learn
 
     data, source = config.data, Source.read(config.model)

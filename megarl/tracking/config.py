@@ -74,6 +74,8 @@ class TrainerSection:
     """Checkpoint to continue from, with resume_mode=resume_path."""
     max_ckpt_to_keep: PositiveInt | None = 3
     """Checkpoints kept; null = all."""
+    save_huggingface: bool = False
+    """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
     async_save: bool = False
     """Write checkpoints beside training, from copies in host memory; false = training waits until they are whole."""
     log_val_generations: NonNegativeInt = 8

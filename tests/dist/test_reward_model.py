@@ -201,8 +201,7 @@ def test_a_model_alone_is_the_reward(pool: RankPool, tmp_path: Path) -> None:
 def write_back(checkpoint: Path, out: Path, split: dict[str, Any]) -> None:
     import torch.distributed as dist
 
-    from megarl.export import export_model
-    from megarl.source import Source
+    from megarl.source import Source, export_model
 
     source = Source.read(ModelSection(path=str(checkpoint)))
     size = dist.get_world_size()
