@@ -136,6 +136,16 @@ def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settin
     )
 
 
+def load_as_published(model_dir: Path) -> Any:
+    """vLLM with the weights that lie in a directory."""
+    from vllm import LLM
+
+    section = RolloutSection(dtype="float32", max_num_seqs=16, load_format="auto")
+    arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
+    with patches.start_isolated(), patches.without_compilation():
+        return LLM(**arguments, kv_cache_memory_bytes=1 << 26)
+
+
 def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
     """vLLM as the engine starts it, with whole experts on every rank; on CPU it must not compute."""
     from vllm import LLM

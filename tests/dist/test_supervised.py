@@ -72,8 +72,11 @@ def test_a_reward_model_resumes_and_is_exported(pool: RankPool, tmp_path: Path) 
         "trainer.n_gpus_per_node=2",
         "trainer.logger=[jsonl]",
     ]
-    pool.run(2, train, [*argv, "trainer.async_save=true"])
+    pool.run(2, train, [*argv, "trainer.async_save=true", "trainer.save_huggingface=true"])
     expected = weights(run_dir / "huggingface")
+    at_the_save = weights(run_dir / "global_step_4" / "huggingface")
+    assert at_the_save.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in at_the_save.items())
     shutil.rmtree(run_dir / "global_step_4")
     shutil.rmtree(run_dir / "huggingface")
     (run_dir / "latest_checkpointed_iteration.txt").write_text("2")

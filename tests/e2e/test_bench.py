@@ -36,3 +36,14 @@ def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
     assert all(seconds > 0 for seconds in case["seconds"].values())
     assert case["times_faster"] == case["seconds"]["mbridge"] / case["seconds"]["megarl"]
     assert case["mean_probability_difference"] < 0.01
+
+
+@pytest.mark.timeout(600)
+def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
+    arguments = ["checkpoint", "--model", "llama-1m", "--repeats", "1", "--device", "cpu", "--json"]
+    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
+    shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
+    state_bytes = (BYTES_PER_ELEMENT + 12) * sum(map(prod, shapes.values()))  # float32 weights and two moments
+    assert state_bytes < found["bytes"] < 1.1 * state_bytes
+    assert found["seconds"].keys() == {"waits at once", "waits beside", "copies", "whole", "check", "load"}
+    assert all(0 < times["min"] <= times["median"] <= times["max"] for times in found["seconds"].values())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from mlflow import MlflowClient
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
@@ -102,6 +102,8 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         "trainer.n_gpus_per_node=2",
         "trainer.nnodes=1",
         "trainer.save_freq=2",
+        "trainer.save_huggingface=true",
+        "trainer.async_save=true",
         "trainer.test_freq=2",
         "trainer.project_name=Small",
         "trainer.experiment_name=countdown",
@@ -127,6 +129,12 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
     for part in ("actor/.metadata", "critic/.metadata", "rng/rank_0.pt", "rng/rank_1.pt"):
         assert (checkpoint / part).is_file(), part
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")
+    critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "huggingface_critic")
+    assert policy.model.norm.weight.shape == critic.model.norm.weight.shape
+    assert critic.score.weight.abs().max() > 0
+    sealed = json.loads((checkpoint / "manifest.json").read_text())
+    assert {"huggingface/model.safetensors", "huggingface_critic/model.safetensors"} < sealed.keys()
 
 
 def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
