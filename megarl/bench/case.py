@@ -117,7 +117,7 @@ def times(subject: "Subject", direct: "Direct", full: "FullTensors", *, repeats:
     }
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     """Seconds that the work takes on this rank, all ranks starting together."""
     dist.barrier()
     start = time.perf_counter()

@@ -62,10 +62,10 @@ class Checkpoints:
 
     @property
     def num_bytes(self) -> int:
-        """About what a checkpoint takes: weights and, where something learns, two moments for each."""
+        """About what a checkpoint takes: weights and, where something learns, those in float32 and two moments."""
         return sum(
             sum(map(math.prod, hf_shapes(learner.architecture).values()))
-            * (learner.modules[0].config.params_dtype.itemsize + (8 if learner.optimizer else 0))
+            * (learner.modules[0].config.params_dtype.itemsize + (12 if learner.optimizer else 0))
             for learner in self.learners.values()
         )
 
