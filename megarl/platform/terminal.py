@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 
 class Outliving(io.TextIOWrapper):
@@ -30,10 +31,9 @@ def outlive_readers() -> None:
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 
 
-def _outliving(stream: object) -> Outliving:
-    if isinstance(stream, Outliving):
-        return stream
-    assert isinstance(stream, io.TextIOWrapper), "Python makes its standard streams so"
+def _outliving(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper) or isinstance(stream, Outliving):
+        return stream  # None too, where the process was started with it closed
     return Outliving(
         stream.buffer,
         encoding=stream.encoding,

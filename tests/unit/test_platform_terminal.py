@@ -65,6 +65,11 @@ def test_a_log_file_on_a_full_disk(tmp_path: Path) -> None:
     ends_well(process, tmp_path / "done")
 
 
+def test_output_that_was_closed_before_the_start(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", PROGRAM, str(tmp_path / "done")]
+    ends_well(subprocess.Popen(command, stdin=subprocess.PIPE), tmp_path / "done")
+
+
 def test_what_is_read_arrives(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = started(log.fileno(), tmp_path / "done")
