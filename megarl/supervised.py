@@ -10,6 +10,7 @@ from megarl.build.resume import Standing, companions
 from megarl.build.run import check_directories, finish_records, run_tracker
 from megarl.checkpoint import manifest
 from megarl.checkpoint.failures import warn_of_room
+from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
 from megarl.config.root import SupervisedConfig
@@ -61,9 +62,20 @@ def learn(
     """Train on this rank until the last step, from the run's latest checkpoint on.
 
     Returns the trained model, which is to be exported; None where that was done after the last step already.
+
+    Raises:
+        ValueError: the run's directory cannot be written, or another job works there.
+        Stopped: the job was told to end; the last finished step is saved.
     """
+    check_directories(config.trainer)
+    with occupy(Path(config.trainer.default_local_dir)):
+        return _learn(config, launch, source, tokenizer, lessons)
+
+
+def _learn(
+    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
+) -> Learner | None:
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    check_directories(trainer)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
     standing = Standing.find(config)
     if standing.is_at(last_step):

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,17 +68,18 @@ def train(arguments: Arguments, launch: Launch) -> None:
 
     if launch.rank == 0:
         show_plan(arguments.config)
-    built = build_run(arguments.config, launch, replay=arguments.replay)
-    if built is None:
-        return
-    stopped: Stopped | None = None
-    try:
-        with heeding() if built.engine else nullcontext(), recording(built.job.tracker):  # a replay keeps nothing
-            loop(built.job, built.progress)
-    except Stopped as told:
-        stopped = told
-    if built.engine:
-        built.engine.close()
+    with ExitStack() as held:
+        built = build_run(arguments.config, launch, held, replay=arguments.replay)
+        if built is None:
+            return
+        stopped: Stopped | None = None
+        try:
+            with heeding() if built.engine else nullcontext(), recording(built.job.tracker):  # a replay keeps nothing
+                loop(built.job, built.progress)
+        except Stopped as told:
+            stopped = told
+        if built.engine:
+            built.engine.close()
     if stopped:
         raise stopped
 

@@ -1,6 +1,7 @@
 """The composition root: everything of a run put together as configured."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.build.sampling import (
 )
 from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
 from megarl.config.load import to_dict, to_yaml
@@ -58,10 +60,10 @@ class Run:
     engine: RolloutEngine | None  # None: nothing is sampled
 
 
-def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> Run | None:
+def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path | None = None) -> Run | None:
     """Everything of a training run, in the state of the checkpoint it continues from; None: it has nothing left to do.
 
-    `replay` names samples of an earlier run, which then stand in for engine, reward and validation.
+    `held` keeps its directory; `replay` names samples of a run that stand in for engine, reward and validation.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
     check_directories(trainer)
@@ -70,6 +72,7 @@ def build_run(config: Config, launch: Launch, *, replay: Path | None = None) -> 
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    held.enter_context(occupy(Path((replaying(config) if replay else config).trainer.default_local_dir)))
     standing = Standing.find(config)
     state = standing.state
     if standing.is_at(last_step) and not (replay or trainer.val_only):

@@ -24,7 +24,7 @@ from torch.distributed.run import parse_args, run
 
 from megarl.distributed.signals import forward
 from megarl.distributed.store import meet
-from megarl.platform.processes import die_with_parent
+from megarl.platform.processes import die_with_parent, follow_parent
 
 LINGER_S = 1.0
 
@@ -93,6 +93,8 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int) -> L
         _launch(module, argv, num_processes=num_processes)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # of the agent that watches it, as nobody else would then
+    elif "OMPI_COMM_WORLD_RANK" in os.environ:
+        follow_parent()  # Open MPI 4 leaves ranks behind when it is killed, and may start many in threads
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         host, port = rendezvous(os.environ, launch)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))

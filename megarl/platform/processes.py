@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -26,6 +27,21 @@ def die_with_parent(by: signal.Signals, *, parent: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), by)
+
+
+def follow_parent() -> None:
+    """End this process a second after its parent at the latest, whichever thread of it started this one.
+
+    For parents that may start processes in threads which end: to `die_with_parent` that is the end of the parent.
+    """
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="megarl-parent", daemon=True).start()
 
 
 def adopt_orphans() -> None:

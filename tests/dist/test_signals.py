@@ -70,6 +70,22 @@ def test_all_ranks_end_after_one_step(
     assert f"megarl: told to end, step {first} is saved; the same command goes on from there" in messages
 
 
+def runs(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # that of a zombie is empty
+    except OSError:
+        return False
+
+
+@NEEDS_MPIRUN
+def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path: Path) -> None:
+    job = Job(MPIRUN, tmp_path)
+    job.process.kill()
+    job.end()
+    while any(map(runs, job.ranks)):
+        time.sleep(0.05)  # until the test's own time limit
+
+
 def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
     job = Job(PLAIN, tmp_path, "busy")
     while job.process.poll() is None:

@@ -1,0 +1,100 @@
+"""One job in a run's directory at a time; what an earlier one was writing when it died is removed.
+
+    RUN_DIR/.lock    host and process of the job that has the directory, locked (flock) as long as that process lives
+
+The kernel, or the server of a network file system, drops the lock of a process that is gone. So a lock that can be had
+proves that what lies unfinished beside it is nobody's. Where a file system cannot lock, nothing is removed.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import time
+from contextlib import AbstractContextManager, nullcontext
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.checkpoint.find import PREFIX
+from megarl.distributed.exchange import together
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+PATIENCE_S = 60.0
+"""How long a job that was killed may take to be gone: giving back the memory of a device takes seconds."""
+_ROUND_S = 0.1
+
+
+def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContextManager[Any]:
+    """Take `directory`, made if need be, for this job alone until the block ends, and tidy it up. Collective.
+
+    Raises:
+        ValueError: another job has it, named with its host and process.
+    """
+    held: list[TextIOWrapper] = []
+
+    def enter() -> None:
+        if dist.get_rank() == 0 and (lock := _enter(directory, patience_s)):
+            held.append(lock)
+
+    together(enter)
+    return held[0] if held else nullcontext()
+
+
+def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
+    """The open file that holds the lock; None where there is no locking."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    lock = path.open("a+")
+    try:
+        is_ours = _lock(lock, patience_s)
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): nothing keeps another job out of its directory", path, error)
+        lock.close()
+        return None
+    if not is_ours:
+        holder = path.read_text() or "a process that has not said which"
+        lock.close()
+        raise ValueError(
+            f"trainer.default_local_dir={directory} is in use by another job: {holder}. End that one, or give this one "
+            f"a directory of its own; where that host is gone for good and its lock stays, remove {path}"
+        )
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    tidy_up(directory)
+    return lock
+
+
+def _lock(file: TextIOWrapper, patience_s: float) -> bool:
+    """Whether the lock could be had within `patience_s` seconds. OSError where the file system has none."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_ROUND_S)
+        else:
+            return True
+
+
+def tidy_up(directory: Path) -> None:
+    """Remove what a dead job had not finished, and give its name back to a checkpoint that it was about to replace."""
+    for old in directory.glob(f".{PREFIX}*.old"):
+        final = directory / old.stem.removeprefix(".")
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
+    for part in directory.glob(".*.part"):
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink()

@@ -1,0 +1,85 @@
+"""A directory belongs to one living job, and what a dead one left unfinished there goes, or comes back."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.occupancy import LOCK, occupy
+from tests.programs import ROOT
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+NUM_RANKS = 2
+HOLDER = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from megarl.checkpoint.occupancy import occupy
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
+with occupy(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+LEFT = {  # by a job that died: what is there, and what of it is there afterwards
+    "global_step_4/state.json": True,
+    ".global_step_4.old/state.json": False,  # its successor is there
+    ".global_step_5.part/actor/shard": False,
+    ".latest_checkpointed_iteration.txt.part": False,
+    "notes.part": True,  # nobody's but the user's
+    "samples/.kept.part": True,
+}
+
+
+@contextmanager
+def another_job(directory: Path) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def enter(directory: Path, patience_s: float) -> str:
+    with occupy(directory, patience_s=patience_s):
+        return (directory / LOCK).read_text()
+
+
+def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(pool: RankPool, tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    with another_job(directory) as process:
+        with pytest.raises(AssertionError) as refused:
+            pool.run(2, enter, directory, 0.0)
+        assert f"is in use by another job: process {process.pid} on {os.uname().nodename}" in str(refused.value)
+        process.kill()
+        pool.run(2, enter, directory, 600.0)  # which waits until it is gone
+    assert pool.run(2, enter, directory, 0.0) == pool.run(2, enter, directory, 0.0)  # a job that ended is out
+
+
+def test_what_a_dead_job_left_unfinished_is_removed(pool: RankPool, tmp_path: Path) -> None:
+    for name in LEFT:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    pool.run(2, enter, tmp_path, 0.0)
+    assert {name: (tmp_path / name).exists() for name in LEFT} == LEFT
+
+
+def test_a_checkpoint_that_was_to_be_replaced_gets_its_name_back(pool: RankPool, tmp_path: Path) -> None:
+    for name in (".global_step_4.old", ".global_step_4.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(name)
+    pool.run(2, enter, tmp_path, 0.0)
+    assert (tmp_path / "global_step_4" / "state.json").read_text() == ".global_step_4.old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "global_step_4"]
