@@ -1,0 +1,154 @@
+"""A real run that dies, one that is told to end, and what goes on from it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.distributed.signals import EXIT_CODE
+from tests.e2e.test_train import PYTHON, metrics_of, mlflow_runs
+from tests.programs import ROOT, succeed
+from tests.workspace import Workspace, train_arguments
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ranks to tell, and ends them with it"),
+]
+LAUNCH_S = 600
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while (HERE / "hold").exists():
+        (HERE / "held").touch()
+        time.sleep(0.05)
+    return sum(character.isdigit() for character in solution_str) / 10
+"""
+MARK = "MEGARL_TEST_MARK"
+
+
+class World:
+    """A run whose reward waits while it is told to."""
+
+    def __init__(self, workspace: Workspace, root: Path) -> None:
+        self.run_dir, self._hold, self._held = root / "run", root / "hold", root / "held"
+        reward = root / "reward.py"
+        reward.write_text(HELD_REWARD)
+        self.arguments = [
+            *train_arguments(workspace, self.run_dir),
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.adv_estimator=grpo",
+            f"custom_reward_function.path={reward}",
+            "reward_model.timeout_s=600",
+            "trainer.val_before_train=false",
+            "trainer.total_training_steps=3",
+        ]
+
+    @contextmanager
+    def held(self, mark: str) -> Iterator["subprocess.Popen[str]"]:
+        """The run, started, in the reward of its first step; its processes have `mark` in their environment."""
+        self._hold.touch()
+        self._held.unlink(missing_ok=True)
+        with subprocess.Popen(
+            [*PYTHON, "megarl.train", *self.arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                while not self._held.exists():
+                    assert process.poll() is None, process.communicate()[1][-5000:]
+                    time.sleep(0.05)
+                yield process
+            finally:
+                process.kill()
+
+    def go_on(self) -> None:
+        self._hold.unlink()
+
+
+def living(mark: str) -> dict[str, set[Path]]:
+    """The processes that have `mark` in their environment: their commands, and the shared memory that they map."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):  # no process, gone, or another user's
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                mapped = re.findall(r"/dev/shm/\S+", (process / "maps").read_text())
+                command = (process / "cmdline").read_text().replace("\0", " ")
+                found[f"{process.name} {command}"] = set(map(Path, mapped))
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, Any]]:
+    """A run that was killed in its first step, told to end in it, and left alone; and what was seen meanwhile."""
+    world, seen = World(workspace, tmp_path_factory.mktemp("told")), dict[str, Any]()
+    mark = uuid.uuid4().hex
+    with world.held(mark) as process:
+        seen["killed"] = living(mark)
+        process.kill()
+        process.wait()
+        while living(mark):
+            time.sleep(0.05)  # until the test's own time limit
+    with world.held(uuid.uuid4().hex) as process:
+        seen["segments left"] = [path for paths in seen["killed"].values() for path in paths if path.exists()]
+        assert process.stderr
+        process.send_signal(signal.SIGUSR1)
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("megarl: SIGUSR1"):
+                world.go_on()
+        seen["code"], seen["messages"] = process.wait(), "".join(lines)
+    seen["metrics"] = metrics_of(world.run_dir)
+    seen["mlflow"] = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
+    seen["checkpoints"] = [path.name for path in world.run_dir.glob("global_step_*")]
+    succeed(*PYTHON, "megarl.train", *world.arguments, timeout_s=LAUNCH_S)
+    return world, seen
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str, Any]]) -> None:
+    _, seen = told
+    commands = "\n".join(seen["killed"])  # all of which were gone a moment later
+    assert commands.count("megarl.train") >= 3  # the launcher and its ranks
+    assert "megarl.rewards.keeper" in commands
+    assert not seen["segments left"]  # when the next job had started
+
+
+def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World, dict[str, Any]]) -> None:
+    _, seen = told
+    assert seen["code"] == EXIT_CODE, seen["messages"]
+    assert "megarl: told to end, step 1 is saved; the same command goes on from there" in seen["messages"]
+    assert "Traceback" not in seen["messages"]
+    assert seen["checkpoints"] == ["global_step_1"]  # though trainer.save_freq asks for none
+    assert list(seen["metrics"]) == [1]
+    assert seen["mlflow"][0] == "KILLED"  # the other is that of the run that was killed in its first step
+
+
+def test_it_goes_on_as_if_nobody_had_told_it(
+    workspace: Workspace, told: tuple[World, dict[str, Any]], tmp_path: Path
+) -> None:
+    world, seen = told
+    other = World(workspace, tmp_path)
+    succeed(*PYTHON, "megarl.train", *other.arguments, timeout_s=LAUNCH_S)
+    expected = metrics_of(other.run_dir)
+    assert metrics_of(world.run_dir) == expected
+    assert seen["metrics"] == {1: expected[1]}
+    statuses = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
+    assert statuses == ["FINISHED", *seen["mlflow"][1:]]  # the same run, so it did not begin anew
