@@ -23,7 +23,8 @@ from typing import Any
 
 EXIT_CODE = 124  # what `timeout` ends with
 GRACE_S = 20.0
-COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+COLLECTIVES = tuple(f"{os.sep}{name}{os.sep}distributed{os.sep}" for name in ("torch", "vllm"))
+TRANSFER = ".wait()"  # for one that was begun: C code, so the innermost line is its caller's
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -137,7 +138,7 @@ class Watchdog:
         place = replace(
             self._place,
             where=f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}" if ours else "",
-            waits=bool(lines) and COLLECTIVES in lines[-1].filename,
+            waits=_in_collective(lines),
         )
         temporary = path.with_suffix(".part")
         with temporary.open("w+") as file:
@@ -155,6 +156,13 @@ class Watchdog:
             if len(places) == self._world_size or time.monotonic() > until:
                 return places
             time.sleep(self._grace_s / 20)
+
+
+def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the innermost lines of a stack are those of a collective, or of a wait for one that was begun."""
+    inside = [line.filename for line in lines[-2:]]  # vLLM calls its own through an operator of torch
+    begun = [line.line or "" for line in lines[-1:]]
+    return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in begun)
 
 
 def read_places(directory: Path) -> dict[int, Place]:

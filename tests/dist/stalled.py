@@ -1,7 +1,8 @@
 """A run of two ranks that comes to a halt: `python -m tests.dist.stalled REPORTS HOW`; rank 1 does it, in step 1.
 
-HOW is `stop` (SIGSTOP), `sleep` (outside of any collective), `lock` (C code that keeps Python from running) or `apart`
-(both ranks wait, in collectives of different groups).
+HOW is `stop` (SIGSTOP), `sleep` (outside of any collective), `sleep-begun` (and the other rank has begun the collective
+before it waits), `lock` (C code that keeps Python from running) or `apart` (both ranks wait, in collectives of different
+groups).
 """
 
 import ctypes
@@ -32,14 +33,18 @@ def main() -> None:
             note(phase="update_actor")
             if launch.rank == 1 and step == 1:
                 halt(how, other)
-            dist.barrier()
+            if how == "sleep-begun":
+                work = dist.barrier(async_op=True)
+                work.wait()
+            else:
+                dist.barrier()
     dist.destroy_process_group()
 
 
 def halt(how: str, other: dist.ProcessGroup | None) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "sleep":
+    elif how in ("sleep", "sleep-begun"):
         time.sleep(600)
     elif how == "lock":
         ctypes.PyDLL(None).sleep(600)  # PyDLL: the call holds the interpreter's lock
