@@ -1,7 +1,6 @@
 """Where a run stands before it is built: at which checkpoint, and what is otherwise than when that was saved."""
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,9 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from megarl.checkpoint.differences import Difference, Effect, differences, other_sizes
 from megarl.checkpoint.find import find_checkpoint
@@ -24,9 +20,8 @@ from megarl.learner.learner import Learner
 from megarl.platform.versions import code_digest, versions
 from megarl.tracking.mlflow import RUN_ID_FILE
 
-logger = logging.getLogger(__name__)
-
 CONFIG_FILE, VERSIONS_FILE, MODELS_FILE = "config.yaml", "versions.json", "models.json"
+MAX_SHOWN = 80  # characters of a value
 RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 
@@ -126,25 +121,23 @@ def _compare(
 
 
 def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str, tuple[str, str]]) -> None:
-    """Print what differs: what matters as a table, the rest by name."""
-    rows = [
-        (found_.key, str(found_.was), str(found_.now), f"{found_.effect.value}: {found_.reason}")
-        for found_ in found
-        if found_.effect is not Effect.NONE
-    ]
-    rows += [(name, was, now, "rounding, or more") for name, (was, now) in other_versions.items()]
-    console = Console()
-    if rows:
-        table = Table(title=f"otherwise than in {escape(str(checkpoint))}", title_justify="left")
-        for column in ("what", "then", "now", "effect"):
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
+    """Print what differs: what matters with both values, the rest by name."""
+    mattering = [difference for difference in found if difference.effect is not Effect.NONE]
+    if mattering or other_versions:
+        print(f"otherwise than in {checkpoint}:")
+    for one in mattering:
+        print(f"  {one.key}: {_cut(one.was)} -> {_cut(one.now)} ({one.effect.value}: {one.reason})")
+    for name, (was, now) in other_versions.items():
+        print(f"  {name}: {was} -> {now} (another version: rounding, or more)")
     if any(difference.effect is Effect.CURVE for difference in found):
-        console.print("[yellow]note:[/] the curve will not be the one of an undisturbed run")
+        print("note: the curve will not be the one of an undisturbed run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
-        console.print(f"without effect on the curve: {', '.join(harmless)}", soft_wrap=True)
+        print(f"changed without effect on the curve: {', '.join(harmless)}")
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def _adopt_run_id(checkpoint: Path, run_dir: Path) -> None:

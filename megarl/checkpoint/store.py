@@ -35,6 +35,7 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
+from megarl.learner.randomness import random_states, set_random_states
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
 from megarl.platform.files import explained, replacing, sync_directory
@@ -126,7 +127,7 @@ class Checkpoints:
             load_learner(learner, checkpoint / name)
         rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
         if rng.exists():
-            _set_random_states(torch.load(rng, weights_only=True))
+            set_random_states(torch.load(rng, weights_only=True))
         return State.read(checkpoint)
 
     def _write_companions(self, part: Path, state: State) -> None:
@@ -170,15 +171,4 @@ def _make_empty(part: Path, names: list[str]) -> None:
 
 def _write_random_states(path: Path) -> None:
     with path.open("wb") as file:  # given a path, torch does not say why it cannot write
-        torch.save(_random_states(), file)
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state()} | cuda
-
-
-def _set_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+        torch.save(random_states(), file)

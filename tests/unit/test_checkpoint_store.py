@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import at_once
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_room
@@ -53,14 +54,18 @@ def steps(directory: Path) -> list[str]:
 def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
     run = checkpoints(tmp_path / "run")
     torch.manual_seed(3)
+    groups, of_group = tensor_parallel.get_cuda_rng_tracker(), torch.arange(16, dtype=torch.uint8)
+    groups.set_states({"model-parallel-rng": of_group})
     state = State(step=4, kl_coef=0.25, position=Position(1, 24), best=Best(0.1, 3), metrics={"actor/lr": 1 / 3})
     run.save(state)
     drawn = torch.rand(5)
+    groups.set_states({"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)})
     checkpoint = found(tmp_path / "run")
     assert checkpoint == tmp_path / "run" / "global_step_4"
     assert (checkpoint / "huggingface" / "config.json").is_file()
     assert run.load(checkpoint) == state
-    assert torch.equal(torch.rand(5), drawn)  # the generator goes on where it was
+    assert torch.equal(torch.rand(5), drawn)  # the generators go on where they were
+    assert torch.equal(groups.get_states()["model-parallel-rng"], of_group)
 
 
 def test_a_state_without_position_best_and_metrics_is_read(tmp_path: Path) -> None:
