@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.checkpoint.store import Checkpoints
     from megarl.learner.learner import Learner
 
-STEP_S = 0.5
+STEP_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.learner.learner import Learner
@@ -48,6 +49,8 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
     with learner.offload.everything(), megatron_platform():
         gathers = []
         with ExitStack() as frozen:
+            # Megatron collects all garbage after gathering; here nothing is gathered yet, and training waits.
+            frozen.enter_context(patch.object(distrib_optimizer, "gc", SimpleNamespace(collect=lambda: None)))
             for number, part in enumerate(_distributed_parts(learner.optimizer)):
                 state, gather = copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}")
                 answer = partial(_answer, state)
