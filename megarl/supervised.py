@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
-from megarl.build.resume import Standing, companions
+from megarl.build.resume import Standing, companions, mirror_of
 from megarl.build.run import check_directories, finish_records, run_tracker
 from megarl.checkpoint import manifest
 from megarl.checkpoint.failures import warn_of_room
@@ -105,6 +105,7 @@ def _learn(
         else None,
         companions=lambda: companions(config, learners),
         beside_training=trainer.async_save,
+        mirror=mirror_of(trainer),
     )
     standing.require_sizes(learners, {lessons.name: "model.path"})
     if trainer.save_freq > 0:

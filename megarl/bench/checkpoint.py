@@ -147,7 +147,7 @@ def _save(store: "Checkpoints", step: int) -> dict[str, float]:
 def _save_beside(store: "Checkpoints", step: int) -> dict[str, float]:
     """What training waits, how much of it for the copies, and how long it takes until the checkpoint is the latest."""
     from megarl.bench.case import timed
-    from megarl.checkpoint.find import PREFIX
+    from megarl.checkpoint.directory import PREFIX
     from megarl.checkpoint.state import State
     from megarl.distributed.exchange import together
 

@@ -12,12 +12,15 @@ import yaml
 
 from megarl.checkpoint.differences import Difference, Effect, differences, other_sizes
 from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.mirror import Mirror
+from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
 from megarl.config.load import to_yaml
 from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.learner.learner import Learner
 from megarl.platform.versions import code_digest, versions
+from megarl.tracking.config import TrainerSection
 from megarl.tracking.mlflow import RUN_ID_FILE
 
 CONFIG_FILE, VERSIONS_FILE, MODELS_FILE = "config.yaml", "versions.json", "models.json"
@@ -38,7 +41,7 @@ class Standing:
         """Where the run that `config` describes stands; the first rank says what differs. Collective."""
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
-        checkpoint = find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path)
+        checkpoint = resumed_checkpoint(trainer)
         if checkpoint is None:
             return cls(checkpoint=None, state=State())
         found, other_versions = _compare(checkpoint, config)
@@ -77,6 +80,24 @@ class Standing:
                 f"{self.checkpoint} was saved by a run of other models, and this one cannot go on from it:{said}\n"
                 "Name the models that it was trained from, or begin with trainer.resume_mode=disable"
             )
+
+
+def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
+    """The checkpoint that a run goes on from, as `find_checkpoint` says. Collective."""
+    return find_checkpoint(
+        Path(trainer.default_local_dir),
+        mode=trainer.resume_mode,
+        path=trainer.resume_from_path,
+        mirror=trainer.default_hdfs_dir,
+    )
+
+
+def mirror_of(trainer: TrainerSection) -> Mirror | None:
+    """The mirror of a run's checkpoints; None: it has none."""
+    if trainer.default_hdfs_dir is None:
+        return None
+    remote, run_dir = Remote(trainer.default_hdfs_dir), Path(trainer.default_local_dir)
+    return Mirror(remote, run_dir, keep=trainer.max_ckpt_to_keep)
 
 
 def companions(config: Config | SupervisedConfig, learners: Mapping[str, Learner]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.models import device_of, make_actor, make_critic, make_reference
-from megarl.build.resume import CONFIG_FILE, Standing, companions, nothing_left
+from megarl.build.resume import CONFIG_FILE, Standing, companions, mirror_of, nothing_left, resumed_checkpoint
 from megarl.build.sampling import (
     make_archive,
     make_sampler,
@@ -21,7 +21,6 @@ from megarl.build.sampling import (
     validation_prompts,
 )
 from megarl.checkpoint.failures import warn_of_room
-from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
@@ -85,7 +84,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
-    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic)
+    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic, mirrored=not replay)
     standing.require_sizes(checkpoints.learners, MODEL_KEYS)
     if trainer.save_freq > 0:
         warn_of_room(checkpoints.directory, checkpoints.num_bytes)
@@ -176,7 +175,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     )
     scorer = make_scorer(config, rules, mesh, tokenizer)
     step = 0
-    if checkpoint := find_checkpoint(run_dir, mode=trainer.resume_mode, path=trainer.resume_from_path):
+    if checkpoint := resumed_checkpoint(trainer):
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
     tracker = make_tracker(
@@ -198,6 +197,8 @@ def _checkpoints(
     tokenizer: Tokenizer,
     actor: Model[Any],
     critic: Model[Any] | None,
+    *,
+    mirrored: bool,
 ) -> Checkpoints:
     trainer, dtype = config.trainer, config.actor_rollout_ref.actor.megatron.dtype
     learners = {model.name: model.learner for model in (actor, critic) if model}
@@ -217,6 +218,7 @@ def _checkpoints(
         export=export if trainer.save_huggingface else None,
         companions=lambda: companions(config, learners),
         beside_training=trainer.async_save,
+        mirror=mirror_of(trainer) if mirrored else None,
     )
 
 
@@ -240,10 +242,13 @@ def check_directories(trainer: TrainerSection) -> None:
 
 
 def finish_records(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> None:
-    """Say that nothing is left to do, and record the last step where the run died before it had."""
+    """Say that nothing is left to do, and do what the run died before: record the last step, complete the mirror."""
     if launch.rank == 0:
         print(nothing_left(Path(config.trainer.default_local_dir), standing.state.step, last_step))
     run_tracker(config, launch, standing, last_step=last_step).close()
+    if standing.checkpoint and (mirror := mirror_of(config.trainer)):
+        mirror.remember(standing.checkpoint)
+        mirror.close()
 
 
 def run_tracker(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Task
-from megarl.checkpoint.find import PREFIX
+from megarl.checkpoint.directory import PREFIX
 from megarl.distributed.exchange import together
 from megarl.platform.files import WriteError, explained, reserve
 

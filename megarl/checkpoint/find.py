@@ -1,46 +1,131 @@
-"""Which checkpoint a run continues from: the last whole one of its directory, or the one that it is told."""
+"""Which checkpoint a run continues from: the last whole one of its directory or its mirror, or the one it is told."""
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
+from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, name_latest, saved_steps
+from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.manifest import find_damage
+from megarl.checkpoint.remote import WAITS_S, Remote, persist
+from megarl.distributed.exchange import on_first_rank
+from megarl.platform.files import replacing
+from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest_checkpointed_iteration.txt"
-PREFIX = "global_step_"
+AFRESH = "start afresh with trainer.resume_mode=disable"
 
 
-def find_checkpoint(directory: Path, *, mode: str, path: str | None) -> Path | None:
+def find_checkpoint(
+    directory: Path, *, mode: str, path: str | None, mirror: str | None = None, waits: Sequence[float] = WAITS_S
+) -> Path | None:
     """The checkpoint to continue from, None to start afresh. Collective: every file of it is looked at.
 
+    One that lies in the `mirror` and is newer than any whole one here, or at a URI, is brought into `directory`.
+
+    Args:
+        directory: of the run.
+        mode: `trainer.resume_mode`.
+        path: the checkpoint of mode resume_path, a directory or a URI.
+        mirror: URI or directory with copies of the run's checkpoints; None: there are none.
+        waits: seconds between tries to reach it.
+
     Raises:
-        ValueError: there is none at the `path` of mode resume_path or it is damaged, or none of those that the
-            directory had is left whole.
+        ValueError: there is none at the `path` of mode resume_path or it is damaged; or none of those that the
+            directory had is left whole; or there is none, and whether the mirror has one cannot be said.
     """
     if mode == "resume_path":
-        checkpoint = Path(str(path))
-        if not (checkpoint / "state.json").is_file():
-            raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
-        if damage := find_damage(checkpoint):
-            raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
-        return checkpoint
-    latest = directory / LATEST
-    if mode == "disable" or not latest.is_file():
+        return _named(str(path), directory, waits)
+    if mode == "disable":
         return None
-    last = int(latest.read_text())
-    for step in sorted((step for step in saved_steps(directory) if step <= last), reverse=True):
+    latest, here = latest_step(directory), _last_whole(directory)
+    newer = _newer(Remote(mirror), directory, _step_of(here) if here else None, waits) if mirror else None
+    if latest is not None and not (newer or here):
+        raise ValueError(
+            f"{directory / LATEST} says {latest}, but there is no whole {PREFIX}{latest} or earlier: bring it back, "
+            f"name another by trainer.resume_mode=resume_path, or {AFRESH}"
+        )
+    return newer or here
+
+
+def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
+    if "://" in path:
+        try:
+            return fetch(Remote(path), directory, waits=waits)
+        except Exception as error:  # each file system has errors of its own
+            raise ValueError(f"trainer.resume_from_path: {error}") from error
+    checkpoint = Path(path)
+    if not (checkpoint / "state.json").is_file():
+        raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
+    if damage := find_damage(checkpoint):
+        raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
+    return checkpoint
+
+
+def _last_whole(directory: Path) -> Path | None:
+    """The last whole checkpoint of the directory up to its latest."""
+    last = latest_step(directory)
+    steps = [] if last is None else [step for step in saved_steps(directory) if step <= last]
+    for step in sorted(steps, reverse=True):
         checkpoint = directory / f"{PREFIX}{step}"
         if not (damage := find_damage(checkpoint)):
             return checkpoint  # an earlier one where a crash came while the last was being replaced
         logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
-    raise ValueError(
-        f"{latest} says {last}, but there is no whole {PREFIX}{last} or earlier: bring it back, name another by "
-        "trainer.resume_mode=resume_path, or start afresh with trainer.resume_mode=disable"
-    )
+    return None
 
 
-def saved_steps(directory: Path) -> list[int]:
-    """The steps of which `directory` has a checkpoint."""
-    names = [path.parent.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*/state.json")]
-    return [int(name) for name in names if name.isdecimal()]
+def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[float]) -> Path | None:
+    """The last whole checkpoint of the mirror, brought here, where it is newer than step `than`.
+
+    Raises:
+        ValueError: nothing is here (`than` is None), and the mirror cannot be asked or what it has cannot be had.
+    """
+    try:
+        there = on_first_rank(lambda: persist(mirror.continuable_steps, waits))
+    except Exception as error:  # each file system has errors of its own
+        problem = str(error)
+    else:
+        problem, wanted = "", [step for step in there if than is None or step > than]
+        for step in reversed(wanted):
+            try:
+                fetched = fetch(mirror.checkpoint(step), directory, waits=waits)
+            except Exception as error:
+                problem = str(error)
+                _warn(f"{PREFIX}{step} of the mirror is passed over: {problem}")
+            else:
+                on_first_rank(partial(_take_over, mirror, directory, step, waits))
+                return fetched
+    if problem and than is None:
+        raise ValueError(
+            f"{directory} has no whole checkpoint, and none can be had from the mirror {mirror}: {problem}; bring it "
+            f"back, or {AFRESH}"
+        )
+    if problem:
+        _warn(f"the mirror {mirror} may have a newer checkpoint than {PREFIX}{than}, which is taken: {problem}")
+    return None
+
+
+def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float]) -> None:
+    """Have the run go on from a checkpoint of the mirror, with the metrics that were logged before."""
+    try:
+        metrics = persist(lambda: mirror.read(METRICS_FILE), waits)
+    except Exception as error:
+        _warn(f"{mirror}/{METRICS_FILE} cannot be had, so that the metrics of earlier steps are missing: {error}")
+    else:
+        if metrics is not None:
+            with replacing(directory / METRICS_FILE) as file:
+                file.write(metrics)
+    name_latest(directory, step)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def _warn(message: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("%s", message)

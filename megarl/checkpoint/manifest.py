@@ -7,24 +7,24 @@ no signature.
 import json
 import os
 import zlib
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Task
-from megarl.distributed.exchange import in_shares, share, together
+from megarl.distributed.exchange import in_shares, on_first_rank, share
 from megarl.platform.files import inside, replacing, sync_directory
 
 NAME = "manifest.json"
+Seal = tuple[int, int]
+"""Size in bytes and CRC-32 of a file."""
 CHUNK_BYTES = 1 << 22
 
 
 def sealing(directory: Path) -> Task:
     """Bring every file of `directory` to the disk, and then the manifest that names them."""
-    names: list[str] = _on_first_rank(lambda: _files(directory))
+    names = on_first_rank(lambda: _files(directory))
     places = share(len(names))
     sealed = yield lambda: [_seal(directory / names[place]) for place in places]
     found = dict(zip(names, chain.from_iterable(sealed), strict=True))
@@ -34,25 +34,34 @@ def sealing(directory: Path) -> Task:
 def find_damage(directory: Path) -> str | None:
     """Which file of `directory` is not what its manifest says, and how; None where all are. Collective."""
     manifest = directory / NAME
-    text: str | None = _on_first_rank(lambda: manifest.read_text() if manifest.is_file() else None)
+    text = on_first_rank(lambda: manifest.read_text() if manifest.is_file() else None)
     if text is None:
         return f"{manifest} is missing"
     try:
-        seals = json.loads(text).items()
-        expected = [(inside(directory, name), int(size), int(checksum)) for name, (size, checksum) in seals]
-    except (ValueError, TypeError, AttributeError) as error:
+        expected = list(parse_manifest(text, directory).items())
+    except ValueError as error:
         return f"{manifest} is damaged: {error}"
 
     def compare(places: range) -> list[str | None]:
-        return [_compare(*file) for file in expected[places.start : places.stop]]
+        return [_compare(directory / name, *seal) for name, seal in expected[places.start : places.stop]]
 
     faults = chain.from_iterable(in_shares(len(expected), compare))
     return next((fault for fault in faults if fault), None)
 
 
-def _on_first_rank(compute: Callable[[], Any]) -> Any:
-    """The answer of rank 0, on every rank."""
-    return together(lambda: compute() if dist.get_rank() == 0 else None)[0]
+def parse_manifest(text: str | bytes, directory: Path) -> dict[str, Seal]:
+    """What the manifest of `directory` says of each file, by its path there.
+
+    Raises:
+        ValueError: it is no manifest, or a path leads out of the directory.
+    """
+    try:
+        found = {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text).items()}
+    except (TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    for name in found:
+        inside(directory, name)
+    return found
 
 
 def _files(directory: Path) -> list[str]:

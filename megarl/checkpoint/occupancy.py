@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.checkpoint.find import PREFIX
+from megarl.checkpoint.directory import PREFIX
 from megarl.distributed.exchange import together
 
 logger = logging.getLogger(__name__)

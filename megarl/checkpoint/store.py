@@ -27,18 +27,19 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, at_once
+from megarl.checkpoint.directory import PREFIX, latest_step, name_latest, publish, saved_steps
 from megarl.checkpoint.failures import Failures, explaining, require_room
-from megarl.checkpoint.find import LATEST, PREFIX, saved_steps
 from megarl.checkpoint.manifest import sealing
+from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
 from megarl.learner.randomness import random_states, set_random_states
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
-from megarl.platform.files import explained, replacing, sync_directory
+from megarl.platform.files import explained, replacing
 
 HUGGINGFACE = "huggingface"
 
@@ -54,6 +55,7 @@ class Checkpoints:
     export: Callable[[Path], None] | None = None  # writes weights for others too, into a checkpoint; collective
     companions: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
     beside_training: bool = False
+    mirror: Mirror | None = None
     background: Background = field(default_factory=Background)
     failures: Failures = field(default_factory=Failures)
 
@@ -82,16 +84,16 @@ class Checkpoints:
                 at_once(task)
 
     def advance(self) -> dict[str, float]:
-        """Bring what is written beside training further, without waiting for it; once after every step. Collective.
+        """Bring what is done beside training further, without waiting for it; once after every step. Collective.
 
-        Returns metrics of what could not be saved.
+        Returns metrics of what could not be saved, and of what the mirror has come to.
         """
         with self.failures.tolerated(self.directory):
             self.background.advance()
-        return self.failures.metrics()
+        return self.failures.metrics() | (self.mirror.advance() if self.mirror else {})
 
     def close(self) -> None:
-        """Wait for what is written beside training, at the end of a run that did not fail. Collective.
+        """Wait for what is done beside training, at the end of a run that did not fail. Collective.
 
         Raises:
             WriteError: the save that came last could not be written.
@@ -99,6 +101,9 @@ class Checkpoints:
         watchdog.note(phase="save_checkpoint")
         with self.failures.tolerated(self.directory):
             self.background.finish()
+        if self.mirror:
+            self.mirror.close()
+            on_first_rank(self._remove_old)
         self.failures.raise_last()
 
     def _saving(self, state: State) -> Task:
@@ -120,6 +125,8 @@ class Checkpoints:
         yield from sealing(part)
         yield lambda: self._publish(part, final, state.step) if main else None
         self.failures.over()
+        if self.mirror:
+            self.mirror.follow(state.step)
 
     def load(self, checkpoint: Path) -> State:
         """Bring the learners and generators to the state of `checkpoint`. Collective."""
@@ -128,6 +135,8 @@ class Checkpoints:
         rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
         if rng.exists():
             set_random_states(torch.load(rng, weights_only=True))
+        if self.mirror:
+            self.mirror.remember(checkpoint)
         return State.read(checkpoint)
 
     def _write_companions(self, part: Path, state: State) -> None:
@@ -139,18 +148,16 @@ class Checkpoints:
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove the oldest."""
-        old = self.directory / f".{final.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():  # a run that was sent back before this step
-            final.rename(old)
-        part.rename(final)
-        sync_directory(self.directory)
-        _write(self.directory / LATEST, str(step))
-        shutil.rmtree(old, ignore_errors=True)
-        steps = sorted(saved_steps(self.directory))
-        for other in steps[: -self.keep] if self.keep else []:
-            if other != step:
-                shutil.rmtree(self.directory / f"{PREFIX}{other}")
+        publish(part, final)
+        name_latest(self.directory, step)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove what is more than to be kept; what is being uploaded, the next time."""
+        steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
+        for step in steps[: -self.keep] if self.keep else []:
+            if step not in (latest, self.mirror and self.mirror.under_way):
+                shutil.rmtree(self.directory / f"{PREFIX}{step}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,9 +11,9 @@ from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SupervisedDataSection
-from megarl.data.uri import unknown_scheme
 from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
 from megarl.models.architecture import Architecture, Experts
+from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, rule_names
 from megarl.rollout.config import RolloutSection
@@ -203,15 +203,17 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
         )
 
 
-def file_faults(file: str, key: str) -> Iterator[Fault]:
-    """A local data file must be there; a URI must be of a kind that is opened."""
-    if "://" not in file:
-        yield from path_faults(file, key, "give parquet files that exist")
-    elif scheme := unknown_scheme(file):
+def file_faults(file: str, key: str, remedy: str = "give parquet files that exist") -> Iterator[Fault]:
+    """What is local must be there; a URI must be of a kind that is opened."""
+    yield from uri_faults(file, key) if "://" in file else path_faults(file, key, remedy)
+
+
+def uri_faults(name: str, key: str) -> Iterator[Fault]:
+    """What is a URI must be of a kind that pyarrow or fsspec opens, with the packages that are installed."""
+    if why := why_unopened(name):
         yield Fault(
             path=key,
-            message=f"{scheme}:// is no scheme that pyarrow or fsspec opens: give a local path, or s3://, gs://, "
-            "abfs://, hdfs://, https:// or another of theirs",
+            message=f"{why}: give a local path, or s3://, gs://, abfs://, hdfs://, https:// or another of theirs",
         )
 
 
@@ -250,5 +252,16 @@ def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fau
             message=f"is {trainer.resume_from_path!r} with trainer.resume_mode={trainer.resume_mode}: "
             "a path goes with resume_mode=resume_path, and only with it",
         )
-    elif check_paths:
-        yield from path_faults(trainer.resume_from_path, "trainer.resume_from_path", "give a checkpoint directory")
+    elif trainer.resume_from_path and check_paths:
+        yield from file_faults(trainer.resume_from_path, "trainer.resume_from_path", "give a checkpoint directory")
+
+
+def mirror_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
+    """The mirror must be another place than the run's own directory, and one that something opens."""
+    key, mirror = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
+    if mirror == "":
+        yield Fault(path=key, message="is empty: name a directory or a URI, or write null")
+    elif mirror and Path(mirror.removeprefix("file://")).resolve() == Path(trainer.default_local_dir).resolve():
+        yield Fault(path=key, message=f"{mirror} is trainer.default_local_dir itself: name a place on another disk")
+    elif mirror and check_paths:
+        yield from uri_faults(mirror, key)

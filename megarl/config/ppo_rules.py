@@ -8,6 +8,7 @@ from megarl.config.checks import (
     launch_faults,
     length_faults,
     mesh_faults,
+    mirror_faults,
     offload_faults,
     partition_faults,
     path_faults,
@@ -271,9 +272,15 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule("trainer.resume_mode", "trainer.resume_from_path", "trainer.mlflow_tracking_uri")
+@rule(
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.default_hdfs_dir",
+    "trainer.mlflow_tracking_uri",
+)
 def _records(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
+    yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
     yield from tracking_faults(config.trainer)
 
 

@@ -7,6 +7,7 @@ from megarl.config.checks import (
     launch_faults,
     length_faults,
     mesh_faults,
+    mirror_faults,
     offload_faults,
     partition_faults,
     resume_faults,
@@ -63,9 +64,16 @@ def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from length_faults(read_sizes(config.model), "model.path", "data.max_length", longest)
 
 
-@rule("trainer.resume_mode", "trainer.resume_from_path", "trainer.mlflow_tracking_uri", "optim")
+@rule(
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.default_hdfs_dir",
+    "trainer.mlflow_tracking_uri",
+    "optim",
+)
 def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
+    yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
     yield from tracking_faults(config.trainer)
     yield from schedule_faults(config.optim, "optim")
 

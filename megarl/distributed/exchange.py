@@ -41,6 +41,13 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
     return answers
 
 
+def on_first_rank(compute: Callable[[], T]) -> T:
+    """The answer of rank 0 to `compute`, which no other rank calls, on every rank. Raises as `together` does."""
+    answers: list[Any] = together(lambda: compute() if dist.get_rank() == 0 else None)
+    answer: T = answers[0]
+    return answer
+
+
 def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
     """Cut `range(count)` into equal runs, one for each rank; the answers of `work` in that order, on every rank.
 

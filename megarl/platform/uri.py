@@ -21,11 +21,6 @@ REMEDIES = MappingProxyType(
 )
 
 
-def is_uri(name: str) -> bool:
-    """Whether `name` says its file system, and so is no local path."""
-    return "://" in name
-
-
 def open_filesystem(name: str) -> tuple[Any, str]:
     """The `pyarrow.fs.FileSystem` of a path or URI, and the path in it; no file is read yet.
 

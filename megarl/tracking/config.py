@@ -16,11 +16,6 @@ def _mlflow_by_any_name(value: object) -> object:
     return "mlflow" if value == "tracking" else value
 
 
-def _only_null(value: object) -> None:
-    if value is not None:
-        raise ValueError("must be null: checkpoints go to trainer.default_local_dir, which may be on a shared disk")
-
-
 def _local(value: str | None) -> str | None:
     if value and "://" in value:
         raise ValueError("must be a directory, which may be on a shared disk")
@@ -64,14 +59,15 @@ class TrainerSection:
     """Iterations in which only the critic learns."""
     balance_batch: bool = True
     """Spread the samples over the data-parallel ranks by length."""
-    default_hdfs_dir: Annotated[None, BeforeValidator(_only_null)] = None
-    """Only null: checkpoints are written to default_local_dir."""
+    default_hdfs_dir: str | None = None
+    """Mirror of the run's checkpoints, uploaded beside training and continued from on an empty disk: a directory or
+    any URI that pyarrow or fsspec opens (s3://, hdfs://, ...), of this run alone; null = none."""
     default_local_dir: Annotated[str, AfterValidator(_local)] = "checkpoints"
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the last checkpoint in the run's directory, never, or from resume_from_path."""
     resume_from_path: str | None = None
-    """Checkpoint to continue from, with resume_mode=resume_path."""
+    """Checkpoint to continue from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: PositiveInt | None = 3
     """Checkpoints kept; null = all."""
     save_huggingface: bool = False

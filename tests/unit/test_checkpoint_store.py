@@ -11,8 +11,9 @@ import torch
 from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import at_once
+from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_room
-from megarl.checkpoint.find import LATEST, find_checkpoint
+from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints

@@ -213,7 +213,6 @@ def test_what_has_no_value_is_named() -> None:
         ("data.truncation", "up", "should be 'error', 'left', 'right' or 'middle', not 'up'"),
         ("data.train_files", "[a,3]", "item 1 should be a valid string"),
         ("trainer.save_freq", "2.5", "should be a valid integer, not 2.5"),
-        ("trainer.default_hdfs_dir", "hdfs://x", "must be null"),
         ("actor_rollout_ref.rollout.top_p", "1.5", "should be less than or equal to 1, not 1.5"),
         ("actor_rollout_ref.actor.clip_ratio", "-0.1", "should be greater than or equal to 0"),
         ("actor_rollout_ref.actor.optim.lr", "nan", "should be greater than 0"),

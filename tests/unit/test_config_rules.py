@@ -214,6 +214,18 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["trainer.val_only=true"], "data.val_files", "trainer.val_only=true needs validation prompts"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path", "is None"),
         (["trainer.resume_from_path=here"], "trainer.resume_from_path", "with trainer.resume_mode=auto"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere://global_step_1"],
+            "trainer.resume_from_path",
+            "nowhere:// is no scheme",
+        ),
+        (["trainer.default_hdfs_dir=nowhere://x"], "trainer.default_hdfs_dir", "nowhere:// is no scheme that pyarrow"),
+        (["trainer.default_hdfs_dir=''"], "trainer.default_hdfs_dir", "is empty"),
+        (
+            ["trainer.default_local_dir=run", "trainer.default_hdfs_dir=./run"],
+            "trainer.default_hdfs_dir",
+            "./run is trainer.default_local_dir itself",
+        ),
         (["data.val_files=nothere.parquet"], "data.val_files", "no such file: nothere.parquet"),
         (["data.train_files=[]"], "data.train_files", "is empty"),
         (["data.max_prompt_id_length=8"], "data.max_prompt_id_length", "set data.prompt_id_key"),
@@ -435,6 +447,7 @@ def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
                 "optim.total_training_steps=1",
                 "optim.lr_warmup_steps=2",
                 "trainer.resume_mode=resume_path",
+                "trainer.default_hdfs_dir=nowhere://x",
             ],
             world_size=4,
         )
@@ -444,6 +457,7 @@ def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
         "max_token_len_per_gpu",
         f"megatron.{TP}",
         "optim.lr_warmup_steps",
+        "trainer.default_hdfs_dir",
         "trainer.n_gpus_per_node",
         "trainer.resume_from_path",
     ]

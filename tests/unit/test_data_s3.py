@@ -1,7 +1,6 @@
 """Data on S3, from a real server on this machine."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pyarrow
 import pyarrow.fs
@@ -9,33 +8,27 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.parquet import Rows
+from tests.s3 import s3_server
 
-moto = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
 BUCKET = "prompts"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    yield running
-    running.stop()
+def server() -> Iterator[dict[str, str]]:
+    with s3_server(BUCKET) as environ:
+        yield environ
 
 
 @pytest.fixture
-def endpoint(server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    host, port = server.get_host_and_port()
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(key, "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    return f"{host}:{port}"
+def endpoint(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    for key, value in server.items():
+        monkeypatch.setenv(key, value)
+    return server["AWS_ENDPOINT_URL"].removeprefix("http://")
 
 
 def put(endpoint: str, name: str, start: int, stop: int) -> str:
     """Write numbers as an object of the bucket."""
-    filesystem = pyarrow.fs.S3FileSystem(endpoint_override=endpoint, scheme="http", allow_bucket_creation=True)
-    filesystem.create_dir(BUCKET)
+    filesystem = pyarrow.fs.S3FileSystem(endpoint_override=endpoint, scheme="http")
     numbers = pyarrow.table({"number": list(range(start, stop)), "bulk": ["x" * 100] * (stop - start)})
     pq.write_table(numbers, f"{BUCKET}/{name}", filesystem=filesystem, row_group_size=10)
     return f"s3://{BUCKET}/{name}"

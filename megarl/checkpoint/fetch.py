@@ -1,0 +1,59 @@
+"""A checkpoint from afar becomes one of the run's directory: whole or not at all, by all ranks together."""
+
+import shutil
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.checkpoint.directory import PREFIX, publish
+from megarl.checkpoint.manifest import NAME, Seal, find_damage, parse_manifest
+from megarl.checkpoint.remote import WAITS_S, Remote, persist, share_of
+from megarl.distributed import watchdog
+from megarl.distributed.exchange import on_first_rank, together
+
+
+def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) -> Path:
+    """Bring the checkpoint at `remote`, which is called global_step_N, into `directory`. Collective.
+
+    One that is there already is taken as it is.
+
+    Raises:
+        ValueError: there is none, it does not arrive as its manifest says, or another one of the same name, whole, is
+            in the way.
+        Exception: what its file system raises, when it has failed as often as there are `waits`, and once more.
+    """
+    manifest = on_first_rank(lambda: persist(lambda: remote.read(NAME), waits))
+    name = str(remote).rpartition("/")[2]
+    if manifest is None or not name.removeprefix(PREFIX).isdecimal():
+        raise ValueError(f"{remote} is no whole checkpoint: it has no {NAME}, or is not called {PREFIX}N")
+    final, part = directory / name, directory / f".{name}.part"
+    if not find_damage(final):
+        if on_first_rank(lambda: (final / NAME).read_bytes()) == manifest:
+            return final
+        raise ValueError(f"{final} is another checkpoint than {remote}, and whole: move it away")
+    files = parse_manifest(manifest, part)
+    on_first_rank(lambda: _make_empty(part, files))
+    size = dist.get_world_size()
+    shares = [share_of(files, rank, size) for rank in range(size)]
+    for turn in zip_longest(*shares):  # all ranks take the same turns, so that the watchdog sees all of them go on
+        watchdog.note(phase="fetch")
+        together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
+    on_first_rank(lambda: (part / NAME).write_bytes(manifest))
+    if damage := find_damage(part):
+        raise ValueError(f"{remote} did not arrive as it was saved: {damage}")
+    on_first_rank(lambda: publish(part, final))
+    return final
+
+
+def _make_empty(part: Path, files: Collection[str]) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    for parent in {(part / file).parent for file in (*files, NAME)}:
+        parent.mkdir(parents=True, exist_ok=True)
+
+
+def _fetch(remote: Remote, part: Path, what: tuple[str, Seal] | None, waits: Sequence[float]) -> None:
+    if what:
+        persist(lambda: remote.get(what[0], part / what[0]), waits)

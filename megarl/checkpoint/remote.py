@@ -1,0 +1,155 @@
+"""A directory at any URI that pyarrow or fsspec opens, with the few things that checkpoints need of it.
+
+Nothing is asked of the file system but to write whole files, list and delete: object stores have no rename. A file that
+is there may be half written; what says that a checkpoint is whole is its manifest, which comes last.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyarrow.fs import FileSelector, FileType
+
+from megarl.checkpoint.directory import LATEST, PREFIX
+from megarl.checkpoint.manifest import NAME, Seal
+from megarl.platform.secrets import redact
+from megarl.platform.uri import open_filesystem
+
+T = TypeVar("T")
+
+WITHOUT_DIRECTORIES = ("abfs", "gcs", "s3")
+"""Where a file needs no directory to be written, and to make one may not be allowed."""
+CHUNK_BYTES = 1 << 23
+WAITS_S = (1.0, 4.0, 16.0)
+"""Between the tries of one thing."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The directory `name`, opened when it is first asked for something. All other names are relative to it.
+
+    Whatever its file system raises is raised.
+    """
+
+    name: str
+
+    def __str__(self) -> str:
+        return redact(self.name.partition("?")[0].rstrip("/"))
+
+    def checkpoint(self, step: int) -> "Remote":
+        """The directory of a checkpoint in this one."""
+        base, mark, query = self.name.partition("?")
+        return Remote(f"{base.rstrip('/')}/{PREFIX}{step}{mark}{query}")
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        filesystem, path = open_filesystem(self.name)
+        return filesystem, path.rstrip("/")
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file, None where there is none."""
+        filesystem, root = self._place
+        try:
+            with filesystem.open_input_stream(f"{root}/{name}") as file:
+                content: bytes = file.read()
+        except FileNotFoundError:
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        with self._open_to_write(name) as file:
+            file.write(content)
+
+    def put(self, file: Path, name: str, seal: Seal, count: Callable[[int], None]) -> None:
+        """Bring a file there, telling `count` the bytes of each part.
+
+        Raises:
+            OSError: the file is not what `seal` says, or has another size there.
+        """
+        size, checksum = 0, 0
+        with file.open("rb") as source, self._open_to_write(name) as target:
+            while chunk := source.read(CHUNK_BYTES):
+                target.write(chunk)
+                count(len(chunk))
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        if (size, checksum) != seal:
+            raise OSError(f"{file} has another content than its manifest says")
+        filesystem, root = self._place
+        if (there := filesystem.get_file_info(f"{root}/{name}").size) != size:
+            raise OSError(f"{self}/{name} has {there} bytes instead of {size}")
+
+    def get(self, name: str, file: Path) -> None:
+        """Bring a file here, and onto the disk."""
+        filesystem, root = self._place
+        with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
+            while chunk := source.read(CHUNK_BYTES):
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+
+    def delete(self, name: str) -> None:
+        """Delete a file, where it is there."""
+        filesystem, root = self._place
+        if filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound:
+            filesystem.delete_file(f"{root}/{name}")
+
+    def latest(self) -> int | None:
+        """The step that the directory calls its latest; None where nothing readable says so."""
+        text = self.read(LATEST)
+        return int(text) if text and text.strip().isdigit() else None
+
+    def continuable_steps(self) -> list[int]:
+        """The steps of whole checkpoints up to the latest, in order.
+
+        Raises:
+            ValueError: there is a latest one, but none is whole.
+        """
+        last, steps = self.latest(), self.whole_steps()
+        found = [step for step in steps if last is None or step <= last]
+        if last is not None and not found:
+            raise ValueError(f"{self}/{LATEST} says {last}, but there is no whole {PREFIX}{last} or earlier")
+        return found
+
+    def whole_steps(self) -> list[int]:
+        """The steps of which there is a checkpoint with a manifest, in order."""
+        filesystem, root = self._place
+        found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
+        names = [info.base_name.removeprefix(PREFIX) for info in found if info.base_name.startswith(PREFIX)]
+        steps = sorted(int(name) for name in names if name.isdecimal())
+        manifests = filesystem.get_file_info([f"{root}/{PREFIX}{step}/{NAME}" for step in steps])
+        return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint, which from the first moment is none."""
+        filesystem, root = self._place
+        self.delete(f"{PREFIX}{step}/{NAME}")
+        if filesystem.get_file_info(f"{root}/{PREFIX}{step}").type != FileType.NotFound:
+            filesystem.delete_dir(f"{root}/{PREFIX}{step}")
+
+    def _open_to_write(self, name: str) -> Any:
+        filesystem, root = self._place
+        path = f"{root}/{name}"
+        if filesystem.type_name not in WITHOUT_DIRECTORIES:
+            filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        return filesystem.open_output_stream(path)
+
+
+def share_of(files: Mapping[str, Seal], rank: int, world_size: int) -> list[tuple[str, Seal]]:
+    """The files that one of `world_size` ranks carries, the largest first; each has as many, and about as much."""
+    return sorted(files.items(), key=lambda item: (-item[1][0], item[0]))[rank::world_size]
+
+
+def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
+    """Do what may fail, again after each of `waits` seconds; raises what the last try raised."""
+    for wait in waits:
+        try:
+            return work()
+        except Exception:  # each file system has errors of its own
+            time.sleep(wait)
+    return work()

@@ -1,0 +1,161 @@
+"""Which checkpoint a run goes on from when it has a mirror, or is told a URI."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.checkpoint.background import at_once
+from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.manifest import NAME, find_damage, sealing
+from megarl.checkpoint.state import State
+
+WAITS = (0.0,)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+def write(directory: Path, *steps: int, kl_coef: float = 0.5) -> Path:
+    """Checkpoints of these steps, the last one the latest."""
+    for step in steps:
+        checkpoint = directory / f"global_step_{step}"
+        (checkpoint / "rng").mkdir(parents=True)
+        (checkpoint / "rng" / "rank_0.pt").write_bytes(bytes(1000))
+        (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step, kl_coef=kl_coef))))
+        at_once(sealing(checkpoint))
+    (directory / LATEST).write_text(str(steps[-1]))
+    return checkpoint
+
+
+def found(here: Path, there: Path) -> Path | None:
+    return find_checkpoint(here, mode="auto", path=None, mirror=str(there), waits=WAITS)
+
+
+def named(here: Path, uri: object) -> Path | None:
+    return find_checkpoint(here, mode="resume_path", path=str(uri), waits=WAITS)
+
+
+def test_onto_an_empty_disk_comes_the_last_whole_one(here: Path, there: Path) -> None:
+    assert found(here, there) is None  # nothing anywhere
+    (write(there, 1, 2, 3) / NAME).unlink()  # one that was not uploaded to its end
+    (there / "metrics.jsonl").write_text("the records\n")
+    assert found(here, there) == here / "global_step_2"
+    assert not find_damage(here / "global_step_2")
+    assert State.read(here / "global_step_2").kl_coef == 0.5
+    assert (here / LATEST).read_text() == "2"
+    assert (here / "metrics.jsonl").read_text() == "the records\n"
+    assert sorted(path.name for path in here.iterdir()) == ["global_step_2", LATEST, "metrics.jsonl"]
+    shutil.rmtree(there)
+    there.mkdir()
+    assert found(here, there) == here / "global_step_2"  # from now on it is a local one
+
+
+def test_the_newer_one_is_taken_and_of_equal_ones_the_local(here: Path, there: Path) -> None:
+    write(here, 1, 2)
+    write(there, 1, 2, kl_coef=0.7)
+    assert found(here, there) == here / "global_step_2"
+    assert State.read(here / "global_step_2").kl_coef == 0.5
+    write(there, 3, kl_coef=0.7)
+    assert found(here, there) == here / "global_step_3"
+    write(here, 4)
+    assert found(here, there) == here / "global_step_4"
+    assert find_checkpoint(here, mode="disable", path=None, mirror=str(there)) is None
+
+
+def test_what_the_mirror_has_beyond_its_latest_is_of_another_past(here: Path, there: Path) -> None:
+    write(there, 1, 2, 90)
+    (there / LATEST).write_text("2")
+    assert found(here, there) == here / "global_step_2"
+
+
+def test_a_pointer_that_was_half_written_points_at_the_newest(here: Path, there: Path) -> None:
+    write(there, 1, 2)
+    (there / LATEST).write_text("")
+    assert found(here, there) == here / "global_step_2"
+
+
+def test_a_damaged_local_one_is_replaced_from_the_mirror(here: Path, there: Path) -> None:
+    (write(here, 1, 2) / "state.json").unlink()
+    (here / "global_step_1" / NAME).unlink()
+    write(there, 1, 2, kl_coef=0.7)
+    assert found(here, there) == here / "global_step_2"
+    assert State.read(here / "global_step_2").kl_coef == 0.7
+
+
+def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
+    here: Path, there: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt = write(there, 1, 2) / "rng" / "rank_0.pt"
+    spoilt.write_bytes(bytes(999) + b"x")
+    assert found(here, there) == here / "global_step_1"
+    assert "global_step_2 of the mirror is passed over" in caplog.text
+    assert "rank_0.pt has another content than when it was written" in caplog.text
+
+
+def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: Path, there: Path) -> None:
+    (write(there, 3) / NAME).unlink()
+    with pytest.raises(ValueError, match=r"no whole checkpoint.*says 3, but there is no whole.*resume_mode=disable"):
+        found(here, there)
+    shutil.copytree(there, here)
+    with pytest.raises(ValueError, match=r"no whole checkpoint.*says 3"):
+        found(here, there)
+
+
+def test_a_mirror_out_of_reach(here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    away = tmp_path / "a file"
+    away.write_text("")
+    with pytest.raises(ValueError, match=r"has no whole checkpoint, and none can be had from the mirror .*a file"):
+        found(here, away)
+    write(here, 2)
+    assert found(here, away) == here / "global_step_2"
+    assert "may have a newer checkpoint than global_step_2, which is taken" in caplog.text
+
+
+def test_a_manifest_that_leads_elsewhere_is_refused(here: Path, there: Path) -> None:
+    manifest = write(there, 1) / NAME
+    manifest.write_text(json.dumps({"../../stolen": [0, 0]}))
+    (there / "stolen").write_text("")
+    with pytest.raises(ValueError, match="stolen"):
+        found(here, there)
+    assert not (here.parent / "stolen").exists()
+
+
+def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
+    uri = f"file://{write(there, 4, 5)}"
+    assert named(here, uri) == here / "global_step_5"
+    assert not (here / LATEST).exists()  # what the run goes on from by itself is its own last one
+    (there / "global_step_5" / "state.json").write_bytes(b"")
+    assert named(here, uri) == here / "global_step_5"  # the same, as its manifest says
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/there is no whole checkpoint"):
+        named(here, f"file://{there}")
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/global_step_9 is no whole checkpoint"):
+        named(here, f"file://{there}/global_step_9")
+
+
+def test_a_checkpoint_named_by_its_uri_never_replaces_a_whole_one(here: Path, there: Path) -> None:
+    write(here, 4)
+    uri = f"file://{write(there, 4, kl_coef=0.7)}"
+    with pytest.raises(ValueError, match=r"global_step_4 is another checkpoint than file://.*move it away"):
+        named(here, uri)
+    assert State.read(here / "global_step_4").kl_coef == 0.5

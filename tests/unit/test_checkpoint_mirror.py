@@ -1,0 +1,259 @@
+"""Checkpoints in the mirror: whole or not there, whatever fails, and the local ones untouched."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.manifest import NAME, find_damage
+from megarl.checkpoint.mirror import Mirror
+from megarl.checkpoint.remote import Remote, share_of
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
+from tests.faulty_filesystem import FaultyFileSystem
+
+WAITS = (0.0, 0.0)
+FILES = ["huggingface/config.json", "rng/rank_0.pt", "state.json"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def armed() -> Iterator[None]:
+    FaultyFileSystem.arm()
+    yield
+    FaultyFileSystem.arm()
+
+
+def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = False) -> Checkpoints:
+    """The checkpoints of a run without models, in `here`, mirrored to `there`."""
+    (here := tmp_path / "here").mkdir(exist_ok=True)
+
+    def write_huggingface(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+    return Checkpoints(
+        directory=here,
+        learners={},
+        keep=keep,
+        write_huggingface=write_huggingface,
+        beside_training=beside_training,
+        mirror=Mirror(Remote(f"faulty://{tmp_path / 'there'}"), here, keep=keep, waits=WAITS, stalled_s=60.0),
+    )
+
+
+def settle(run: Checkpoints) -> dict[str, float]:
+    """Train on until the mirror has nothing under way; what it told."""
+    metrics = run.advance()
+    while run.mirror and run.mirror.under_way is not None:
+        metrics |= run.advance()
+    return metrics
+
+
+def save(run: Checkpoints, *steps: int, kl_coef: float | None = None) -> dict[str, float]:
+    """Save at each of the steps and let the mirror come to an end; what it told of the last."""
+    metrics = {}
+    for step in steps:
+        run.save(State(step=step, kl_coef=kl_coef))
+        metrics = settle(run)
+    return metrics
+
+
+def whole(directory: Path) -> list[str]:
+    """The checkpoints of a directory that are what their manifest says."""
+    return [path.name for path in sorted(directory.glob("global_step_*")) if not find_damage(path)]
+
+
+def written() -> list[str]:
+    return [path.partition("/there/")[2] for path in FaultyFileSystem.written]
+
+
+def test_what_is_saved_is_mirrored_and_its_manifest_and_the_pointer_come_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, there = start(tmp_path), tmp_path / "there"
+    (tmp_path / "here" / "metrics.jsonl").write_text("the records\n")
+    metrics = save(run, 3)
+    assert whole(there) == ["global_step_3"]
+    assert (there / LATEST).read_text() == "3"
+    assert (there / "metrics.jsonl").read_text() == "the records\n"
+    assert sorted(written()[:-3]) == [f"global_step_3/{file}" for file in FILES]
+    assert written()[-3:] == ["metrics.jsonl", f"global_step_3/{NAME}", LATEST]
+    num_bytes = sum((there / "global_step_3" / file).stat().st_size for file in FILES)
+    assert metrics.pop("checkpoint/mirror_s") >= 0.0
+    assert metrics == {
+        "checkpoint/mirrored_step": 3.0,
+        "checkpoint/mirror_bytes": num_bytes,
+        "checkpoint/mirror_failures": 0.0,
+    }
+    assert f"global_step_3 is mirrored to faulty://{there}, {num_bytes} bytes" in capsys.readouterr().out
+    assert run.advance() == {}
+
+
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, beside_training: bool) -> None:
+    run = start(tmp_path, beside_training=beside_training)
+    run.save(State(step=1))
+    run.close()
+    assert whole(tmp_path / "there") == ["global_step_1"]
+
+
+def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    FaultyFileSystem.arm(
+        faults={"state.json": 2, NAME: 1, LATEST: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
+    )
+    assert save(start(tmp_path), 1)["checkpoint/mirror_failures"] == 0.0
+    assert whole(tmp_path / "there") == ["global_step_1"]
+    assert FaultyFileSystem.shortened.total() == 0  # both times the size was asked for
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("file", ["rng/rank_0.pt", NAME, LATEST])
+def test_what_keeps_failing_is_reported_and_tried_again_after_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
+    FaultyFileSystem.arm(faults={f"there/{file}" if file == LATEST else f"global_step_1/{file}": 3})
+    metrics = save(run, 1)
+    assert metrics == {"checkpoint/mirror_failures": 1.0}
+    assert "global_step_1 could not be mirrored to" in caplog.text
+    assert "OSError: no connection" in caplog.text
+    assert not (there / LATEST).exists()
+    assert whole(there) == (["global_step_1"] if file == LATEST else [])
+    assert whole(here) == ["global_step_1"]
+    metrics = save(run, 2)
+    assert (metrics["checkpoint/mirrored_step"], metrics["checkpoint/mirror_failures"]) == (1.0, 1.0)
+    assert whole(there) == whole(here) == ["global_step_1", "global_step_2"]
+    assert (there / LATEST).read_text() == "2"
+    assert sorted(name for name in written() if name.startswith("global_step_1/") and NAME not in name) == [
+        f"global_step_1/{name}"
+        for name in FILES  # none twice
+    ]
+
+
+def test_a_local_file_that_was_damaged_does_not_reach_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path)
+    FaultyFileSystem.gate.clear()
+    run.save(State(step=1))
+    (tmp_path / "here" / "global_step_1" / "state.json").write_text("{}")
+    FaultyFileSystem.gate.set()
+    assert settle(run) == {"checkpoint/mirror_failures": 1.0}
+    assert "state.json has another content than its manifest says" in caplog.text
+    assert whole(tmp_path / "there") == []
+
+
+def test_a_mirror_that_stays_away_is_told_at_the_end_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "there").write_text("a file where the directory should be")
+    run = start(tmp_path, keep=2)
+    assert save(run, 1, 2, 3) == {"checkpoint/mirror_failures": 5.0}  # the older ones again each time
+    run.close()
+    assert "is not complete: global_step_2, global_step_3 are missing there" in caplog.text
+    assert whole(tmp_path / "here") == ["global_step_2", "global_step_3"]
+    (tmp_path / "there").unlink()  # the same command again, when the mirror is back
+    run = start(tmp_path, keep=2)
+    run.load(tmp_path / "here" / "global_step_3")
+    run.close()
+    assert whole(tmp_path / "there") == ["global_step_3"]
+
+
+def test_a_mirror_that_takes_nothing_does_not_hold_up_the_end_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path)
+    mirror = Mirror(Remote(f"faulty://{tmp_path / 'there'}"), tmp_path / "here", keep=None, stalled_s=0.0)
+    run.save(State(step=1))
+    settle(run)
+    FaultyFileSystem.gate.clear()
+    (tmp_path / "there" / "global_step_1" / NAME).unlink()
+    mirror.follow(1)
+    mirror.close()
+    assert "is not complete: global_step_1 are missing there" in caplog.text
+
+
+def test_the_oldest_go_and_the_last_whole_one_stays(tmp_path: Path) -> None:
+    run, there = start(tmp_path, keep=2), tmp_path / "there"
+    save(run, 8, 9, 10)
+    assert whole(there) == ["global_step_10", "global_step_9"]
+    FaultyFileSystem.arm(faults={"global_step_11/state.json": 3, "global_step_12/state.json": 3})
+    save(run, 11, 12)
+    assert whole(there) == ["global_step_10", "global_step_11"]
+
+
+def test_who_may_not_delete_may_still_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(tmp_path, keep=1)
+    FaultyFileSystem.undeletable = True
+    assert save(run, 1, 2)["checkpoint/mirrored_step"] == 2.0
+    assert whole(tmp_path / "there") == ["global_step_1", "global_step_2"]
+    assert "old checkpoints in" in caplog.text
+    assert "not allowed to delete" in caplog.text
+
+
+def test_a_run_that_went_back_replaces_what_it_saved_before(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    save(start(tmp_path), 1, 2, 3, kl_coef=0.5)
+    run = start(tmp_path)
+    FaultyFileSystem.arm(faults={"state.json": 3})
+    save(run, 2, kl_coef=0.7)
+    assert whole(there) == ["global_step_1", "global_step_3"]  # of the old one there is no manifest any more
+    assert (there / LATEST).read_text() == "2"  # 3 is of a past that is not this run's
+    run.close()
+    assert whole(there) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert State.read(there / "global_step_2").kl_coef == 0.7
+    assert (there / LATEST).read_text() == "2"
+
+
+def test_what_is_being_uploaded_is_removed_afterwards(tmp_path: Path) -> None:
+    run, here, there = start(tmp_path, keep=1), tmp_path / "here", tmp_path / "there"
+    FaultyFileSystem.gate.clear()
+    for step in (1, 2, 3):
+        run.save(State(step=step))
+        run.advance()
+    assert whole(here) == ["global_step_1", "global_step_3"]
+    FaultyFileSystem.gate.set()
+    run.close()
+    assert whole(here) == ["global_step_3"]
+    assert whole(there) == ["global_step_3"]
+    assert "global_step_2" not in " ".join(written())  # overtaken
+
+
+def test_what_is_removed_by_others_while_it_is_uploaded_is_missed_by_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
+    FaultyFileSystem.gate.clear()
+    run.save(State(step=1))
+    (here / "global_step_1").rename(here / "elsewhere")
+    FaultyFileSystem.gate.set()
+    assert settle(run) == {"checkpoint/mirror_failures": 0.0}
+    save(run, 2)
+    assert [path.name for path in sorted(there.glob("global_step_*"))] == ["global_step_2"]
+    assert not caplog.records
+
+
+def test_what_is_there_already_is_not_uploaded_again(tmp_path: Path) -> None:
+    save(start(tmp_path), 1, 2)
+    FaultyFileSystem.arm()
+    run = start(tmp_path)
+    run.load(tmp_path / "here" / "global_step_2")
+    run.close()
+    assert written() == []
+
+
+def test_every_file_has_one_rank_and_every_rank_about_as_much() -> None:
+    files = {f"{number}.distcp": (100 + number, 0) for number in range(8)} | {"small.json": (1, 0)}
+    shares = [share_of(files, rank, 4) for rank in range(4)]
+    assert sorted(item for share in shares for item in share) == sorted(files.items())
+    loads = [sum(size for _, (size, _) in share) for share in shares]
+    assert max(loads) - min(loads) <= 7
