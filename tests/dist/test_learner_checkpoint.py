@@ -16,6 +16,7 @@ from megarl.learner.config import OptimSection
 from tests.dist.test_learner_split import ACTOR, CRITIC, experience, sizes
 from tests.learners import make_test_learner
 from tests.ranks import RankPool
+from tests.shards import tensors_of
 
 NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2")}
@@ -107,6 +108,36 @@ def test_what_is_written_beside_training_is_what_is_written_at_once(
         assert len([name for name in names if name.endswith(".distcp")]) == tp  # one data-parallel rank writes
         for name in set(names) - {".metadata"}:  # it has a number drawn for each save
             assert (at_once / name).read_bytes() == (beside / name).read_bytes(), name
+
+
+def save_again(source: Path, split: dict[str, Any], saved: Path, to: Path) -> None:
+    """Load what another split has saved, and save it."""
+    from megarl.learner.checkpoint import load_learner, save_learner
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split, optim=OPTIM)
+    load_learner(learner, saved)
+    writing = save_learner(learner, to, Staging())
+    writing.write()
+    writing.finish()
+
+
+def test_another_split_has_the_same_weights_and_moments(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source, saved = checkpoints["qwen2"], tmp_path / "saved"
+    saved.mkdir()
+    pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)
+    expected = tensors_of(saved)
+    assert sum("exp_avg" in name for name in expected) > 0
+    for tp, pp in [(1, 1), (1, 2)]:
+        again = tmp_path / f"tp{tp}pp{pp}"
+        again.mkdir()
+        pool.run(2, save_again, source, sizes(tp, pp), saved, again)
+        found = tensors_of(again)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Killed and started again, a run goes on as if nothing had happened: every metric, token and weight to the last bit.
+
+The ranks are forked from a process that has imported everything, and killed by SIGKILL all at once in their fifth step.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from mlflow import MlflowClient
+
+from megarl import train
+from megarl.checkpoint.state import State
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.tracker import Trackers
+from tests.forked import Job
+from tests.shards import tensors_of
+from tests.workspace import Workspace, train_arguments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+RUN_S = 600
+NUM_STEPS, SAVED, RECORDED = 6, 3, 4  # steps in all, saved when it is killed, recorded when it is killed
+SPLITS = {
+    "tensor": [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ],
+    "data": [],
+}
+PIPELINE = [
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
+CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # where a run begins
+CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A run that nothing happened to, and one that was killed and went on."""
+
+    arguments: list[str]  # but for the directory
+    whole: Path
+    killed: Path
+
+
+def algorithm_arguments(name: str, workspace: Workspace) -> list[str]:
+    """Every part of the algorithm that has a memory."""
+    if name == "grpo":
+        return [
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+        ]
+    return [
+        f"critic.model.path={workspace.model}",
+        "critic.optim.lr=1e-3",
+        "critic.optim.warmup_style=cosine",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ptx_coef=0.1",
+        f"actor_rollout_ref.actor.ptx_files={workspace.pairs}",
+        "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
+    ]
+
+
+def placed(arguments: list[str], run_dir: Path) -> list[str]:
+    return [
+        *arguments,
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
+    ]
+
+
+def stand_still(marker: Path, arguments: list[str]) -> None:
+    """On each rank: train, and wait to be killed when the step is recorded; then `marker` is there."""
+    log = Trackers.log
+
+    def log_and_wait(self: Trackers, metrics: Mapping[str, float], *, step: int) -> None:
+        log(self, metrics, step=step)
+        if step == RECORDED:
+            marker.touch()
+            signal.pause()
+
+    Trackers.log = log_and_wait  # type: ignore[method-assign]
+    train.main(arguments)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    algorithm, split = request.param
+    root = tmp_path_factory.mktemp(f"{algorithm}-{split}")
+    arguments = [
+        *train_arguments(workspace, root / "nowhere"),
+        *algorithm_arguments(algorithm, workspace),
+        *SPLITS[split],
+        "trainer.save_freq=3",
+        "trainer.test_freq=2",
+        f"trainer.total_training_steps={NUM_STEPS}",
+    ]
+    whole, killed, marker = root / "whole", root / "killed", root / "recorded"
+    Job(2, train.main, placed(arguments, whole), log=root / "whole").finish(timeout_s=RUN_S)
+    job = Job(2, stand_still, marker, placed(arguments, killed), log=root / "killed")
+    job.kill_when(marker.exists, timeout_s=RUN_S)
+    assert [line["step"] for line in read_jsonl(killed / "metrics.jsonl")] == list(range(RECORDED + 1))
+    assert not (killed / "global_step_6").exists()
+    Job(2, train.main, placed(arguments, killed), log=root / "resumed").finish(timeout_s=RUN_S)
+    return Runs(arguments, whole, killed)
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """What was recorded at each step, but for what the clock says and the checks that a run begins with."""
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    assert len({line["step"] for line in lines}) == len(lines)
+    passing = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(passing)} for line in lines}
+
+
+def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Any]:
+    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("megarl_examples").experiment_id])
+    return client, run
+
+
+def test_every_metric_is_the_same(runs: Runs) -> None:
+    whole, killed = metrics_of(runs.whole), metrics_of(runs.killed)
+    assert list(whole) == list(killed) == list(range(NUM_STEPS + 1))
+    for step, metrics in whole.items():
+        assert killed[step] == metrics, f"step {step}"
+    assert whole[NUM_STEPS]["val/best_step"] in (0, 2, 4, 6)
+
+
+def test_every_sample_is_the_same(runs: Runs) -> None:
+    names = sorted(path.name for path in (runs.whole / "samples").iterdir())
+    assert {f"step_{step}.parquet" for step in range(1, NUM_STEPS + 1)} < {*names}
+    assert sorted(path.name for path in (runs.killed / "samples").iterdir()) == names
+    for name in names:
+        whole, killed = (pq.read_table(run_dir / "samples" / name) for run_dir in (runs.whole, runs.killed))
+        assert whole.num_rows > 0
+        assert killed.equals(whole), name
+
+
+def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
+    whole, killed = (run_dir / f"global_step_{NUM_STEPS}" for run_dir in (runs.whole, runs.killed))
+    models = [name for name in ("actor", "critic") if (whole / name).is_dir()]
+    for model in models:
+        expected, found = tensors_of(whole / model), tensors_of(killed / model)
+        assert found.keys() == expected.keys()
+        assert sum("exp_avg" in name for name in expected) > 0
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), f"{model}: {name}"
+        before = tensors_of(runs.whole / f"global_step_{SAVED}" / model)
+        assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items())
+    assert State.read(killed) == _timeless(State.read(whole), like=State.read(killed))
+
+
+def _timeless(state: State, *, like: State) -> State:
+    """The state with the metrics that the clock says of another."""
+    passing = ("timing_s/", "perf/", "sync/check", "reward/slowest_s")
+    said = {name: value for name, value in like.metrics.items() if name.startswith(passing)}
+    kept = {name: value for name, value in state.metrics.items() if not name.startswith(passing)}
+    return State(state.step, state.kl_coef, state.position, state.best, kept | said)
+
+
+def test_mlflow_has_every_step_once(runs: Runs) -> None:
+    (whole, of_whole), (killed, of_killed) = mlflow_run(runs.whole), mlflow_run(runs.killed)
+    assert of_killed.info.status == "FINISHED"
+    names, others = ({*run.data.metrics} - CHECKED for run in (of_whole, of_killed))
+    assert names == others
+    for name in names:
+        steps = [point.step for point in whole.get_metric_history(of_whole.info.run_id, name)]
+        assert [point.step for point in killed.get_metric_history(of_killed.info.run_id, name)] == steps, name
+    tables = [
+        Path(client.download_artifacts(run.info.run_id, "val/generations.json")).read_text()
+        for client, run in ((whole, of_whole), (killed, of_killed))
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_a_checkpoint_says_what_it_was_saved_under(runs: Runs) -> None:
+    checkpoint = runs.killed / f"global_step_{NUM_STEPS}"
+    config = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    assert config["trainer"]["total_training_steps"] == NUM_STEPS
+    _, run = mlflow_run(runs.killed)
+    assert (checkpoint / "mlflow_run_id").read_text() == run.info.run_id
+
+
+@pytest.mark.parametrize("runs", CASES[:1], indirect=True, ids="-".join)
+def test_a_run_that_has_nothing_left_to_do_says_so(runs: Runs, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in runs.killed.glob("*.jsonl")}
+    client, run = mlflow_run(runs.killed)
+    printed = Job(2, train.main, placed(runs.arguments, runs.killed), log=tmp_path / "again").finish(timeout_s=RUN_S)
+    assert f"nothing left to do: {runs.killed} is at step 6 of 6; raise trainer.total_training_steps" in printed
+    assert {path: path.read_bytes() for path in runs.killed.glob("*.jsonl")} == before
+    for name in ("actor/grad_norm", "timing_s/step"):
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [point.step for point in history] == list(range(1, NUM_STEPS + 1)), name
+    assert mlflow_run(runs.killed)[1].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("runs", CASES[:1], indirect=True, ids="-".join)
+def test_another_split_goes_on_alike(runs: Runs, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    arguments = [
+        *placed(runs.arguments, other),
+        *PIPELINE,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={runs.whole / f'global_step_{SAVED}'}",
+        f"trainer.total_training_steps={RECORDED}",
+        "critic.optim.total_training_steps=6",
+    ]
+    printed = Job(2, train.main, arguments, log=tmp_path / "other").finish(timeout_s=RUN_S)
+    key = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
+    assert f"{key}: 1 -> 2 (rounding: another split)" in printed
+    assert "the curve will not be" in printed  # the critic's schedule is given another length
+    name = f"step_{RECORDED}.parquet"
+    whole, found = (pq.read_table(run_dir / "samples" / name) for run_dir in (runs.whole, other))
+    assert found["prompt"].equals(whole["prompt"])  # the order of the data
+    assert found["response"].equals(whole["response"])  # and the weights in the engine, which is cut as before
+    expected, metrics = metrics_of(runs.whole)[RECORDED], metrics_of(other)[RECORDED]
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "actor/ptx_loss", "critic/score/mean"):
+        assert metrics[name] == pytest.approx(expected[name], rel=5e-3, abs=1e-5), name
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
