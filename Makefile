@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help setup quickstart test test-unit test-newest check clean
+.PHONY: help setup quickstart test test-unit test-newest test-faults check clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -10,6 +10,7 @@ help:
 	@echo "make test         what CI runs: check, then the unit, distributed and end-to-end tests"
 	@echo "make test-unit    the unit tests"
 	@echo "make test-newest  the tests of what touches Megatron-Core, with the newest one, and of optional packages"
+	@echo "make test-faults  the tests in which ranks die, stop or hang, N=1 times over, and a count of what passed"
 	@echo "make check        ruff, mypy, import contracts"
 	@echo "make clean        remove environments, caches and runs/"
 
@@ -41,6 +42,14 @@ test-newest:
 	.venv-newest/bin/python -m pytest tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
 		$(filter-out $(LOSSES),$(wildcard tests/dist/test_learner_*.py)) tests/dist/test_plan_memory.py tests/dist/test_sync.py \
 		tests/unit/test_rewards_reasoning_gym.py
+
+N := 1
+FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)
+test-faults: setup
+	@passed=0; for run in $$(seq $(N)); do \
+		$(BIN)/python -m pytest -q -m faults $(FAULTS) && passed=$$((passed + 1)); \
+		echo "fault tests: $$passed of $$run runs passed"; \
+	done; [ $$passed -eq $(N) ]
 
 clean:
 	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info runs

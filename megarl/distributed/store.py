@@ -1,6 +1,6 @@
 """The store in which the ranks of a job find each other, new for every attempt.
 
-torchrun's agent keeps its store over a restart (PyTorch 2.4 - 2.11, pytorch issue 135712), and with it the addresses of
+torchrun's agent keeps its store over a restart (PyTorch 2.4 - 2.13, pytorch issue 135712), and with it the addresses of
 the dead. How often an agent has started its ranks is no name for an attempt: agents on other hosts count differently.
 So rank 0 chooses a name for it, and tells those ranks that ask with a word that was never said before.
 """

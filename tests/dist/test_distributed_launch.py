@@ -83,6 +83,7 @@ def test_a_rank_that_fails_fails_the_job_and_is_heard(command: list[str]) -> Non
     assert "ValueError: rank 1 was told to fail" in stderr + stdout
 
 
+@pytest.mark.faults
 def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
     process = start(PLAIN, "kill=1")
     _, stderr = process.communicate(timeout=120)
@@ -90,6 +91,7 @@ def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
     assert "megarl: rank 1 failed first (exit code 137)" in stderr
 
 
+@pytest.mark.faults
 def test_ranks_that_torchrun_starts_again_find_each_other() -> None:
     torchrun = [*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:]]
     process = start(torchrun, "kill=1", "once=yes")

@@ -21,6 +21,7 @@ from megarl.data.order import Position
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
+from tests.outcomes import metrics_of
 from tests.programs import succeed
 from tests.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
 
@@ -54,14 +55,6 @@ def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "trainer.save_freq=1",
         "trainer.test_freq=3",
     ]
-
-
-def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """What was logged at each step, but for what the clock says and the checks that a run begins with."""
-    lines = read_jsonl(run_dir / "metrics.jsonl")
-    assert len({line["step"] for line in lines}) == len(lines)
-    passing = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(passing)} for line in lines}
 
 
 def mlflow_runs(run_dir: Path, project: str) -> tuple[MlflowClient, list[Any]]:

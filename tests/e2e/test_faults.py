@@ -1,0 +1,175 @@
+"""Runs that meet with faults: ranks that are killed in every phase and started again, ranks that stop, jobs that hang.
+
+What hangs does nothing but wait, so those jobs go side by side, in processes that have everything imported.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megarl.distributed.watchdog import EXIT_CODE
+from tests.e2e.test_train import TORCHRUN, ppo_arguments
+from tests.faulty import Fault, Faults, serve
+from tests.outcomes import differences
+from tests.programs import run_program, succeed
+from tests.workspace import Workspace, train_arguments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(1800)]
+
+LAUNCH_S = 1500  # for all lives of a job
+NUM_STEPS = 2
+KILLS = [  # the actor learns in the second step only; before the first is saved, a job begins anew
+    Fault(rank=1, phase="old_log_prob"),
+    Fault(rank=0, phase="save_checkpoint", delay_s=0.02),
+    Fault(rank=1, phase="save_checkpoint", delay_s=math.inf),  # saved, and not logged yet
+    Fault(rank=0, phase="sync", step=1),
+    Fault(rank=1, phase="gen", step=1, delay_s=0.02),
+    Fault(rank=0, phase="reward", step=1),
+    Fault(rank=1, phase="update_actor", step=1, delay_s=0.02),
+]
+SIDE_BY_SIDE = 2
+PATIENCE_S = 5.0
+STOPPED = ("sync", "gen", "reward", "old_log_prob", "update_actor", "save_checkpoint")
+SLEEPY_REWARD = """
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)
+    return 1.0
+"""
+
+
+def test_ranks_killed_in_every_phase_leave_no_trace(workspace: Workspace, tmp_path: Path) -> None:
+    expected, found = tmp_path / "expected", tmp_path / "found"
+    length = f"trainer.total_training_steps={NUM_STEPS}"
+    succeed(*TORCHRUN, "megarl.train", *ppo_arguments(workspace, expected), length, timeout_s=LAUNCH_S)
+    faults = Faults(tmp_path / "faults.json")
+    faults.write(KILLS)
+    torchrun = (*TORCHRUN[:-1], "--max-restarts", len(KILLS), "-m")
+    arguments = [*ppo_arguments(workspace, found), length]
+    succeed(*torchrun, "tests.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
+    assert [(met["rank"], met["phase"]) for met in faults.met()] == [(kill.rank, kill.phase) for kill in KILLS]
+    assert differences(expected, found, step=NUM_STEPS) == []
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended that hung."""
+
+    code: int  # of the rank that ended first
+    printed: str
+    reports: dict[int, dict[str, object]]  # what the ranks wrote, by rank
+
+
+def hang_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """A pipeline of two stages beside an engine of tensor-parallel size 2: no phase gets far on one rank."""
+    return [
+        *train_arguments(workspace, run_dir),
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.logger=[jsonl]",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=2",
+    ]
+
+
+def hang(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
+    """Run a job in forked processes until one of them ends."""
+    faults, log = Faults(root / "faults.json"), root / "printed.txt"
+    faults.write([fault])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    argv = [str(faults.path), *arguments]
+    ranks = [context.Process(target=serve, args=(rank, 2, store.port, log, argv)) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        wait([rank.sentinel for rank in ranks], LAUNCH_S)
+        codes = [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return ended(next((code for code in codes if code is not None), -1), log.read_text(), root / "run")
+
+
+def ended(code: int, printed: str, run_dir: Path) -> End:
+    found = [json.loads(path.read_text()) for path in run_dir.glob("hang-*/rank_*.json")]
+    return End(code, printed, {report["rank"]: report for report in found})
+
+
+@pytest.fixture(scope="module")
+def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
+    """The end of each job, by what happens to its rank 1."""
+    roots = {name: tmp_path_factory.mktemp(name) for name in ("launched", *STOPPED, "asleep", "sleepy_reward")}
+    arguments = {name: hang_arguments(workspace, root / "run") for name, root in roots.items()}
+    sleepy = roots["sleepy_reward"] / "reward.py"
+    sleepy.write_text(SLEEPY_REWARD)
+    arguments["sleepy_reward"] += [f"custom_reward_function.path={sleepy}", "reward_model.timeout_s=4000"]
+    stops = {phase: Fault(rank=1, phase=phase, kind="stop", patience_s=PATIENCE_S) for phase in STOPPED}
+    slow = {  # all ranks have to report in time, on whatever machine
+        "asleep": Fault(rank=1, phase="update_actor", kind="sleep", patience_s=6 * PATIENCE_S),
+        "sleepy_reward": Fault(rank=1, phase="reward", kind="none", patience_s=6 * PATIENCE_S),
+    }
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        launched = pool.submit(launch, stops["update_actor"], roots["launched"], arguments["launched"])
+        forked = {
+            name: pool.submit(hang, fault, roots[name], arguments[name]) for name, fault in (stops | slow).items()
+        }
+        yield {"launched": launched, **forked}
+        pool.shutdown(cancel_futures=True)
+
+
+def launch(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
+    """Run a job under our own launcher."""
+    faults = Faults(root / "faults.json")
+    faults.write([fault])
+    code, printed = run_program(sys.executable, "-m", "tests.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
+    return ended(code, printed, root / "run")
+
+
+@pytest.mark.parametrize("phase", STOPPED)
+def test_a_stopped_rank_is_named_and_ends_the_job(ends: dict[str, Future[End]], phase: str) -> None:
+    end = ends[phase].result()
+    assert end.code == EXIT_CODE, end.printed
+    assert "Behind:\n  rank 1: no sign of it" in end.printed
+    assert f"waiting:\n  rank 0 on {os.uname().nodename}: step 0, phase {phase}, at megarl/" in end.printed
+    assert end.reports.keys() == {0}
+
+
+def test_a_launcher_ends_a_stopped_rank_too(ends: dict[str, Future[End]]) -> None:
+    end = ends["launched"].result()  # it returns when no process has its output open
+    assert end.code == EXIT_CODE, end.printed
+    assert "Behind:\n  rank 1: no sign of it" in end.printed
+
+
+def test_a_rank_that_never_joins_a_collective_is_named(ends: dict[str, Future[End]]) -> None:
+    end = ends["asleep"].result()
+    assert end.code == EXIT_CODE, end.printed
+    behind, waiting = end.printed.split("Behind:")[1].split("waiting:")
+    assert "rank 1 on " in behind and "step 0, phase update_actor" in behind and "rank 0" not in behind
+    assert "rank 0 on " in waiting
+    assert end.reports[0]["waits"] and not end.reports[1]["waits"]
+
+
+def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]]) -> None:
+    end = ends["sleepy_reward"].result()
+    assert end.code == EXIT_CODE, end.printed
+    behind, waiting = end.printed.split("Behind:")[1].split("waiting:")
+    rows = ", ".join(map(str, end.reports[1]["rows"]))  # type: ignore[call-overload]
+    assert "rank 1 on " in behind and "step 0, phase reward, at megarl/rewards/" in behind and f"rows {rows}" in behind
+    assert "rank 0 on " in waiting

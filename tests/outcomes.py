@@ -1,0 +1,45 @@
+"""What a run leaves, and how two runs that should be the same are held against each other."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from megarl.tracking.jsonl import read_jsonl
+
+PASSING = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
+"""How names begin of what the clock says, and of the checks that a run begins with."""
+PARTS = ("actor", "critic", "rng")  # of a checkpoint: weights, optimizers, schedules, generators
+INDEX = ".metadata"  # of the files of a part; torch gives every save an id of its own
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """What was logged at each step, but for PASSING."""
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(PASSING)} for line in lines}
+
+
+def differences(expected: Path, found: Path, *, step: int) -> list[str]:
+    """In what two run directories differ: metrics, kept samples (in `samples/`), and the models after `step` steps."""
+    said, metrics, others = [], metrics_of(expected), metrics_of(found)
+    if list(metrics) != list(others):
+        said.append(f"there are metrics of steps {list(others)}, not {list(metrics)}")
+    for number in sorted(metrics.keys() & others.keys()):
+        here, there = metrics[number], others[number]
+        odd = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+        said += [f"step {number}: {name} is {there.get(name)}, not {here.get(name)}" for name in odd]
+    for place in ("samples", *(f"global_step_{step}/{part}" for part in PARTS)):
+        mine, theirs = ({path.name for path in (run / place).iterdir()} - {INDEX} for run in (expected, found))
+        if mine != theirs:
+            said.append(f"{place} holds {sorted(theirs)}, not {sorted(mine)}")
+        for name in sorted(mine & theirs):
+            if not _same(expected / place / name, found / place / name):
+                said.append(f"{place}/{name} is another")
+    return said
+
+
+def _same(mine: Path, other: Path) -> bool:
+    if mine.suffix == ".parquet":
+        return bool(pq.read_table(mine).equals(pq.read_table(other)))
+    return mine.read_bytes() == other.read_bytes()
