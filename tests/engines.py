@@ -169,10 +169,12 @@ def tear_down_vllm(llm: Any) -> None:
 
 def forget_parallel_state() -> None:
     """Also where an engine did not get to its end."""
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+    from vllm.distributed import parallel_state
 
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    # vLLM counts the groups of a process, and ranks that were in different worlds before would not meet by name.
+    parallel_state._group_name_counter.clear()
 
 
 def log_probs(model: Any, prompt: Prompt, response: list[int], temperature: float) -> Tensor:
