@@ -93,23 +93,8 @@ def _learn(
         balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),
     )
-    learners = {lessons.name: learner}
-    written = source if learner.is_policy else source.as_classifier(tokenizer)
-    checkpoints = Checkpoints(
-        directory=run_dir,
-        learners=learners,
-        keep=trainer.max_ckpt_to_keep,
-        write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
-        export=(lambda to: export_model(learner, source, tokenizer, to / HUGGINGFACE, launch))
-        if trainer.save_huggingface
-        else None,
-        companions=lambda: companions(config, learners),
-        beside_training=trainer.async_save,
-        mirror=mirror_of(trainer),
-    )
-    standing.require_sizes(learners, {lessons.name: "model.path"})
-    if trainer.save_freq > 0:
-        warn_of_room(run_dir, checkpoints.num_bytes)
+    checkpoints = _checkpoints(config, launch, source, tokenizer, {lessons.name: learner})
+    standing.require_sizes(checkpoints.learners, {lessons.name: "model.path"})
     if standing.checkpoint:
         checkpoints.load(standing.checkpoint)
     if standing.is_at(last_step):
@@ -135,6 +120,30 @@ def _learn(
                 raise Stopped(step + 1)
         checkpoints.close()
     return learner
+
+
+def _checkpoints(
+    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, learners: dict[str, Learner]
+) -> Checkpoints:
+    trainer, (learner,) = config.trainer, learners.values()
+    written = source if learner.is_policy else source.as_classifier(tokenizer)
+
+    def export(checkpoint: Path) -> None:
+        export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
+
+    checkpoints = Checkpoints(
+        directory=Path(trainer.default_local_dir),
+        learners=learners,
+        keep=trainer.max_ckpt_to_keep,
+        write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+        export=export if trainer.save_huggingface else None,
+        companions=lambda: companions(config, learners),
+        beside_training=trainer.async_save,
+        mirror=mirror_of(trainer),
+    )
+    if trainer.save_freq > 0:
+        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
+    return checkpoints
 
 
 def is_exported(directory: Path, standing: Standing) -> bool:

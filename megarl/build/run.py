@@ -35,7 +35,7 @@ from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
 from megarl.loop import KL, Job, Progress, Schedule
-from megarl.platform.files import check_writable
+from megarl.platform.files import check_writable, replacing
 from megarl.ptx import Supervision
 from megarl.reward_model import make_rules
 from megarl.roles import Model
@@ -86,8 +86,6 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic, mirrored=not replay)
     standing.require_sizes(checkpoints.learners, MODEL_KEYS)
-    if trainer.save_freq > 0:
-        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
     if standing.checkpoint:
         checkpoints.load(standing.checkpoint)
     first_step, validation = state.step, None
@@ -118,8 +116,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         tracker=tracker,
         num_ranks=launch.world_size,
     )
-    if launch.rank == 0:
-        (Path(config.trainer.default_local_dir) / CONFIG_FILE).write_text(to_yaml(config))
+    together(lambda: _keep(config) if launch.rank == 0 else None)
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
 
 
@@ -185,6 +182,12 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     return make_validation(config, prompts, sampler, scorer, tracker), engine, step
 
 
+def _keep(config: Config) -> None:
+    """Write the resolved configuration into the run's directory."""
+    with replacing(Path(config.trainer.default_local_dir) / CONFIG_FILE) as file:
+        file.write(to_yaml(config).encode())
+
+
 def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:
     sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
     tracker.log_table("data/prompts", sizes, step=step)
@@ -210,7 +213,7 @@ def _checkpoints(
             learnt_from = Source.read(config.critic.model)
             export_model(critic.learner, learnt_from, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
 
-    return Checkpoints(
+    checkpoints = Checkpoints(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
@@ -220,6 +223,9 @@ def _checkpoints(
         beside_training=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )
+    if trainer.save_freq > 0:
+        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
+    return checkpoints
 
 
 def check_directories(trainer: TrainerSection) -> None:

@@ -8,6 +8,7 @@ Invariant: no token is generated from weights or cached keys of an earlier sync.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,12 +60,7 @@ class RolloutEngine:
         `generate` will ask of a replica; on CPU it bounds the KV cache. ValueError for sizes that do not fit, or where
         the KV cache does not hold one sequence of `max_model_len`.
         """
-        self.tp_size = section.tensor_model_parallel_size
-        if dist.get_world_size() % self.tp_size:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.tp_size} does not divide the "
-                f"{dist.get_world_size()} processes of this job; choose a divisor"
-            )
+        self.tp_size = _divisor(section.tensor_model_parallel_size)
         patches.prepare_environment()
         # vLLM reads its environment when it is imported: nothing that imports it may come before this line.
         from vllm.platforms import current_platform
@@ -74,6 +70,7 @@ class RolloutEngine:
         from megarl.rollout.layout import trace
 
         reload.check_version()
+        patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
         self._may_compile = not (on_cpu and section.enforce_eager)
@@ -84,8 +81,6 @@ class RolloutEngine:
             trust_remote_code=trust_remote_code,
             on_cpu=on_cpu,
         )
-        prefix = segments.claim()
-        patches.name_message_queues(prefix)
         if on_cpu:
             patches.name_channels(prefix if segments.may_spin() else None)
             patches.rotate_heads_correctly()
@@ -180,23 +175,19 @@ class RolloutEngine:
             ValueError: a prompt leaves no room for `max_tokens`.
             RuntimeError: vLLM failed, or did not answer exactly what it was asked; names replica and prompts.
         """
-        for prompt in prompts:
-            if len(prompt.token_ids) + max_tokens > self.max_model_len:
-                raise ValueError(
-                    f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have {max_tokens}, "
-                    f"but the engine was started for {self.max_model_len} together; raise data.max_prompt_length"
-                )
+        self._check_lengths(prompts, max_tokens)
         asked = [(position, sample) for position in range(len(prompts)) for sample in range(sampling.n)]
+        section, index_of = self._section, [prompt.index for prompt in prompts]
+        request = partial(
+            request_params,
+            sampling,
+            max_tokens=max_tokens,
+            stop=() if section.ignore_eos else self._stop,
+            log_probs=section.calculate_log_probs if log_probs is None else log_probs,
+        )
+        seed = partial(request_seed, section.seed, step=step)
         params = [
-            request_params(
-                sampling,
-                seed=request_seed(
-                    self._section.seed, step=step, prompt_index=prompts[position].index, sample=first_sample + sample
-                ),
-                max_tokens=max_tokens,
-                stop=() if self._section.ignore_eos else self._stop,
-                log_probs=self._section.calculate_log_probs if log_probs is None else log_probs,
-            )
+            request(seed=seed(prompt_index=index_of[position], sample=first_sample + sample))
             for position, sample in asked
         ]
         requests = [{"prompt_token_ids": list(prompts[position].token_ids)} for position, _ in asked]
@@ -220,8 +211,15 @@ class RolloutEngine:
                 )
             return [read(number, output) for number, output in enumerate(outputs)]
         except Exception as error:
-            rows = [prompt.index for prompt in prompts]
-            raise RuntimeError(failure(error, self.name(self.replica), rows, step=step)) from error
+            raise RuntimeError(failure(error, self.name(self.replica), index_of, step=step)) from error
+
+    def _check_lengths(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        for prompt in prompts:
+            if len(prompt.token_ids) + max_tokens > self.max_model_len:
+                raise ValueError(
+                    f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have {max_tokens}, "
+                    f"but the engine was started for {self.max_model_len} together; raise data.max_prompt_length"
+                )
 
     def close(self) -> None:
         """Shut the engine down, while the process groups it uses still exist."""
@@ -303,3 +301,12 @@ def llm_arguments(
     if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
         raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
     return ours | section.engine_kwargs
+
+
+def _divisor(tp_size: int) -> int:
+    if dist.get_world_size() % tp_size:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp_size} does not divide the "
+            f"{dist.get_world_size()} processes of this job; choose a divisor"
+        )
+    return tp_size
