@@ -9,6 +9,8 @@ from typing import TextIO
 class Outliving(io.TextIOWrapper):
     """A text stream that drops what its file does not take: a closed pipe, a terminal that is gone, a full disk."""
 
+    stream: TextIO  # whose file it is, which would be closed with its end
+
     def write(self, text: str, /) -> int:
         """Write what can be written."""
         try:
@@ -34,10 +36,12 @@ def outlive_readers() -> None:
 def _outliving(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper) or isinstance(stream, Outliving):
         return stream  # None too, where the process was started with it closed
-    return Outliving(
+    outliving = Outliving(
         stream.buffer,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+    outliving.stream = stream
+    return outliving

@@ -78,3 +78,16 @@ def test_what_is_read_arrives(tmp_path: Path) -> None:
     assert "step 300/300  reward 0.500" in text
     assert text.count("plain") == 300
     assert text.count("WARNING:root:said") == 300
+
+
+def test_an_output_of_ones_own_stays_open() -> None:
+    program = """
+import os, sys
+from megarl.platform.terminal import outlive_readers
+
+sys.stdout = os.fdopen(os.dup(1), "w")  # nothing else holds it
+outlive_readers()
+print("said", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
