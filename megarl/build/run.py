@@ -65,13 +65,14 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     `held` keeps its directory; `replay` names samples of a run that stand in for engine, reward and validation.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
-    check_directories(trainer)
+    kept = (replaying(config) if replay else config).trainer  # where this job writes
+    check_directories(kept)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    held.enter_context(occupy(Path((replaying(config) if replay else config).trainer.default_local_dir)))
+    held.enter_context(occupy(Path(kept.default_local_dir)))
     standing = Standing.find(config)
     state = standing.state
     if standing.is_at(last_step) and not (replay or trainer.val_only):
