@@ -5,7 +5,7 @@ last one that counts reaches no further than the text before the policy's token,
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -19,12 +19,16 @@ from megarl.distributed.exchange import in_shares
 R = TypeVar("R", bound=Rollouts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Translation:
-    """From the tokens of the policy to those of a model that reads along."""
+    """From the tokens of the policy to those of a model that reads along.
+
+    An iteration asks twice for the same responses, to value them and to learn from them: they are read once.
+    """
 
     writer: Tokenizer
     reader: Tokenizer
+    _last: Rollouts | None = field(default=None, init=False)
 
     def __call__(self, batch: R) -> R:
         """The batch as the reader sees it: with `sequences` and `places`. Collective; ranks share the work.
@@ -32,6 +36,12 @@ class Translation:
         Raises:
             ValueError: the reader's chat template refuses a prompt, or there is no text of it; names the data row.
         """
+        last = self._last
+        if last is None or last.responses is not batch.responses or last.prompts is not batch.prompts:
+            last = self._last = self._translated(batch)
+        return replace(batch, sequences=last.sequences, places=last.places)
+
+    def _translated(self, batch: R) -> R:
         read = [*chain.from_iterable(in_shares(len(batch), lambda share: [self._read(batch, row) for row in share]))]
         places = torch.zeros(batch.mask.shape, dtype=torch.int64)
         places[batch.mask] = torch.tensor([place for _, of_row in read for place in of_row])

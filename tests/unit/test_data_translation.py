@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batch import Prompt, Rollouts
+from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.prompts import encode_prompt
 from megarl.data.tokenizer import HALF, Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
@@ -89,6 +89,18 @@ def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str
     assert torch.equal(read.predictors()[batch.mask], batch.predictors()[batch.mask])
     chosen = read.select(torch.tensor([1]))
     assert chosen.sequence(0) == batch.sequence(1)
+
+
+def test_the_same_responses_are_read_once_and_others_anew(tokenizers: dict[str, Tokenizer]) -> None:
+    writer = tokenizers["coarse"]
+    first, second = (rollouts(writer, "3 18", [writer.encode(text, add_special_tokens=False)]) for text in ("ab", "cd"))
+    translation = Translation(writer=writer, reader=tokenizers["fine"])
+    read = translation(first)
+    later = first.extend(Scored, texts=["ab"], scores=torch.ones(1), accuracies=torch.ones(1))
+    assert translation(later).sequences is read.sequences
+    assert isinstance(translation(later), Scored)
+    assert translation(second).sequences != read.sequences
+    assert translation(first).sequences == read.sequences
 
 
 def test_a_prompt_that_cannot_be_read_is_named(tokenizers: dict[str, Tokenizer]) -> None:
