@@ -21,7 +21,7 @@ from megarl.distributed.watchdog import GRACE_S, watching
 from megarl.platform.device import device_type
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import outlive_readers
-from megarl.platform.versions import code_digest, versions
+from megarl.platform.versions import running
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
 
@@ -59,7 +59,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         trainer = config.trainer
         # The watchdog says more than a collective that times out, so it comes first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
-        agree(dict(flatten(asdict(config))) | versions() | {"megarl's source": code_digest()})
+        agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
         if rank == "0":
             print(error, file=sys.stderr)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megarl.checkpoint.find import find_checkpoint
 from megarl.learner.finite import NotFinite
 from megarl.learner.learner import Outcome, Part
-from megarl.platform.files import replacing
+from megarl.platform.files import write_whole
 from megarl.samples.archive import write_record
 from megarl.tracking.config import TrainerSection
 
@@ -76,8 +76,7 @@ class Skips:
             for number, part in enumerate(parts):
                 name = record.stem + (f"_{number}" if number else "")
                 write_record(record.with_name(f"{name}.parquet"), part.batch)
-            with replacing(record) as file:
-                file.write(json.dumps(facts, indent=1).encode())
+            write_whole(record, json.dumps(facts, indent=1).encode())
             self._forget_oldest()
         except OSError as error:
             logger.warning("%s could not be written: %s", record, error)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
-from megarl.build.resume import Standing, companions, mirror_of
-from megarl.build.run import check_directories, finish_records, run_tracker
+from megarl.build.resume import Standing
+from megarl.build.run import check_directories, finish_records, make_checkpoints, run_tracker
 from megarl.checkpoint import manifest
-from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
@@ -125,25 +124,14 @@ def _learn(
 def _checkpoints(
     config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, learners: dict[str, Learner]
 ) -> Checkpoints:
-    trainer, (learner,) = config.trainer, learners.values()
+    (learner,) = learners.values()
     written = source if learner.is_policy else source.as_classifier(tokenizer)
-
-    def export(checkpoint: Path) -> None:
-        export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
-
-    checkpoints = Checkpoints(
-        directory=Path(trainer.default_local_dir),
-        learners=learners,
-        keep=trainer.max_ckpt_to_keep,
+    return make_checkpoints(
+        config,
+        learners,
         write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
-        export=export if trainer.save_huggingface else None,
-        companions=lambda: companions(config, learners),
-        beside_training=trainer.async_save,
-        mirror=mirror_of(trainer),
+        export=lambda checkpoint: export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch),
     )
-    if trainer.save_freq > 0:
-        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
-    return checkpoints
 
 
 def is_exported(directory: Path, standing: Standing) -> bool:

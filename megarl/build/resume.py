@@ -19,7 +19,7 @@ from megarl.config.load import to_yaml
 from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.learner.learner import Learner
-from megarl.platform.versions import code_digest, versions
+from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.mlflow import RUN_ID_FILE
 
@@ -104,15 +104,11 @@ def companions(config: Config | SupervisedConfig, learners: Mapping[str, Learner
     """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, MLflow's run."""
     texts = {
         CONFIG_FILE: to_yaml(config),
-        VERSIONS_FILE: json.dumps(_versions(), indent=1),
+        VERSIONS_FILE: json.dumps(running(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
     }
     run_id = Path(config.trainer.default_local_dir) / RUN_ID_FILE
     return texts | ({RUN_ID_FILE: run_id.read_text()} if run_id.is_file() else {})
-
-
-def _versions() -> dict[str, str]:
-    return versions() | {"megarl's source": code_digest()}
 
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
@@ -132,7 +128,7 @@ def _compare(
         found = differences(was, now, Schema.of(type(config)).leaves)
     other_versions = {}
     if (path := checkpoint / VERSIONS_FILE).is_file():
-        was, now = json.loads(path.read_text()), _versions()
+        was, now = json.loads(path.read_text()), running()
         other_versions = {
             name: (was.get(name, "none"), now.get(name, "none"))
             for name in (was | now)

@@ -1,6 +1,6 @@
 """The composition root: everything of a run put together as configured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +29,14 @@ from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.loop import KL, Job, Progress, Schedule
-from megarl.platform.files import check_writable, replacing
+from megarl.platform.files import check_writable, write_whole
 from megarl.ptx import Supervision
 from megarl.reward_model import make_rules
 from megarl.roles import Model
@@ -117,7 +118,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         tracker=tracker,
         num_ranks=launch.world_size,
     )
-    together(lambda: _keep(config) if launch.rank == 0 else None)
+    on_first_rank(lambda: write_whole(Path(config.trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
 
 
@@ -183,12 +184,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     return make_validation(config, prompts, sampler, scorer, tracker), engine, step
 
 
-def _keep(config: Config) -> None:
-    """Write the resolved configuration into the run's directory."""
-    with replacing(Path(config.trainer.default_local_dir) / CONFIG_FILE) as file:
-        file.write(to_yaml(config).encode())
-
-
 def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:
     sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
     tracker.log_table("data/prompts", sizes, step=step)
@@ -204,7 +199,7 @@ def _checkpoints(
     *,
     mirrored: bool,
 ) -> Checkpoints:
-    trainer, dtype = config.trainer, config.actor_rollout_ref.actor.megatron.dtype
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
     learners = {model.name: model.learner for model in (actor, critic) if model}
 
     def export(checkpoint: Path) -> None:
@@ -214,11 +209,38 @@ def _checkpoints(
             learnt_from = Source.read(config.critic.model)
             export_model(critic.learner, learnt_from, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
 
+    return make_checkpoints(
+        config,
+        learners,
+        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        export=export,
+        mirrored=mirrored,
+    )
+
+
+def make_checkpoints(
+    config: Config | SupervisedConfig,
+    learners: Mapping[str, Learner],
+    *,
+    write_huggingface: Callable[[Path], None],
+    export: Callable[[Path], None],
+    mirrored: bool = True,
+) -> Checkpoints:
+    """The checkpoints of a run as `trainer` wants them; says so where the disk has no room for one.
+
+    Args:
+        config: of the run.
+        learners: what is saved, by name.
+        write_huggingface: writes configuration and tokenizer to a directory.
+        export: writes the weights for others into a checkpoint. Collective.
+        mirrored: where a mirror is asked for.
+    """
+    trainer = config.trainer
     checkpoints = Checkpoints(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
-        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        write_huggingface=write_huggingface,
         export=export if trainer.save_huggingface else None,
         companions=lambda: companions(config, learners),
         beside_training=trainer.async_save,

@@ -8,7 +8,7 @@ RUN_DIR/global_step_40/                     whole
 import shutil
 from pathlib import Path
 
-from megarl.platform.files import replacing, sync_directory
+from megarl.platform.files import sync_directory, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -33,8 +33,7 @@ def publish(part: Path, final: Path) -> None:
 
 def name_latest(directory: Path, step: int) -> None:
     """Have the run continue from the checkpoint of `step`."""
-    with replacing(directory / LATEST) as file:
-        file.write(str(step).encode())
+    write_whole(directory / LATEST, str(step).encode())
 
 
 def latest_step(directory: Path) -> int | None:

@@ -12,7 +12,7 @@ from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.manifest import find_damage
 from megarl.checkpoint.remote import WAITS_S, Remote, persist
 from megarl.distributed.exchange import on_first_rank
-from megarl.platform.files import replacing
+from megarl.platform.files import write_whole
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float
         _warn(f"{mirror}/{METRICS_FILE} cannot be had, so that the metrics of earlier steps are missing: {error}")
     else:
         if metrics is not None:
-            with replacing(directory / METRICS_FILE) as file:
-                file.write(metrics)
+            write_whole(directory / METRICS_FILE, metrics)
     name_latest(directory, step)
 
 

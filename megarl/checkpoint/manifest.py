@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.background import Task
 from megarl.distributed.exchange import in_shares, on_first_rank, share
-from megarl.platform.files import inside, replacing, sync_directory
+from megarl.platform.files import inside, sync_directory, write_whole
 
 NAME = "manifest.json"
 Seal = tuple[int, int]
@@ -73,8 +73,7 @@ def _finish(directory: Path, found: dict[str, list[int]]) -> None:
     """Bring to the disk which names the directories hold, then write the manifest."""
     for parent in {(directory / name).parent for name in found}:
         sync_directory(parent)
-    with replacing(directory / NAME) as file:
-        file.write(json.dumps(found, indent=1).encode())
+    write_whole(directory / NAME, json.dumps(found, indent=1).encode())
 
 
 def _seal(path: Path) -> list[int]:

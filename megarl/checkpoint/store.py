@@ -39,7 +39,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.randomness import random_states, set_random_states
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
-from megarl.platform.files import explained, replacing
+from megarl.platform.files import explained, write_whole
 
 HUGGINGFACE = "huggingface"
 
@@ -109,12 +109,11 @@ class Checkpoints:
     def _saving(self, state: State) -> Task:
         final = self.directory / f"{PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
-        main = dist.get_rank() == 0
-        together(lambda: _make_empty(part, list(self.learners)) if main else None)
+        on_first_rank(lambda: _make_empty(part, list(self.learners)))
         require_room(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: _write_random_states(part / "rng" / f"rank_{dist.get_rank()}.pt"))
-        together(lambda: self._write_companions(part, state) if main else None)
+        on_first_rank(lambda: self._write_companions(part, state))
         if self.export:
             self.export(part)
         yield partial(_write_all, writings)
@@ -123,7 +122,7 @@ class Checkpoints:
         if not self.beside_training:
             self._staging.release()
         yield from sealing(part)
-        yield lambda: self._publish(part, final, state.step) if main else None
+        yield lambda: self._publish(part, final, state.step) if dist.get_rank() == 0 else None
         self.failures.over()
         if self.mirror:
             self.mirror.follow(state.step)
@@ -143,8 +142,8 @@ class Checkpoints:
         with explained(str(part)):
             self.write_huggingface(part / HUGGINGFACE)
         for name, text in self.companions().items():
-            _write(part / name, text)
-        _write(part / "state.json", json.dumps(asdict(state)))
+            write_whole(part / name, text.encode())
+        write_whole(part / "state.json", json.dumps(asdict(state)).encode())
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove the oldest."""
@@ -158,11 +157,6 @@ class Checkpoints:
         for step in steps[: -self.keep] if self.keep else []:
             if step not in (latest, self.mirror and self.mirror.under_way):
                 shutil.rmtree(self.directory / f"{PREFIX}{step}")
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 def _write_all(writings: Sequence[Writing]) -> None:

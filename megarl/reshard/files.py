@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.distributed.exchange import together
-from megarl.platform.files import explained, inside, replacing, reserve
+from megarl.platform.files import explained, inside, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
@@ -232,8 +232,7 @@ def _finish(
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=2).encode())
+    write_whole(path, json.dumps(content, indent=2).encode())
 
 
 def _write_index(directory: Path, shapes: Shapes, files: Mapping[str, Sequence[str]], dtype: torch.dtype) -> None:
