@@ -8,13 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.train import show_code
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -26,8 +23,6 @@ def evaluate(config: Config, launch: Launch) -> None:
     """Run the validation on this rank."""
     from megarl.build.run import build_validation
 
-    if launch.rank == 0:
-        show_code(config, Console())
     validation, engine, step = build_validation(config, launch)
     scores = validation.run(step=step)
     validation.tracker.close()

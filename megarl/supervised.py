@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from megarl.batch import Rollouts
 from megarl.build.resume import Standing
-from megarl.build.run import check_directories, finish_records, make_checkpoints, run_tracker
+from megarl.build.run import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
 from megarl.checkpoint import manifest
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
@@ -66,6 +66,7 @@ def learn(
         ValueError: the run's directory cannot be written, or another job works there.
         Stopped: the job was told to end; the last finished step is saved.
     """
+    name_own_code(config)
     check_directories(config.trainer)
     with occupy(Path(config.trainer.default_local_dir)):
         return _learn(config, launch, source, tokenizer, lessons)

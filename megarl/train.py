@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import batch_table, own_code, remarks
+from megarl.config.report import batch_table, remarks
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, heeding
@@ -93,15 +93,8 @@ def show_plan(config: Config) -> None:
         table.add_row(*row)
     console = Console()
     console.print(table)
-    show_code(config, console)
     for remark in remarks(config):
         console.print(f"[yellow]note:[/] {remark}")
-
-
-def show_code(config: Config, console: Console) -> None:
-    """Print which code of the user's own runs: rewards, and what models bring with them."""
-    for key, code in own_code(config).items():
-        console.print(f"code of your own: {key}: {code}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

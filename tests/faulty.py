@@ -23,11 +23,23 @@ from megarl.distributed import watchdog
 from megarl.entry import run
 from tests.programs import ROOT
 
+
+def break_engine() -> None:
+    """Have vLLM fail at its next step, on this rank alone."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def execute_model(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    GPUModelRunner.execute_model = execute_model
+
+
 START = "start"  # the watchdog's word for all that comes before the first step
 KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(3600),
+    "engine": break_engine,
     "none": lambda: None,  # but for the others' patience
 }
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.models import device_of, make_actor, make_critic, make_reference
@@ -29,6 +31,7 @@ from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
@@ -67,6 +70,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
     kept = (replaying(config) if replay else config).trainer  # where this job writes
+    name_own_code(config)
     check_directories(kept)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
@@ -156,6 +160,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
     run_dir = Path(trainer.default_local_dir)
+    name_own_code(config)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
     prompts = validation_prompts(config, tokenizer)
@@ -249,6 +254,19 @@ def make_checkpoints(
     if trainer.save_freq > 0:
         warn_of_room(checkpoints.directory, checkpoints.num_bytes)
     return checkpoints
+
+
+def name_own_code(config: Config | SupervisedConfig) -> None:
+    """Print which code of the user's own runs: rewards, and what models bring with them. Collective.
+
+    Raises:
+        ValueError: it is not the same on all ranks.
+    """
+    code = own_code(config)
+    agree(code)
+    if dist.get_rank() == 0:
+        for key, what in code.items():
+            print(f"code of your own: {key}: {what}")
 
 
 def check_directories(trainer: TrainerSection) -> None:

@@ -11,6 +11,7 @@ from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, name_latest
 from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.manifest import find_damage
 from megarl.checkpoint.remote import WAITS_S, Remote, persist
+from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
 from megarl.platform.files import write_whole
 from megarl.tracking.jsonl import METRICS_FILE
@@ -35,14 +36,17 @@ def find_checkpoint(
         waits: seconds between tries to reach it.
 
     Raises:
-        ValueError: there is none at the `path` of mode resume_path or it is damaged; or none of those that the
-            directory had is left whole; or there is none, and whether the mirror has one cannot be said.
+        ValueError: the ranks do not see the same steps; there is no checkpoint at the `path` of mode resume_path or it
+            is damaged; none of those that the directory had is left whole; or there is none, and whether the mirror
+            has one cannot be said.
     """
     if mode == "resume_path":
         return _named(str(path), directory, waits)
     if mode == "disable":
         return None
-    latest, here = latest_step(directory), _last_whole(directory)
+    latest, saved = latest_step(directory), sorted(saved_steps(directory))
+    agree({str(directory / LATEST): latest, f"{directory / PREFIX}*": saved})
+    here = _last_whole(directory, [step for step in saved if latest is not None and step <= latest])
     newer = _newer(Remote(mirror), directory, _step_of(here) if here else None, waits) if mirror else None
     if latest is not None and not (newer or here):
         raise ValueError(
@@ -66,11 +70,9 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
     return checkpoint
 
 
-def _last_whole(directory: Path) -> Path | None:
-    """The last whole checkpoint of the directory up to its latest."""
-    last = latest_step(directory)
-    steps = [] if last is None else [step for step in saved_steps(directory) if step <= last]
-    for step in sorted(steps, reverse=True):
+def _last_whole(directory: Path, steps: Sequence[int]) -> Path | None:
+    """The last whole one of the directory's checkpoints of `steps`, which ascend."""
+    for step in reversed(steps):
         checkpoint = directory / f"{PREFIX}{step}"
         if not (damage := find_damage(checkpoint)):
             return checkpoint  # an earlier one where a crash came while the last was being replaced

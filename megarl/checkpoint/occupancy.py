@@ -16,17 +16,20 @@ from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 
 from megarl.checkpoint.directory import PREFIX
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 PATIENCE_S = 60.0
 """How long a job that was killed may take to be gone: giving back the memory of a device takes seconds."""
+VISIBLE_S = 10.0
+"""How long a file may take to be seen on other hosts."""
 _ROUND_S = 0.1
 
 
@@ -34,7 +37,8 @@ def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContex
     """Take `directory`, made if need be, for this job alone until the block ends, and tidy it up. Collective.
 
     Raises:
-        ValueError: another job has it, named with its host and process.
+        ValueError: another job has it, named with its host and process; or some ranks see another directory of this
+            name than rank 0, as on a disk of their host's own.
     """
     held: list[TextIOWrapper] = []
 
@@ -43,7 +47,33 @@ def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContex
             held.append(lock)
 
     together(enter)
+    _require_shared(directory)
     return held[0] if held else nullcontext()
+
+
+def _require_shared(directory: Path) -> None:
+    probe = directory / on_first_rank(lambda: f".{uuid4().hex}.part")  # which `tidy_up` would remove
+    on_first_rank(probe.touch)
+    strangers = {
+        rank: host
+        for rank, (is_there, host) in enumerate(together(lambda: (_appears(probe), socket.gethostname())))
+        if not is_there
+    }
+    on_first_rank(probe.unlink)
+    if strangers:
+        hosts = ", ".join(sorted(set(strangers.values())))
+        raise ValueError(
+            f"trainer.default_local_dir={directory} is not the same directory for rank 0 and for ranks "
+            f"{', '.join(map(str, strangers))} ({hosts}): name one on a file system that all hosts share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a new file is seen: at once, or when a network file system has noticed."""
+    until = time.monotonic() + VISIBLE_S
+    while not (is_there := path.exists()) and time.monotonic() < until:
+        time.sleep(_ROUND_S)
+    return is_there
 
 
 def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:

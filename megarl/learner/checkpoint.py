@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.learner.learner import Learner
 from megarl.learner.optimizer import Optimizer, torch_optimizers
-from megarl.learner.patches import reading_data_only
+from megarl.learner.patches import first_rank_failing_with_all, reading_data_only
 from megarl.learner.staging import Staging, copy_optimizer, copy_shards
 from megarl.platform.cpu import megatron_platform
 
@@ -72,7 +72,7 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
         request.async_fn()
 
     def finish() -> None:
-        with megatron_platform():
+        with megatron_platform(), first_rank_failing_with_all():
             for finalize in request.finalize_fns:
                 finalize()
 

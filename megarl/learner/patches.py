@@ -6,15 +6,19 @@ The one to the writer of checkpoints is in shard_files.py.
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -25,6 +29,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem as checkpoint_files
 
+from megarl.distributed.exchange import together
 from megarl.learner.latent import DownProjection
 from megarl.learner.shard_files import write_in_this_process
 from megarl.platform.files import inside
@@ -71,6 +76,36 @@ def reading_data_only() -> Iterator[None]:
             del os.environ[FORCE_DATA_ONLY]
         else:
             os.environ[FORCE_DATA_ONLY] = forced
+
+
+@contextmanager
+def first_rank_failing_with_all() -> Iterator[None]:
+    """megatron-core 0.16.1, 0.19.2: rank 0 alone writes a checkpoint's index, and the others wait in a collective.
+
+    Where the disk does not take it, rank 0 goes on to the end of the block, and there the error is raised on all ranks.
+    """
+    errors: list[OSError] = []
+
+    def attempt(write: Any, *args: Any) -> None:
+        try:
+            write(*args)
+        except OSError as error:
+            errors.append(error)
+
+    def finish(self: Any, *args: Any) -> None:
+        attempt(partial(original, self), *args)
+
+    original = FileSystemWriterAsync.finish
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(FileSystemWriterAsync, "finish", finish))
+        patched.enter_context(patch.object(serialization, "save_config", partial(attempt, serialization.save_config)))
+        yield
+    together(lambda: _raise_first(errors))
+
+
+def _raise_first(errors: list[OSError]) -> None:
+    for error in errors:
+        raise error
 
 
 def _load_index(file: Any) -> Any:

@@ -91,7 +91,7 @@ class Rules:
 def provenance(path: Path, name: str) -> str:
     """Which function of which file a custom one is, for people: with 12 hex digits of the file's SHA-256."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "it is not here"
-    return f"{name} of {path.resolve()} (SHA-256: {digest})"
+    return f"{name} of {path.absolute()} (SHA-256: {digest})"
 
 
 def rule_names() -> list[str]:

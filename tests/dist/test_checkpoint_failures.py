@@ -18,8 +18,11 @@ CHECKPOINTS = {"llama": ("llama", {})}
 
 
 def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool) -> tuple[list[Any], str]:
-    """Save on a disk with room, without, with room for a part only, and with room again; what each has come to."""
-    from megarl.checkpoint import failures
+    """Save on a disk with room, without, with room for a part only, for all but the index, and with room again.
+
+    Returns what each has come to, and the error of a run that ends before the last.
+    """
+    from megarl.checkpoint import failures, store
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import Checkpoints
@@ -49,10 +52,15 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool
         patch.setattr(Checkpoints, "num_bytes", 0)
         on_first_rank(lambda: disk.fill(leave=200_000))
         diary.append(save(3))
+    on_first_rank(disk.clear)
+    with pytest.MonkeyPatch.context() as patch:  # as if it did when all but what rank 0 writes alone was written
+        write_all = store._write_all
+        patch.setattr(store, "_write_all", lambda writings: (write_all(writings), together(lambda: None), disk.fill()))
+        diary.append(save(4))
     with pytest.raises(ValueError, match="the last steps are not saved") as raised:
         run.close()
     on_first_rank(disk.clear)
-    diary.append(save(4))
+    diary.append(save(5))
     run.close()
     return diary, str(raised.value)
 
@@ -69,15 +77,16 @@ def test_all_ranks_go_on_without_a_save_that_fails(
         told = pool.run(2, saves, checkpoints["llama"], disk, sizes(2, 1), beside_training)
         assert told[0] == told[1]
         diary, error = told[0]
-        first, last = disk.path / "global_step_1", disk.path / "global_step_4"
-        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 2.0)]
+        first, last = disk.path / "global_step_1", disk.path / "global_step_5"
+        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 3.0, 3.0)]
         assert diary == [
             (first, {}, []),
             (first, failed[0], []),
             (first, failed[1], []),
-            (last, failed[2], []),
+            (first, failed[2], []),
+            (last, failed[3], []),
         ]
-        assert "the checkpoint of step 3 cannot be written" in error
+        assert "the checkpoint of step 4 cannot be written" in error
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
 
 

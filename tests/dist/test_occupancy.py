@@ -3,12 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megarl.checkpoint import occupancy
+from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.occupancy import LOCK, occupy
 from tests.programs import ROOT
 from tests.ranks import RankPool
@@ -66,6 +72,40 @@ def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(pool: RankPool, t
         process.kill()
         pool.run(2, enter, directory, 600.0)  # which waits until it is gone
     assert pool.run(2, enter, directory, 0.0) == pool.run(2, enter, directory, 0.0)  # a job that ended is out
+
+
+def see_own_directory(root: Path, look: Callable[[Path], Any]) -> str:
+    """What a rank is told that looks at RUN_DIR on a disk of its own."""
+    disk = root / f"rank{dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ValueError, match="run") as refused:
+        monkeypatch.chdir(disk)
+        monkeypatch.setattr(occupancy, "VISIBLE_S", 0.0)
+        look(Path("run"))
+    return str(refused.value)
+
+
+def test_ranks_that_see_another_directory_refuse_it(pool: RankPool, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank{rank}" / "run").mkdir(parents=True)
+    said = pool.run(2, see_own_directory, tmp_path, occupy)
+    assert said[0] == said[1]
+    assert said[0] == (
+        "trainer.default_local_dir=run is not the same directory for rank 0 and for ranks 1 "
+        f"({os.uname().nodename}): name one on a file system that all hosts share"
+    )
+
+
+def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: Path) -> None:
+    for rank in range(2):
+        (checkpoint := tmp_path / f"rank{rank}" / "run" / f"global_step_{rank + 2}").mkdir(parents=True)
+        (checkpoint / "state.json").touch()
+        (checkpoint.parent / LATEST).write_text(str(rank + 2))
+    said = pool.run(2, see_own_directory, tmp_path, partial(find_checkpoint, mode="auto", path=None))
+    assert said[0] == said[1]
+    assert said[0].splitlines()[1:] == [
+        "  run/global_step_*: [2] on rank 0, [3] on rank 1",
+        f"  run/{LATEST}: 2 on rank 0, 3 on rank 1",
+    ]
 
 
 def test_what_a_dead_job_left_unfinished_is_removed(pool: RankPool, tmp_path: Path) -> None:

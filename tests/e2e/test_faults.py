@@ -115,7 +115,9 @@ def ended(code: int, printed: str, run_dir: Path) -> End:
 @pytest.fixture(scope="module")
 def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
     """The end of each job, by what happens to its rank 1."""
-    roots = {name: tmp_path_factory.mktemp(name) for name in ("launched", *STOPPED, "asleep", "sleepy_reward")}
+    roots = {
+        name: tmp_path_factory.mktemp(name) for name in ("launched", *STOPPED, "asleep", "sleepy_reward", "engine")
+    }
     arguments = {name: hang_arguments(workspace, root / "run") for name, root in roots.items()}
     sleepy = roots["sleepy_reward"] / "reward.py"
     sleepy.write_text(SLEEPY_REWARD)
@@ -124,6 +126,7 @@ def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iter
     slow = {  # all ranks have to report in time, on whatever machine
         "asleep": Fault(rank=1, phase="update_actor", kind="sleep", patience_s=6 * PATIENCE_S),
         "sleepy_reward": Fault(rank=1, phase="reward", kind="none", patience_s=6 * PATIENCE_S),
+        "engine": Fault(rank=1, phase="gen", kind="engine"),
     }
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         launched = pool.submit(launch, stops["update_actor"], roots["launched"], arguments["launched"])
@@ -173,3 +176,9 @@ def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]
     rows = ", ".join(map(str, end.reports[1]["rows"]))  # type: ignore[call-overload]
     assert "rank 1 on " in behind and "step 0, phase reward, at megarl/rewards/" in behind and f"rows {rows}" in behind
     assert "rank 0 on " in waiting
+
+
+def test_an_engine_that_fails_on_one_rank_of_its_replica_ends_the_job(ends: dict[str, Future[End]]) -> None:
+    end = ends["engine"].result()
+    assert end.code == 1, end.printed
+    assert "engine replica 0 (ranks 0-1) failed after 0 finished steps" in end.printed and "planted" in end.printed
