@@ -5,6 +5,7 @@ each other. The engine starts without weights and is given them by a sync before
 Invariant: no token is generated from weights or cached keys of an earlier sync.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
@@ -91,6 +92,8 @@ class RolloutEngine:
                 max_model_len=max_model_len,
             )
             arguments = {"kv_cache_memory_bytes": cache_bytes} | arguments
+        if not gc.get_freeze_count():
+            gc.freeze()  # starting, vLLM collects garbage several times, each time among all that was ever imported
         self._llm = self._start(arguments)
         cache = self._llm.llm_engine.vllm_config.cache_config
         check_cache_tokens((cache.num_gpu_blocks - 1) * cache.block_size, max_model_len)  # vLLM keeps a block to itself
