@@ -1,4 +1,6 @@
-"""The libraries that the ranks of a `RankPool` need, imported once: ranks are forked from a process that has them."""
+"""What the ranks of tests need, imported once: they are forked from a process that has it."""
+
+import gc
 
 import torch
 
@@ -7,6 +9,14 @@ from megarl.rollout import patches
 torch.set_num_threads(1)  # a thread would not survive the fork
 patches.prepare_environment()
 
-import megatron.core.models.gpt  # noqa: E402, F401
+# vLLM reads the environment as it is imported.
 import transformers  # noqa: E402, F401
-import vllm  # noqa: E402, F401 - it reads the environment as it is imported
+import vllm.entrypoints.llm  # noqa: E402
+import vllm.v1.engine.core  # noqa: E402
+import vllm.v1.worker.cpu_worker  # noqa: E402, F401
+
+import megarl.build.run  # noqa: E402
+import megarl.rollout.destination  # noqa: E402
+import megarl.rollout.reload  # noqa: E402, F401
+
+gc.freeze()  # collections in the ranks would write to what they share

@@ -1,13 +1,18 @@
 """Ranks that believe different things refuse to go on, all of them, and say who believes what."""
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.dist
+
+RUN = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +22,6 @@ def pool() -> Iterator[RankPool]:
 
 
 def believe(facts_of_ranks: list[dict[str, Any]]) -> str:
-    import torch.distributed as dist
-
     from megarl.distributed.agreement import agree
 
     try:
@@ -47,6 +50,28 @@ def test_a_secret_that_differs_is_named_and_not_shown(pool: RankPool) -> None:
     said = pool.run(3, believe, facts)[0]
     assert "uri: 'http://***@host' on rank 0" in said and "engine.hf_token: *** on rank 0" in said
     assert "Swordf1sh" not in said
+
+
+def name_code_of(disks: Path) -> str:
+    from megarl.build.run import name_own_code
+    from megarl.config.load import load_config
+
+    arguments = [*RUN, "custom_reward_function.path=/proc/self/cwd/reward.py"]  # another file on every disk
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ValueError, match="not started alike") as refused:
+        monkeypatch.chdir(disks / str(dist.get_rank() % 2))
+        name_own_code(load_config(arguments, world_size=None, check_paths=False))
+    return str(refused.value)
+
+
+def test_ranks_with_another_reward_are_named(pool: RankPool, tmp_path: Path) -> None:
+    digests = []
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+        (reward := tmp_path / name / "reward.py").write_text(f"def compute_score(**_): return {name}\n")
+        digests.append(hashlib.sha256(reward.read_bytes()).hexdigest()[:12])
+    what = "custom_reward_function.path: 'compute_score of /proc/self/cwd/reward.py (SHA-256: "
+    for said in pool.run(3, name_code_of, tmp_path):
+        assert f"{what}{digests[0]})' on ranks 0, 2" in said and f"{digests[1]})' on rank 1" in said
 
 
 def test_a_long_list_is_cut(pool: RankPool) -> None:
