@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
 from urllib.parse import quote
 
 import pyarrow.parquet as pq
 import pytest
-from pyarrow.fs import S3FileSystem
+from pyarrow.fs import FileSelector, S3FileSystem
 
 from megarl.platform.secrets import BLOT
 from tests.programs import run_program
@@ -43,9 +44,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a server on this machine that asks for a password."""
+
+    filesystem: S3FileSystem
+    query: str  # which leads to it
+
+    def uri(self, path: str) -> str:
+        return f"s3://{USER}:{quote(PASSWORD, safe='')}@bucket/{path}?{self.query}"
+
+    def texts(self) -> Iterator[tuple[Path, str]]:
+        for info in self.filesystem.get_file_info(FileSelector("bucket", recursive=True)):
+            if info.is_file:
+                with self.filesystem.open_input_stream(info.path) as stream:
+                    yield Path(info.path), stream.read().decode(errors="replace")
+
+
 @pytest.fixture
-def train_file(workspace: Workspace) -> Iterator[str]:
-    """The training data by a URI with a password, in a bucket of a server on this machine."""
+def bucket(workspace: Workspace) -> Iterator[Bucket]:
+    """With the training data in it."""
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -54,10 +72,9 @@ def train_file(workspace: Workspace) -> Iterator[str]:
         filesystem = S3FileSystem(
             access_key=USER, secret_key=PASSWORD, endpoint_override=place, scheme="http", allow_bucket_creation=True
         )
-        filesystem.create_dir("prompts")
-        pq.write_table(pq.read_table(workspace.train), "prompts/train.parquet", filesystem=filesystem)
-        where = f"scheme=http&region=us-east-1&endpoint_override={quote(place, safe='')}"
-        yield f"s3://{USER}:{quote(PASSWORD, safe='')}@prompts/train.parquet?{where}"
+        filesystem.create_dir("bucket")
+        pq.write_table(pq.read_table(workspace.train), "bucket/train.parquet", filesystem=filesystem)
+        yield Bucket(filesystem, f"scheme=http&region=us-east-1&endpoint_override={quote(place, safe='')}")
     finally:
         server.stop()
 
@@ -72,7 +89,7 @@ def kept(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_secrets_and_code_that_are_planted(
-    workspace: Workspace, train_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
@@ -82,7 +99,7 @@ def test_secrets_and_code_that_are_planted(
     run_dir = tmp_path / "run"
     code, output = run_program(
         *(sys.executable, "-m", "megarl.train"),
-        f"data.train_files={train_file}",
+        f"data.train_files={bucket.uri('train.parquet')}",
         "data.train_batch_size=8",
         "data.max_prompt_length=64",
         "data.max_response_length=8",
@@ -95,6 +112,7 @@ def test_secrets_and_code_that_are_planted(
         "trainer.n_gpus_per_node=1",
         "trainer.logger=[console,jsonl,mlflow]",
         f"trainer.default_local_dir={run_dir}",
+        f"trainer.default_hdfs_dir={bucket.uri('mirror')}",
         f"trainer.rollout_data_dir={run_dir / 'samples'}",
         "trainer.total_training_steps=1",
         "trainer.save_freq=1",
@@ -105,14 +123,14 @@ def test_secrets_and_code_that_are_planted(
     assert not witness.exists()
     assert f"the judge does not know {BLOT}" in output
     assert f"it printed 'asking the judge with {BLOT}'" in output
-    assert "there is a secret in data.train_files, actor_rollout_ref.rollout.engine_kwargs.hf_token" in " ".join(
-        output.split()
-    )
+    keys = "data.train_files, actor_rollout_ref.rollout.engine_kwargs.hf_token, trainer.default_hdfs_dir"
+    assert f"there is a secret in {keys}" in " ".join(output.split())
     assert f"compute_score of {tmp_path / 'reward.py'} (SHA-256: " in output
-    assert f"s3://{BLOT}@prompts/train.parquet" in (run_dir / "config.yaml").read_text()
-    texts = dict(kept(run_dir))
+    assert f"s3://{BLOT}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
+    texts = dict(kept(run_dir)) | dict(bucket.texts())
+    assert Path("bucket/mirror/global_step_1/manifest.json") in texts
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
-    assert f"s3://{BLOT}@prompts/train.parquet" in texts[run_dir / "mlflow.db"]
+    assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir / "mlflow.db"]
     assert "compute_score of " in texts[run_dir / "mlflow.db"]
 
     for secret in SECRETS:
