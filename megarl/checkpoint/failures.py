@@ -65,12 +65,13 @@ def require_room(directory: Path, num_bytes: int) -> None:
     Raises:
         WriteError: some rank cannot have its share; on all.
     """
-    probe = directory / f".room-{dist.get_rank()}"
-    what = f"a checkpoint of about {_gb(num_bytes)} GB in {directory.parent}, where {_free(directory)} GB are free,"
+    probe, share = directory / f".room-{dist.get_rank()}", num_bytes // dist.get_world_size() + SMALL_BYTES
+    needed, free = _gb(share * dist.get_world_size()), _free(directory)
+    what = f"a checkpoint of about {needed} GB in {directory.parent}, where {free} GB are free,"
 
     def take() -> None:
         with explained(what), probe.open("wb") as file:
-            reserve(file, num_bytes // dist.get_world_size() + SMALL_BYTES)
+            reserve(file, share)
 
     together(take)
     together(probe.unlink)
