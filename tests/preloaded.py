@@ -1,7 +1,5 @@
 """What the ranks of tests need, imported once: they are forked from a process that has it."""
 
-import gc
-
 import torch
 
 from megarl.rollout import patches
@@ -18,5 +16,3 @@ import vllm.v1.worker.cpu_worker  # noqa: E402, F401
 import megarl.build.run  # noqa: E402
 import megarl.rollout.destination  # noqa: E402
 import megarl.rollout.reload  # noqa: E402, F401
-
-gc.freeze()  # collections in the ranks would write to what they share
