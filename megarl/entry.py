@@ -17,7 +17,7 @@ from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
-from megarl.distributed.watchdog import GRACE_S, watching
+from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.device import device_type
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import outlive_readers
@@ -50,10 +50,10 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
     guard_output()
     outlive_readers()
     signals.listen()
-    rank = os.environ.get("RANK", "0")
+    rank, is_first_here = os.environ.get("RANK", "0"), True
     try:
-        place = detect(os.environ)
-        rank = str(place.rank) if place else rank
+        if place := detect(os.environ):
+            rank, is_first_here = str(place.rank), place.local_rank == 0
         config = load(argv, world_size=place.world_size if place else None)
         launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
         trainer = config.trainer
@@ -61,26 +61,30 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
-        if rank == "0":
+        if is_first_here:  # what is a fault may be one on this host alone
             print(error, file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
     reports = Path(trainer.default_local_dir) / name
+    code = 0
     try:
         with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=trainer.phase_timeout_s):
-            body(config, launch)
+            try:
+                body(config, launch)
+            except signals.Stopped as stopped:
+                code = signals.EXIT_CODE
+                if launch.rank == 0:
+                    how = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+                    print(f"megarl: {stopped}; the same command{how} goes on from there", file=sys.stderr)
+            note(phase="end")
+            _part()
     except ValueError as error:
         logging.getLogger(__name__).debug("the error's origin", exc_info=True)
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
-    except signals.Stopped as stopped:
-        if launch.rank == 0:
-            how = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
-            print(f"megarl: {stopped}; the same command{how} goes on from there", file=sys.stderr)
-        _part()
-        sys.exit(signals.EXIT_CODE)
-    _part()
+    if code:
+        sys.exit(code)
 
 
 def _part() -> None:

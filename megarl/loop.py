@@ -81,7 +81,7 @@ def train(job: Job, progress: Progress) -> None:
         scores, progress = validate(job.validation, progress, step=schedule.first_step)
         job.tracker.log(scores, step=schedule.first_step)
     for step in range(schedule.first_step, schedule.last_step):
-        watchdog.note(step=step)
+        watchdog.note(step=step, phase="step")
         timers = Timers()
         with timers("step"):
             metrics, progress = iterate(job, progress, timers, step=step)

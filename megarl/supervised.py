@@ -103,7 +103,7 @@ def _learn(
     skips = Skips(lessons.name, trainer)
     with heeding(), recording(tracker):
         for step in range(standing.state.step, last_step):
-            watchdog.note(step=step)
+            watchdog.note(step=step, phase="step")
             timers = Timers()
             with timers("step"):
                 batches, outcome = [lessons.batches.take(step)], skips.of_step(step + 1)
@@ -112,7 +112,8 @@ def _learn(
                 metrics |= lessons.validate(learner)
             stops = told() and step + 1 < last_step
             if stops or is_due(trainer.save_freq, step + 1, last_step=last_step):
-                checkpoints.save(State(step=step + 1, metrics=metrics))
+                with timers("save_checkpoint"):
+                    checkpoints.save(State(step=step + 1, metrics=metrics))
             metrics |= checkpoints.advance()
             tracker.log(metrics | timers.seconds(), step=step + 1)
             if stops:

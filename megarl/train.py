@@ -14,6 +14,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import batch_table, remarks
 from megarl.config.root import Config
+from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, heeding
 from megarl.entry import run
@@ -79,6 +80,7 @@ def train(arguments: Arguments, launch: Launch) -> None:
         except Stopped as told:
             stopped = told
         if built.engine:
+            together(lambda: None)  # a launcher ends the job with its first rank, and rank 0 may still send records
             built.engine.close()
     if stopped:
         raise stopped

@@ -113,11 +113,11 @@ class Overhearing:
         if fault and fault.phase == START:
             self._come_due(fault)
 
-    def note(self, **news: Any) -> None:
+    def note(self, **news: Any) -> str | None:
         """Go on in the watchdog's eyes; meet the fault if the phase is over, or begins."""
         if self._fault and self._is_due:
             self._fall(self._fault)
-        self._note(**news)
+        before = self._note(**news)
         if "step" in news and self._tells:
             self._tells = False
             self._faults.begin(self._number, step=news["step"])
@@ -127,6 +127,7 @@ class Overhearing:
             step, phase = place()
             if begins and phase == self._fault.phase and step >= self._fault.step:
                 self._come_due(self._fault)
+        return before
 
     def _come_due(self, fault: Fault) -> None:
         self._is_due = True

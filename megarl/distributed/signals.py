@@ -7,6 +7,7 @@ of the steps there is nothing to save: there, and on a second SIGTERM, a rank en
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,21 +36,25 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 _heeding = False
 _told = False
-_terminated: float | None = None  # when the first SIGTERM came
 
 
 def forward() -> None:
     """From now on this process, which watches ranks that it started, hands SIGNALS on to them. Linux only."""
+    signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, _hand_on)
 
 
 def listen() -> None:
     """From now on this process obeys SIGNALS: it ends with EXIT_CODE, within `heeding` when it has saved."""
-    global _told, _terminated
-    _told, _terminated = False, None
+    global _told, _heeding
+    _told = _heeding = False
     for number in SIGNALS:
         signal.signal(number, _obey)
+    heard, hears = os.pipe()
+    os.set_blocking(hears, False)
+    signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=[heard], name="megarl-signals", daemon=True).start()
 
 
 @contextmanager
@@ -62,9 +67,11 @@ def heeding() -> Iterator[None]:
     except Stopped:
         for number in SIGNALS:  # the end is agreed on; a launcher sends more when the first rank has ended
             signal.signal(number, signal.SIG_IGN)
-        raise
-    finally:
+        raise  # still heeding: one that came before then and is noticed late changes nothing
+    except BaseException:
         _heeding = False
+        raise
+    _heeding = False
 
 
 def told() -> bool:
@@ -85,16 +92,23 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
 
 
 def _obey(number: int, frame: FrameType | None) -> None:
-    global _told, _terminated
+    global _told
     if not _heeding:
         os._exit(EXIT_CODE)
-    now = time.monotonic()
-    if number == signal.SIGTERM:
-        if _terminated is not None and now - _terminated > ECHO_S:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        _terminated = _terminated or now
     if not _told and os.environ.get("LOCAL_RANK") == "0":  # `print` may not be called from here: it may be at work
         with suppress(OSError):
             os.write(2, f"megarl: {signal.Signals(number).name}: the job ends when this step is saved\n".encode())
     _told = True
+
+
+def _listen(heard: int) -> None:
+    """End this process where that does not wait for a step: its main thread may be in a collective, and stay there."""
+    first: float | None = None
+    while number := os.read(heard, 1):
+        if number[0] in SIGNALS and not _heeding:
+            os._exit(EXIT_CODE)
+        if number[0] == signal.SIGTERM:
+            now = time.monotonic()
+            if first is not None and now - first > ECHO_S:
+                os._exit(128 + signal.SIGTERM)
+            first = first or now

@@ -68,11 +68,15 @@ def watching(
         _watchdog = None
 
 
-def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[int] | None = None) -> None:
-    """This rank goes on to `phase` of `step`, working on `rows`; what is None stays. Without a watchdog, nothing."""
-    if _watchdog:
-        news = {"step": step, "phase": phase, "rows": rows}
-        _watchdog.note(**{name: value for name, value in news.items() if value is not None})
+def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[int] | None = None) -> str | None:
+    """This rank goes on to `phase` of `step`, working on `rows`; what is None stays.
+
+    Returns the phase that it was in; without a watchdog there is none, and nothing happens.
+    """
+    if not _watchdog:
+        return None
+    news = {"step": step, "phase": phase, "rows": rows}
+    return _watchdog.note(**{name: value for name, value in news.items() if value is not None})
 
 
 class Watchdog:
@@ -93,11 +97,13 @@ class Watchdog:
         self._arm_last_resort()
         self._thread.start()
 
-    def note(self, **news: Any) -> None:
-        """This rank has come further; it has `timeout_s` seconds from now."""
+    def note(self, **news: Any) -> str:
+        """This rank has come further than the phase that is returned; it has `timeout_s` seconds from now."""
+        before = self._place.phase
         self._place = replace(self._place, num_phases=self._place.num_phases + 1, **news)
         self._since = time.monotonic()
         self._arm_last_resort()
+        return before
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -116,6 +122,9 @@ class Watchdog:
 
     def _end_job(self) -> None:
         """Write this rank's report, let the first rank that could say what all reports come to, and leave."""
+        late = threading.Timer(3 * self._grace_s, os._exit, [EXIT_CODE])  # the disk or the terminal may be what hangs
+        late.daemon = True
+        late.start()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._report(self._directory / f"rank_{self._place.rank}.json")

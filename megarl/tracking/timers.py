@@ -14,7 +14,6 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
-        self._open: list[str] = []
 
     @contextmanager
     def __call__(self, phase: str, *, instead_of: str | None = None) -> Iterator[None]:
@@ -23,13 +22,11 @@ class Timers:
         `instead_of` is the phase around it that these seconds do not count in.
         """
         start = time.perf_counter()
-        self._open.append(phase)
-        watchdog.note(phase=phase)
+        before = watchdog.note(phase=phase)
         try:
             yield
         finally:
-            self._open.pop()
-            watchdog.note(phase=self._open[-1] if self._open else None)
+            watchdog.note(phase=before)
             seconds = time.perf_counter() - start
             self._seconds[phase] += seconds
             if instead_of:

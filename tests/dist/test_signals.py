@@ -86,8 +86,9 @@ def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path: Path) -> None:
         time.sleep(0.05)  # until the test's own time limit
 
 
-def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
-    job = Job(PLAIN, tmp_path, "busy")
+@pytest.mark.parametrize("how", ["busy", "stuck"])
+def test_a_second_sigterm_does_not_wait(tmp_path: Path, how: str) -> None:
+    job = Job(PLAIN, tmp_path, how)
     while job.process.poll() is None:
         job.process.terminate()
         try:

@@ -76,6 +76,18 @@ def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_fault_that_one_host_alone_has_is_named_there(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    lacking = f"data.train_files={tmp_path / 'elsewhere.parquet'}"
+    code, output = run_program(*TRAIN, *arguments(workspace, tmp_path / "run", lacking), timeout_s=120)
+    assert code == CONFIGURATION_FAULT, output
+    assert "elsewhere.parquet" in output
+
+
 def without_a_column(workspace: Workspace, directory: Path) -> tuple[str, str]:
     table = pq.read_table(workspace.train).drop_columns(["reward_model"])
     pq.write_table(table, path := directory / "short.parquet")
