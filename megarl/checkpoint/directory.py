@@ -1,7 +1,7 @@
 """What a run's directory holds of checkpoints: their names, and how one that is whole gets its own.
 
 RUN_DIR/global_step_40/                     whole
-        .global_step_40.part/               being written, or fetched; left behind by a crash
+        .global_step_40.part/               being written, fetched or removed; left behind by a crash
         latest_checkpointed_iteration.txt   the step to continue from, or an earlier one where that is damaged
 """
 
@@ -15,9 +15,10 @@ PREFIX = "global_step_"
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of which `directory` has a checkpoint."""
-    names = [path.parent.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*/state.json")]
-    return [int(name) for name in names if name.isdecimal()]
+    """The steps of which `directory` has a checkpoint of its own: no link to one, no copy under another name."""
+    found = [path.parent for path in directory.glob(f"{PREFIX}*/state.json") if not path.parent.is_symlink()]
+    names = [checkpoint.name.removeprefix(PREFIX) for checkpoint in found]
+    return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
 
 
 def publish(part: Path, final: Path) -> None:
@@ -31,12 +32,24 @@ def publish(part: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove(directory: Path, step: int) -> None:
+    """Remove a checkpoint, which from the first moment is none, even if the process dies meanwhile. Raises OSError."""
+    final = directory / f"{PREFIX}{step}"
+    part = final.with_name(f".{final.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    final.rename(part)
+    shutil.rmtree(part)
+
+
 def name_latest(directory: Path, step: int) -> None:
     """Have the run continue from the checkpoint of `step`."""
     write_whole(directory / LATEST, str(step).encode())
 
 
 def latest_step(directory: Path) -> int | None:
-    """The step that the run would continue from if that checkpoint is whole; None where there is none."""
-    latest = directory / LATEST
-    return int(latest.read_text()) if latest.is_file() else None
+    """The step that the run would continue from if that checkpoint is whole; None where nothing readable says so."""
+    try:
+        text = (directory / LATEST).read_bytes().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.directory import PREFIX
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.platform.files import remedy
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,18 @@ def tidy_up(directory: Path) -> None:
     for old in directory.glob(f".{PREFIX}*.old"):
         final = directory / old.stem.removeprefix(".")
         if final.exists():
-            shutil.rmtree(old)
+            _remove(old)
         else:
             old.rename(final)
     for part in directory.glob(".*.part"):
-        if part.is_dir():
-            shutil.rmtree(part)
+        _remove(part)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            part.unlink()
+            path.unlink()
+    except OSError as error:
+        logger.warning("%s, which a dead job left unfinished, is not removed: %s", path, remedy(error))

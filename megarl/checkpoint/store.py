@@ -12,10 +12,11 @@
 A checkpoint is written under another name, brought to the disk, given its manifest and renamed, so a crash leaves the
 one before; one that is damaged later is passed over. All ranks see the same RUN_DIR. What is written beside training is
 the state of when it was saved, and the one before stays the latest until it is whole. A save that a disk does not take
-is tried again with the next one; only at the end it is an error.
+is tried again with the next one; only at the end it is an error. An old one that cannot be removed is never one.
 """
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, at_once
-from megarl.checkpoint.directory import PREFIX, latest_step, name_latest, publish, saved_steps
+from megarl.checkpoint.directory import PREFIX, latest_step, name_latest, publish, remove, saved_steps
 from megarl.checkpoint.failures import Failures, explaining, require_room
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.mirror import Mirror
@@ -39,7 +40,9 @@ from megarl.learner.learner import Learner
 from megarl.learner.randomness import random_states, set_random_states
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
-from megarl.platform.files import explained, write_whole
+from megarl.platform.files import explained, remedy, write_whole
+
+logger = logging.getLogger(__name__)
 
 HUGGINGFACE = "huggingface"
 
@@ -58,6 +61,7 @@ class Checkpoints:
     mirror: Mirror | None = None
     background: Background = field(default_factory=Background)
     failures: Failures = field(default_factory=Failures)
+    needed: set[Path] = field(default_factory=set)  # what the run goes on from, until one of its own is whole
 
     @cached_property
     def _staging(self) -> Staging:
@@ -134,6 +138,7 @@ class Checkpoints:
         rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
         if rng.exists():
             set_random_states(torch.load(rng, weights_only=True))
+        self.needed.add(checkpoint)
         if self.mirror:
             self.mirror.remember(checkpoint)
         return State.read(checkpoint)
@@ -149,14 +154,20 @@ class Checkpoints:
         """Give a whole checkpoint its name, and remove the oldest."""
         publish(part, final)
         name_latest(self.directory, step)
+        self.needed.clear()
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove what is more than to be kept; what is being uploaded, the next time."""
+        """Remove what is more than to be kept; what is being uploaded, or cannot be removed now, the next time."""
         steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
         for step in steps[: -self.keep] if self.keep else []:
-            if step not in (latest, self.mirror and self.mirror.under_way):
-                shutil.rmtree(self.directory / f"{PREFIX}{step}")
+            checkpoint = self.directory / f"{PREFIX}{step}"
+            if step in (latest, self.mirror and self.mirror.under_way) or checkpoint in self.needed:
+                continue
+            try:
+                remove(self.directory, step)
+            except OSError as error:  # the new one is whole all the same
+                logger.warning("%s is not removed, though there are newer ones: %s", checkpoint, remedy(error))
 
 
 def _write_all(writings: Sequence[Writing]) -> None:

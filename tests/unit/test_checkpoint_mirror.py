@@ -251,6 +251,17 @@ def test_what_is_there_already_is_not_uploaded_again(tmp_path: Path) -> None:
     assert written() == []
 
 
+def test_what_the_run_goes_on_from_stays_until_one_of_its_own_is_whole(tmp_path: Path) -> None:
+    save(start(tmp_path), 1, 2)
+    here, run = tmp_path / "here", start(tmp_path, keep=1)
+    (here / "global_step_2" / "state.json").write_text("{}")  # damaged, and still called the latest
+    run.load(here / "global_step_1")
+    run.close()
+    assert whole(here) == ["global_step_1"]
+    save(run, 2)
+    assert whole(here) == ["global_step_2"]
+
+
 def test_every_file_has_one_rank_and_every_rank_about_as_much() -> None:
     files = {f"{number}.distcp": (100 + number, 0) for number in range(8)} | {"small.json": (1, 0)}
     shares = [share_of(files, rank, 4) for rank in range(4)]

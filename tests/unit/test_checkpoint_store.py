@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not at all, whenever the process dies."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import at_once
-from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.directory import LATEST, saved_steps
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_room
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import NAME, sealing
+from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
@@ -86,6 +88,54 @@ def test_the_oldest_go(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["global_step_10", "global_step_11"]
     checkpoints(tmp_path, keep=None).save(State(step=12, kl_coef=0.0))
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, first = checkpoints(tmp_path, keep=1), tmp_path / "global_step_1"
+    with small_disk(first, 1 << 20):  # which can be neither renamed nor removed
+        (first / "state.json").write_text("{}")
+        for step in (2, 3):
+            run.save(State(step=step))
+        run.close()
+        assert run.advance() == {}
+        assert found(tmp_path) == tmp_path / "global_step_3"
+        assert steps(tmp_path) == ["global_step_1", "global_step_3"]
+        assert f"{first} is not removed, though there are newer ones: {first}: Device or resource busy" in caplog.text
+
+
+def test_one_that_was_being_removed_when_the_job_was_killed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints(tmp_path).save(State(step=1))
+    rmtree = shutil.rmtree
+
+    def die(path: Path, ignore_errors: bool = False) -> None:
+        if ignore_errors:
+            return rmtree(path, ignore_errors=True)
+        (path / "state.json").rename(path / "half removed")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", die)
+        checkpoints(tmp_path, keep=1).save(State(step=2))
+    assert steps(tmp_path) == [".global_step_1.part", "global_step_2"]
+    assert found(tmp_path) == tmp_path / "global_step_2"
+    tidy_up(tmp_path)
+    assert steps(tmp_path) == ["global_step_2"]
+
+
+def test_what_cannot_be_tidied_up_keeps_no_job_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / ".global_step_1.part", 1 << 20) as disk:
+        tidy_up(tmp_path)
+    assert f"{disk.path}, which a dead job left unfinished, is not removed" in caplog.text
+
+
+def test_names_of_another_form_and_links_are_no_checkpoints(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 7)
+    for name in ("007", "7.bak", "\u0663"):
+        shutil.copytree(tmp_path / "global_step_7", tmp_path / f"global_step_{name}")
+    (tmp_path / "global_step_8").symlink_to(tmp_path / "global_step_7")
+    assert saved_steps(tmp_path) == [7]
 
 
 @pytest.mark.parametrize("beside_training", [False, True])
