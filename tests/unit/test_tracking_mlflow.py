@@ -8,12 +8,13 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,42 @@ def test_a_run_that_this_store_does_not_know_begins_anew(tmp_path: Path) -> None
     tracker(tmp_path, resume_step=3).log({"actor/pg_loss": 0.4}, step=4)
     (run,) = runs_of(tmp_path)
     assert history_of(tmp_path, run) == [(4, 0.4)]
+
+
+def test_a_run_that_was_deleted_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    killed_at_four(tmp_path)
+    (run,) = runs_of(tmp_path)
+    client(tmp_path).delete_run(run.info.run_id)
+    tracker(tmp_path, resume_step=4).log({"actor/pg_loss": 0.5}, step=5)
+    (new,) = runs_of(tmp_path)
+    assert history_of(tmp_path, new) == [(5, 0.5)]
+    assert caplog.text.count(f"MLflow does not know the run {run.info.run_id}, or it was deleted there") == 1
+
+
+def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megarl.tracking.mlflow_store import FAILURES, Store
+
+    killed_at_four(tmp_path)
+    id_file = tmp_path / RUN_ID_FILE
+    old = id_file.read_text()
+    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", id_file)
+    resume = {"kind": "resume", "step": 3, "same_curve": False, "project": "project", "experiment": "run"}
+    resume |= {"artifacts": None, "params": [["a", "1"]], "tags": {}, "start": "abc", "time": 5}
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", timeout=60)) as database:
+        database.execute("CREATE TRIGGER no BEFORE INSERT ON params BEGIN SELECT RAISE(ABORT, 'not now'); END")
+        for _ in range(2):
+            with pytest.raises(FAILURES, match="not now"):
+                store.send(resume)
+            store.forget()
+            assert id_file.read_text() == old
+        database.execute("DROP TRIGGER no")
+    store.send(resume)
+    (new,) = [run for run in runs_of(tmp_path) if run.info.run_id != old]
+    assert new.data.params == {"a": "1"}
+    assert id_file.read_text() == new.info.run_id
+    assert caplog.text.count("a new one begins") == 1
 
 
 def test_a_step_that_was_saved_and_not_recorded_is_recorded_on_resume(tmp_path: Path) -> None:
