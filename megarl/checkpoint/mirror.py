@@ -60,7 +60,7 @@ class Mirror:
         self._background = Background()
         self._pending: list[int] = []  # steps that are not there yet; like all but the last two, the same on all ranks
         self._tried: set[int] = set()  # of the pending ones, since the last save
-        self._gone: set[int] = set()  # removed here before they were whole there
+        self._gone: set[int] = set()  # removed here before they were known to be whole there
         self._num_failures = 0
         self._metrics: dict[str, float] = {}  # since they were last asked for
         self.under_way: int | None = None  # the step that is being uploaded
@@ -131,7 +131,8 @@ class Mirror:
     def _choose(self) -> int | None:
         """The newest step that is missing and has not been tried; what was removed locally is missed no longer."""
         here = on_first_rank(lambda: [step for step in self._pending if (self._local(step) / NAME).is_file()])
-        self._pending = [step for step in self._pending if step in here]
+        self._gone |= set(self._pending) - set(here)
+        self._pending = here
         return max((step for step in self._pending if step not in self._tried), default=None)
 
     def _take_note(self, step: int, outcomes: Sequence[Outcome], *, num_bytes: int, seconds: float) -> None:
@@ -222,7 +223,7 @@ class Mirror:
 
     def _remove_old(self) -> None:
         old = self._remote.continuable_steps()[: -self._keep] if self._keep else []
-        for step in {*old, *self._gone}:
+        for step in {*old, *self._gone.difference(self._remote.whole_steps())}:
             self._remote.remove(step)
         self._gone.clear()
 

@@ -242,6 +242,26 @@ def test_what_is_removed_by_others_while_it_is_uploaded_is_missed_by_nobody(
     assert not caplog.records
 
 
+def test_what_failed_and_is_removed_here_leaves_nothing_in_the_mirror(tmp_path: Path) -> None:
+    run, there = start(tmp_path, keep=1), tmp_path / "there"
+    FaultyFileSystem.arm(faults={"global_step_1/state.json": 3, f"global_step_2/{NAME}": 3})
+    save(run, 1, 2)
+    assert [path.name for path in sorted(there.glob("global_step_*"))] == ["global_step_1", "global_step_2"]
+    assert whole(there) == []
+    save(run, 3)
+    assert [path.name for path in there.glob("global_step_*")] == ["global_step_3"]
+
+
+def test_what_is_whole_in_the_mirror_stays_when_it_is_removed_here(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    save(start(tmp_path), 1, 2)
+    run = start(tmp_path)
+    run.load(here / "global_step_2")
+    (here / "global_step_2").rename(here / "elsewhere")
+    save(run, 3)
+    assert whole(there) == ["global_step_1", "global_step_2", "global_step_3"]
+
+
 def test_what_is_there_already_is_not_uploaded_again(tmp_path: Path) -> None:
     save(start(tmp_path), 1, 2)
     FaultyFileSystem.arm()
