@@ -31,16 +31,17 @@ class Validation:
         Returns:
             Of each data source the mean score as `val/test_score/SOURCE`, and where a prompt has several answers
             `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`; and what the reward says of
-            its work, as `val/reward/...`, but for its time: a validation that is repeated says the same.
+            its work, as `val/reward/...`, but for its time: a validation that is repeated says the same. Where the
+            samples are kept, `val/archive/failures` is 1 if the disk did not take them, and 0 otherwise.
         """
         with self.sampler.awake(Timers(), step=step) as metrics:
             drawn = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
         judge = Judge(self.scorer)
         scored = join([judge.score(rollouts) for rollouts in drawn])
         self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
-        if self.archive:
-            self.archive.keep_validation(scored, step=step)
         told = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
+        if self.archive:
+            told["val/archive/failures"] = float(not self.archive.keep_validation(scored, step=step))
         return metrics | told | scores_by_source(scored)
 
 

@@ -3,15 +3,19 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
+from megarl.samples.archive import Archive
 from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
+from tests.disks import small_disk
+from tests.ranks import world_of_one
 from tests.records import answer, prompts
 
 SOURCES = ["gsm8k", "math", "gsm8k"]
@@ -55,10 +59,14 @@ class World(NullTracker):
 
 
 def validate(
-    num: int, *, shown: int = 3, ids: Sequence[str | None] = (None, None, None)
+    num: int,
+    *,
+    shown: int = 3,
+    ids: Sequence[str | None] = (None, None, None),
+    archive: Archive | None = None,
 ) -> tuple[dict[str, float], World]:
     world: Any = World(num, ids)
-    validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown)
+    validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown, archive=archive)
     return validation.run(step=4), world
 
 
@@ -99,3 +107,12 @@ def test_ids_are_shown_where_prompts_have_them() -> None:
     assert [row["prompt_id"] for row in world.tables["val/generations"]] == ["q1", None, "q3"]
     _, world = validate(1)
     assert world.tables["val/generations"][0].keys() == {"prompt", "response", "score"}
+
+
+def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
+    with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
+        archive = Archive(disk.path / "samples")
+        assert validate(1, archive=archive)[0]["val/archive/failures"] == 0.0
+        disk.fill()
+        assert validate(1, archive=archive)[0]["val/archive/failures"] == 1.0
+    assert "val/archive/failures" not in validate(1)[0]
