@@ -3,13 +3,12 @@
 Where the disk takes none the lines follow as soon as it does, and training goes on.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.lines import Lines
+from megarl.tracking.lines import Lines, whole_lines
 from megarl.tracking.names import Ending
 
 METRICS_FILE = "metrics.jsonl"
@@ -55,6 +54,5 @@ class Jsonl:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file; a last line that a crash cut short is left out."""
-    with Path(path).open("rb") as file:  # a text file would also be cut where a text has U+2028
-        return [json.loads(line) for line in file if line.endswith(b"\n")]
+    """The objects of a file, up to the first line that a crash left short or spoilt."""
+    return [row for row, _ in whole_lines(Path(path))]

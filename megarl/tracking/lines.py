@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,17 @@ class Lines:
 
     def cut(self, keep: Callable[[Mapping[str, Any]], bool]) -> None:
         """End the file, where there is one, before its first line that is not to be kept or is not whole."""
-        size = 0
+        size, is_spoilt = 0, False
         try:
-            with self.path.open("rb") as file:
-                for line in file:
-                    if not line.endswith(b"\n") or not keep(json.loads(line)):
-                        break
-                    size += len(line)
+            for row, num_bytes in whole_lines(self.path):
+                if not keep(row):
+                    break
+                size += num_bytes
+            else:
+                is_spoilt = size < self.path.stat().st_size
             os.truncate(self.path, size)  # in one step, and on a full disk too
+            if is_spoilt:
+                logger.warning("%s had a line that a crash left spoilt, and ends before it now", self.path)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -79,3 +82,16 @@ class Lines:
 
     def _counts(self) -> tuple[int, int]:
         return len(self.waiting), self._lost
+
+
+def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects of a file with the bytes of their lines, up to the first that a crash left short or spoilt."""
+    with path.open("rb") as file:  # a text file would also be cut where a text has U+2028
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a power cut leaves zeros, or the beginning of a line
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield row, len(line)

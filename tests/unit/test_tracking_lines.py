@@ -92,6 +92,30 @@ def test_a_text_with_separators_of_lines_is_one_line(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "t.jsonl") == [{"step": 1, "text": "a\u2028b\x85c\x1cd"}]
 
 
+@pytest.mark.parametrize(
+    "left", [bytes(4096), bytes(4096) + b"\n", b'{"step": 3, "lo\n', b'{"step": 3, "loss": "\xc3"}\n', b'{"step": 3}']
+)
+def test_what_a_power_cut_left_ends_a_file_and_stops_no_resume(
+    tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Jsonl(tmp_path)
+    for step in (1, 2):
+        first.log({"loss": 1.0}, step=step)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(left)
+    assert steps_of(path) == [1, 2]
+    if left.endswith(b"\n"):
+        first.log({"loss": 1.0}, step=4)  # by a job that did not notice
+    again = Jsonl(tmp_path, resume_step=4, resume_metrics={"loss": 2.0})
+    again.log({"loss": 2.0}, step=5)
+    assert steps_of(path) == [1, 2, 4, 5]
+    assert caplog.text.count("metrics.jsonl had a line that a crash left spoilt, and ends before it now") == 1
+    caplog.clear()
+    Jsonl(tmp_path, resume_step=5)
+    assert not caplog.records
+
+
 def drained(outbox: Outbox) -> list[Any]:
     found = []
     while record := outbox.first():
@@ -108,7 +132,7 @@ def test_an_outbox_hands_out_in_order_and_ends_empty(tmp_path: Path) -> None:
     assert outbox.first() == {"number": 0}
     outbox.drop_first()
     with path.open("a") as file:
-        file.write('{"number": 3')  # killed in the middle of a line
+        file.write('{"number": 3\0\0\n{"number')  # killed in the middle of a line, by a power cut
     again = Outbox(path)
     again.put({"number": 4})
     assert drained(again) == [0, 1, 2, 4]  # the first too: nobody knows that it was sent
