@@ -1,5 +1,6 @@
 """Divergence from the reference policy, estimated from sampled tokens or exact, and the controllers of its weight."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -94,6 +95,11 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, current_kl: float, *, num_steps: int) -> Self:
-        """The controller after `num_steps` more samples whose mean divergence was `current_kl`."""
+        """The controller after `num_steps` more samples whose mean divergence was `current_kl`.
+
+        It stays as it is where that is not finite: `coef` would be NaN for good.
+        """
+        if not math.isfinite(current_kl):
+            return self
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_steps / self.horizon))

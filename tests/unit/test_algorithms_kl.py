@@ -84,3 +84,9 @@ def test_an_adaptive_weight_follows_the_error(current_kl: float, factor: float) 
     controller = AdaptiveKL(0.5, target=0.2, horizon=10_000).update(current_kl, num_steps=100)
     assert controller.coef == pytest.approx(0.5 * factor)
     assert (controller.target, controller.horizon) == (0.2, 10_000)
+
+
+@pytest.mark.parametrize("current_kl", [math.nan, math.inf, -math.inf])
+def test_an_adaptive_weight_stays_where_the_divergence_is_not_finite(current_kl: float) -> None:
+    controller = AdaptiveKL(0.5, target=0.2, horizon=10_000)
+    assert controller.update(current_kl, num_steps=100) == controller
