@@ -184,6 +184,7 @@ def write_random_weights(architecture: Architecture, directory: Path, *, dtype: 
         for piece in pieces:
             writer.open(piece.param).copy_(_draw(piece.name, piece.box.shape))
             writer.close(piece.param)
+        writer.finish()
 
 
 def _draw(name: str, shape: tuple[int, ...]) -> Tensor:

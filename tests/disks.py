@@ -27,7 +27,7 @@ class Disk:
 
     def clear(self) -> None:
         """Make room again."""
-        self._ballast.unlink()
+        self._ballast.unlink(missing_ok=True)
 
     @contextmanager
     def read_only(self) -> Iterator[None]:

@@ -61,9 +61,10 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
             if part.get("param_state", state) is None:  # written by the first data-parallel rank
                 del part["param_state"]
         copy_shards(state, staging, directory.name)
-        request = dist_checkpointing.save(
-            state, str(directory), content_metadata=dict(FORMAT), async_sharded_save=True, **WRITER
-        )
+        with first_rank_failing_with_all():
+            request = dist_checkpointing.save(
+                state, str(directory), content_metadata=dict(FORMAT), async_sharded_save=True, **WRITER
+            )
         torch.cuda.synchronize()
 
     def write() -> None:

@@ -3,6 +3,7 @@
 The one to the writer of checkpoints is in shard_files.py.
 """
 
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
@@ -83,6 +85,7 @@ def first_rank_failing_with_all() -> Iterator[None]:
     """megatron-core 0.16.1, 0.19.2: rank 0 alone writes a checkpoint's index, and the others wait in a collective.
 
     Where the disk does not take it, rank 0 goes on to the end of the block, and there the error is raised on all ranks.
+    0.16.1 also has it write the objects that all ranks share, through torch, which does not say why it cannot.
     """
     errors: list[OSError] = []
 
@@ -95,8 +98,16 @@ def first_rank_failing_with_all() -> Iterator[None]:
     def finish(self: Any, *args: Any) -> None:
         attempt(partial(original, self), *args)
 
+    def save_common(self: Any, state: Any, directory: Any) -> None:
+        if dist.get_rank() == 0:
+            data = io.BytesIO()
+            torch.save(state, data)
+            attempt((Path(directory) / common.COMMON_STATE_FNAME).write_bytes, data.getbuffer())
+
     original = FileSystemWriterAsync.finish
     with ExitStack() as patched:
+        if strategy := getattr(common, "TorchCommonSaveStrategy", None):
+            patched.enter_context(patch.object(strategy, "save_common", save_common))
         patched.enter_context(patch.object(FileSystemWriterAsync, "finish", finish))
         patched.enter_context(patch.object(serialization, "save_config", partial(attempt, serialization.save_config)))
         yield

@@ -2,13 +2,14 @@
 
 Reading takes only a rank's own slices from the files. Writing is a plan whose destination is files: the boxes travel to
 the ranks that write them, and no rank holds more than the full parameters that one bucket touches. A checkpoint is
-complete when it has its `config.json`: writing removes an older one first and adds the new one last.
+complete when it has its `config.json`: one that was there goes before the first new file has its name, and the new one
+comes last. What one rank cannot write is an error of all.
 """
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
 from pathlib import Path
@@ -145,41 +146,47 @@ def export(
         group: by default the world.
 
     Raises:
-        ValueError: some parameter is held by nobody, or the files cannot be written, for which nothing is changed.
+        ValueError: some parameter is held by nobody.
+        WriteError: some rank could not write, on all ranks. Until all bytes are written nothing that was there changes;
+            later it may be incomplete, and has no `config.json`.
     """
     rank = dist.get_rank(group)
     files = _split(shapes, dtype, max_shard_bytes)
     shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
     destinations = [list(chain.from_iterable(share.values())) for share in shares]
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
-    with ExitStack() as stack:
+
+    def on_first_rank(work: Callable[[], None]) -> None:
+        together(lambda: work() if rank == 0 else None, group=group)
+
+    with explained(str(directory)), ExitStack() as stack:
         writer = ShardWriter()
         together(lambda: _make_files(directory, shares[rank], writer, stack), group=group)
-        if rank == 0:
-            (directory / CONFIG).unlink(missing_ok=True)
-        dist.barrier(group)
         report = Reshard(plan, group=group, device=device).run(tensors, writer)
-    dist.barrier(group)
-    if rank == 0:
-        _finish(directory, files, shapes, config, dtype)
-    dist.barrier(group)
+        together(writer.finish, group=group)
+        on_first_rank(lambda: (directory / CONFIG).unlink(missing_ok=True))
+        together(stack.close, group=group)
+        on_first_rank(lambda: _finish(directory, files, shapes, config, dtype))
     return report
 
 
 def _make_files(directory: Path, share: Mapping[str, Sequence[Piece]], writer: "ShardWriter", stack: ExitStack) -> None:
-    """Open a rank's files, with all the room that they need: later none may fail while others wait for it."""
-    with explained(str(directory)):
-        directory.mkdir(parents=True, exist_ok=True)
-        for file, pieces in share.items():
-            stream = stack.enter_context(replacing(directory / file))
-            writer.add(stream, pieces)
-            reserve(stream, stream.tell() + sum(piece.box.numel * piece.dtype.itemsize for piece in pieces))
+    """Open a rank's files, with all the room that they need, so that a full disk is known before anything travels."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, pieces in share.items():
+        stream = stack.enter_context(replacing(directory / file))
+        writer.add(stream, pieces)
+        reserve(stream, stream.tell() + sum(piece.box.numel * piece.dtype.itemsize for piece in pieces))
 
 
 class ShardWriter:
-    """Safetensors files as a `Destination`: a parameter is in memory from its first box to its last."""
+    """Safetensors files as a `Destination`: a parameter is in memory from its first box to its last.
+
+    What cannot be written is told by `finish`: before, other ranks wait for this one.
+    """
 
     def __init__(self) -> None:
+        self._failure: OSError | None = None
         self._places: dict[str, tuple[Piece, BinaryIO, int]] = {}
         self._opened: dict[str, Tensor] = {}
 
@@ -212,8 +219,19 @@ class ShardWriter:
     def close(self, param: str) -> None:
         """Write it to its place and forget it."""
         _, file, offset = self._places[param]
-        file.seek(offset)
-        file.write(self._opened.pop(param).view(-1).view(torch.uint8).numpy().data)
+        tensor = self._opened.pop(param)
+        try:
+            file.seek(offset)
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            self._failure = self._failure or error
+
+    def finish(self) -> None:
+        """Have the files take all that was written. Raises the first OSError that there was."""
+        if self._failure:
+            raise self._failure
+        for _, file, _ in self._places.values():
+            file.flush()
 
 
 def _finish(

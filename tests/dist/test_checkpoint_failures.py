@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.distributed.exchange import together
@@ -65,6 +66,62 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool
     return diary, str(raised.value)
 
 
+def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[Any]:
+    """Save with the weights for others, on a disk that fills up when rank 0 alone has something to write.
+
+    Returns what has come of a save with room, of one for which the disk fills up right after room was found for it, of
+    one before the weights for others, whose room is not kept, of one before their config.json, and of one with room.
+    """
+    from megarl.checkpoint import store
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.models.architecture import hf_shapes
+    from megarl.reshard import files
+
+    learner = make_test_learner(source, split)
+
+    def export(checkpoint: Path) -> None:
+        with learner.weights() as tensors:
+            files.export(
+                checkpoint / "huggingface",
+                hf_shapes(learner.architecture),
+                together(learner.layout),
+                tensors,
+                config={},
+                dtype=torch.float32,
+                ranks_per_node=2,
+                device=learner.device,
+            )
+
+    run = Checkpoints(
+        directory=disk.path, learners={"actor": learner}, keep=1, write_huggingface=lambda directory: None, export=export
+    )
+
+    def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
+        run.save(State(step=step))
+        on_first_rank(disk.clear)
+        left = together(lambda: list(disk.path.glob(".*")))[0]  # before any rank begins the next save
+        return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), left
+
+    diary = [save(1)]
+    room, finish = store.require_room, files._finish
+    for step, (module, name, instead) in enumerate(
+        [
+            (store, "require_room", lambda *args: (room(*args), on_first_rank(disk.fill))),
+            (files, "reserve", lambda *args: disk.fill()),
+            (files, "_finish", lambda *args: (disk.fill(), finish(*args))),
+        ],
+        start=2,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, instead)
+            diary.append(save(step))
+    diary.append(save(5))
+    run.close()
+    return diary
+
+
 def on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
@@ -88,6 +145,18 @@ def test_all_ranks_go_on_without_a_save_that_fails(
         ]
         assert "the checkpoint of step 4 cannot be written" in error
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
+
+
+def test_what_one_rank_cannot_write_fails_the_save_on_all(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 16 << 20) as disk:
+        told = pool.run(2, saves_with_exports, checkpoints["llama"], disk, sizes(2, 1))
+        assert told[0] == told[1]
+        first, last = disk.path / "global_step_1", disk.path / "global_step_5"
+        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 3.0, 3.0)]
+        assert told[0] == [(first, {}, []), *((first, count, []) for count in failed[:3]), (last, failed[3], [])]
+        assert (last / "huggingface" / "config.json").is_file()
 
 
 def refused(directory: Path) -> str:

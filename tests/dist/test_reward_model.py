@@ -18,7 +18,7 @@ from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection, ModelSection, RewardCheckpointSection
 from tests.dist.test_learner_split import sizes
 from tests.learners import make_test_learner
-from tests.disks import small_disk
+from tests.disks import Disk, small_disk
 from tests.ranks import RankPool, fresh_mesh
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint, write_classifier
@@ -216,6 +216,15 @@ def refused(checkpoint: Path, out: Path, split: dict[str, Any]) -> str:
     return str(raised.value)
 
 
+def refused_at_the_end(checkpoint: Path, disk: Disk, split: dict[str, Any]) -> str:
+    from megarl.reshard import files
+
+    finish = files._finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_finish", lambda *args: (disk.fill(), finish(*args)))
+        return refused(checkpoint, disk.path / "out", split)
+
+
 def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
     checkpoint = write_classifier(tmp_path / "source", "llama")
     train_sentencepiece(checkpoint / "tokenizer.model", vocab_size=200)
@@ -227,6 +236,10 @@ def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool,
                 assert message.startswith(f"{disk.path / 'out'} cannot be written: ")
                 assert message.endswith("No space left on device; free space there, or name a directory on another disk")
             assert not (disk.path / "out").exists()
+            disk.clear()
+        first, second = pool.run(2, refused_at_the_end, checkpoint, disk, sizes(2, 1))
+        assert first == second
+        assert not (disk.path / "out").exists()
         disk.clear()
         pool.run(2, write_back, checkpoint, disk.path / "out", sizes(2, 1))
         before = (disk.path / "out" / "model.safetensors").read_bytes()
