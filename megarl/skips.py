@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.find import last_good
 from megarl.learner.finite import NotFinite
 from megarl.learner.learner import Outcome, Part
 from megarl.platform.files import write_whole
@@ -89,11 +89,8 @@ class Skips:
                     path.unlink()
 
     def _too_many(self, record: Path, why: NotFinite) -> str:
-        try:
-            found = find_checkpoint(self._run_dir, mode="auto", path=None)
-            good = f"the last good checkpoint is {found}" if found else "there is no checkpoint yet"
-        except ValueError as error:
-            good = str(error)
+        found = last_good(self._run_dir)
+        good = f"the last good checkpoint is {found}" if found else f"{self._run_dir} has no whole checkpoint"
         return (
             f"the {self._model}'s loss or gradient was not finite in {self._in_a_row} updates in a row, more than "
             f"trainer.max_skipped_updates={self._most_in_a_row}; the last time: {why.describe()}. Nothing was learnt "

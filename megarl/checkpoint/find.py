@@ -56,6 +56,18 @@ def find_checkpoint(
     return newer or here
 
 
+def last_good(directory: Path) -> Path | None:
+    """The last whole checkpoint of a run that goes on. Collective; rank 0 says which there are, as it may publish one
+    meanwhile.
+    """
+
+    def look() -> list[int]:
+        latest = latest_step(directory)
+        return sorted(step for step in saved_steps(directory) if latest is not None and step <= latest)
+
+    return _last_whole(directory, on_first_rank(look))
+
+
 def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
     if "://" in path:
         try:

@@ -1,6 +1,7 @@
 """A mini-batch whose loss or gradient is not finite leaves nothing behind but a note; too many in a row end the run."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,7 +177,7 @@ def many(run_dir: Path) -> None:
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((), ()), parameters={})
     for number in range(MOST_KEPT + 1):
         skips.of_step(3)(number, [part, part], why)
-    with pytest.raises(ValueError, match="there is no checkpoint yet"):
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
         skips.of_step(4)(0, [part], why)
 
 
@@ -189,6 +190,37 @@ def test_so_many_are_kept(pool: RankPool, tmp_path: Path) -> None:
     assert kept == {"step_4_critic_0.json", "step_4_critic_0.parquet"} | {
         f"step_3_critic_{number}{ending}" for number in numbers for ending in (".json", ".parquet", "_1.parquet")
     }
+
+
+def last_words(run_dirs: list[Path]) -> str:
+    """On one rank: how a run ends that has one checkpoint, while another rank sees one more, which is just published."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint.directory import name_latest
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.learner.finite import NotFinite
+    from megarl.learner.learner import Part
+    from megarl.skips import Skips
+    from megarl.tracking.config import TrainerSection
+
+    first, mine = run_dirs[0], run_dirs[dist.get_rank()]
+    Checkpoints(directory=first, learners={}, keep=None, write_huggingface=lambda directory: None).save(State(step=2))
+    if mine != first:
+        for step in (2, 4):
+            shutil.copytree(first / "global_step_2", mine / f"global_step_{step}")
+        name_latest(mine, 4)
+    skips = Skips("actor", TrainerSection(default_local_dir=str(mine), max_skipped_updates=0))
+    why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((),), parameters={})
+    with pytest.raises(ValueError, match="max_skipped_updates") as caught:
+        skips.of_step(5)(0, [Part(batch=experience(), objective=ACTOR)], why)
+    return str(caught.value)
+
+
+def test_the_last_good_checkpoint_is_the_one_that_the_first_rank_sees(pool: RankPool, tmp_path: Path) -> None:
+    run_dirs = [tmp_path / "first", tmp_path / "second"]
+    for run_dir, said in zip(run_dirs, pool.run(2, last_words, run_dirs), strict=True):
+        assert f"the last good checkpoint is {run_dir / 'global_step_2'}" in said
 
 
 def diverged(argv: list[str]) -> str:
