@@ -3,27 +3,30 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import yaml
 
-from megarl.checkpoint.differences import Difference, Effect, differences, other_sizes
+from megarl.checkpoint.differences import Difference, Effect, differences, other_code, other_sizes
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
 from megarl.config.load import to_yaml
+from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
+from megarl.distributed.exchange import on_first_rank
 from megarl.learner.learner import Learner
+from megarl.platform.secrets import redacted
 from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.mlflow import RUN_ID_FILE
 
-CONFIG_FILE, VERSIONS_FILE, MODELS_FILE = "config.yaml", "versions.json", "models.json"
+CONFIG_FILE, VERSIONS_FILE, MODELS_FILE, CODE_FILE = "config.yaml", "versions.json", "models.json", "code.json"
 MAX_SHOWN = 80  # characters of a value
 RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
@@ -37,20 +40,27 @@ class Standing:
     same_curve: bool = True  # the steps that follow have the numbers that the checkpoint's run had
 
     @classmethod
-    def find(cls, config: Config | SupervisedConfig) -> "Standing":
-        """Where the run that `config` describes stands; the first rank says what differs. Collective."""
+    def find(cls, config: Config | SupervisedConfig, *, records: bool = True) -> "Standing":
+        """Where the run that `config` describes stands; the first rank says what differs. Collective.
+
+        Without `records` the run's directory does not take over the MLflow run of the checkpoint.
+        """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
         checkpoint = resumed_checkpoint(trainer)
         if checkpoint is None:
             return cls(checkpoint=None, state=State())
         found, other_versions = _compare(checkpoint, config)
+        is_foreign = trainer.resume_mode == "resume_path" and on_first_rank(lambda: _is_foreign(checkpoint, run_dir))
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
-            if not {difference.key for difference in found} & {*RUN_NAMES}:
+            if records and not {difference.key for difference in found} & {*RUN_NAMES}:
                 _adopt_run_id(checkpoint, run_dir)
-        same_curve = all(difference.effect is not Effect.CURVE for difference in found)
-        return cls(checkpoint=checkpoint, state=State.read(checkpoint), same_curve=same_curve)
+        same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
+        state = State.read(checkpoint)
+        if any(difference.judges_otherwise for difference in found):
+            state = replace(state, best=None)
+        return cls(checkpoint=checkpoint, state=state, same_curve=same_curve)
 
     @property
     def is_resumed(self) -> bool:
@@ -100,12 +110,18 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
     return Mirror(remote, run_dir, keep=trainer.max_ckpt_to_keep)
 
 
-def companions(config: Config | SupervisedConfig, learners: Mapping[str, Learner]) -> dict[str, str]:
-    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, MLflow's run."""
+def companions(
+    config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
+) -> dict[str, str]:
+    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, MLflow's run.
+
+    `code` is what `own_code` said when the run began: its files may have changed since.
+    """
     texts = {
         CONFIG_FILE: to_yaml(config),
         VERSIONS_FILE: json.dumps(running(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
+        CODE_FILE: json.dumps(redacted(code), indent=1),
     }
     run_id = Path(config.trainer.default_local_dir) / RUN_ID_FILE
     return texts | ({RUN_ID_FILE: run_id.read_text()} if run_id.is_file() else {})
@@ -121,11 +137,13 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
 def _compare(
     checkpoint: Path, config: Config | SupervisedConfig
 ) -> tuple[list[Difference], dict[str, tuple[str, str]]]:
-    """The keys, and the packages, that differ; none where the checkpoint does not say what it was saved under."""
+    """The keys, with the user's own code, and the packages that differ; none where the checkpoint does not say."""
     found: list[Difference] = []
     if (path := checkpoint / CONFIG_FILE).is_file():
         was, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
         found = differences(was, now, Schema.of(type(config)).leaves)
+    if (path := checkpoint / CODE_FILE).is_file():
+        found = other_code(json.loads(path.read_text()), redacted(own_code(config)), found) + found
     other_versions = {}
     if (path := checkpoint / VERSIONS_FILE).is_file():
         was, now = json.loads(path.read_text()), running()
@@ -150,11 +168,20 @@ def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str
         print("note: the curve will not be the one of an undisturbed run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
         print(f"changed without effect on the curve: {', '.join(harmless)}")
+    if anew := [difference.key for difference in found if difference.judges_otherwise]:
+        print(f"note: validation scores do not compare with earlier ones, and the best begins anew: {', '.join(anew)}")
 
 
 def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    """A value for people: of a long one both ends, as a digest comes last."""
+    text, half = str(value), (MAX_SHOWN - 3) // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
+def _is_foreign(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the run's directory has an MLflow run of its own, which is not the one of the checkpoint."""
+    kept, own = checkpoint / RUN_ID_FILE, run_dir / RUN_ID_FILE
+    return kept.is_file() and own.is_file() and kept.read_text() != own.read_text()
 
 
 def _adopt_run_id(checkpoint: Path, run_dir: Path) -> None:

@@ -240,14 +240,14 @@ def make_checkpoints(
         export: writes the weights for others into a checkpoint. Collective.
         mirrored: where a mirror is asked for.
     """
-    trainer = config.trainer
+    trainer, code = config.trainer, own_code(config)
     checkpoints = Checkpoints(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=write_huggingface,
         export=export if trainer.save_huggingface else None,
-        companions=lambda: companions(config, learners),
+        companions=lambda: companions(config, learners, code),
         beside_training=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )

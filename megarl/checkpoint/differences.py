@@ -11,6 +11,8 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megarl.rewards.rules import DIGEST
+
 
 class Effect(Enum):
     """What comes of another value."""
@@ -30,11 +32,18 @@ class Difference:
     effect: Effect
     reason: str
 
+    @property
+    def judges_otherwise(self) -> bool:
+        """Whether validation scores do not compare with earlier ones, so that the best begins anew."""
+        return self.reason in (_SCORES, _REWARD, _CONTENT)
+
 
 _NAMES = "a name"
 _RECORDS = "records and checkpoints, not the training"
-_VALIDATION = "validation only: its scores do not compare with earlier ones"
-_PLACES = "where and how long, not what"
+_VALIDATION = "when and in which portions is validated"
+_SCORES = "validation only: its scores do not compare with earlier ones, and the best begins anew"
+_REWARD = "the reward"
+_CONTENT = "another file content"
 _SPLIT = "another split"
 _MICRO = "other micro-batches"
 _ENGINE = "the engine computes the same by other means"
@@ -52,12 +61,14 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
         )
     ),
     *((f"trainer.{name}", Effect.NONE, _VALIDATION) for name in ("test_freq", "val_before_train", "val_only")),
-    *((f"trainer.{name}", Effect.NONE, _PLACES) for name in ("device", "phase_timeout_s")),
+    ("trainer.device", Effect.ROUNDING, "another device's arithmetic"),
+    ("trainer.phase_timeout_s", Effect.NONE, "how long, not what"),
     ("trainer.max_skipped_updates", Effect.NONE, "when a run gives up"),
     *((f"trainer.{name}", Effect.NONE, _LENGTH) for name in ("total_epochs", "total_training_steps")),
     *((f"trainer.{name}", Effect.ROUNDING, _SPLIT) for name in ("nnodes", "n_gpus_per_node", "balance_batch")),
     ("trainer.critic_warmup", Effect.CURVE, "when the actor begins to learn"),
-    *((f"data.{name}", Effect.NONE, _VALIDATION) for name in ("val_files", "val_batch_size")),
+    ("data.val_files", Effect.NONE, _SCORES),
+    ("data.val_batch_size", Effect.NONE, _VALIDATION),
     ("data.prompt_id_key", Effect.NONE, "names of prompts in records"),
     ("data.micro_batch_size", Effect.ROUNDING, _MICRO),
     ("data.*", Effect.CURVE, "what is learnt from, in which order"),
@@ -86,7 +97,7 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
     ),
     ("*optim.*", Effect.CURVE, "the optimizer"),
     ("*grad_clip", Effect.CURVE, "the optimizer"),
-    ("actor_rollout_ref.rollout.val_kwargs.*", Effect.NONE, _VALIDATION),
+    ("actor_rollout_ref.rollout.val_kwargs.*", Effect.NONE, _SCORES),
     ("actor_rollout_ref.rollout.sync.*", Effect.NONE, "how weights travel and are checked, not which"),
     *(
         (f"actor_rollout_ref.rollout.{name}", Effect.NONE, "a key without a choice")
@@ -104,8 +115,8 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
     ("critic.*", Effect.CURVE, "the critic's loss"),
     ("algorithm.*", Effect.CURVE, "the algorithm"),
     ("reward_model.num_workers", Effect.NONE, "how many responses are scored at once"),
-    ("reward_model.*", Effect.CURVE, "the reward"),
-    ("custom_reward_function.*", Effect.CURVE, "the reward"),
+    ("reward_model.*", Effect.CURVE, _REWARD),
+    ("custom_reward_function.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),
 )
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
@@ -129,6 +140,19 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[s
             found.append(Difference(key=key, was=old, now=new, effect=effect, reason=reason))
     order = list(Effect)
     return sorted(found, key=lambda difference: -order.index(difference.effect))
+
+
+def other_code(was: Mapping[str, str], now: Mapping[str, str], found: Iterable[Difference]) -> list[Difference]:
+    """What differs in the user's own code, as `megarl.config.report.own_code` says it, beside the keys `found`.
+
+    A file is known by its digest alone: where it lies is the configuration's.
+    """
+    known = {difference.key for difference in found}
+    return [
+        Difference(key=key, was=was[key], now=now[key], effect=Effect.CURVE, reason=_CONTENT)
+        for key in sorted((was.keys() & now.keys()) - known)
+        if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
+    ]
 
 
 def judge(key: str) -> tuple[Effect, str]:

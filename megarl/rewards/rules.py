@@ -37,6 +37,8 @@ MAX_NUMBERS = 16
 """How many numbers beside `score` and `acc` are kept of a mapping."""
 MAX_PRED = 512
 """Characters of an answer that are kept."""
+DIGEST = "SHA-256: "
+"""What a digest follows in words about a file."""
 _NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
 _MAX_NAME = 64
 
@@ -91,7 +93,7 @@ class Rules:
 def provenance(path: Path, name: str) -> str:
     """Which function of which file a custom one is, for people: with 12 hex digits of the file's SHA-256."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "it is not here"
-    return f"{name} of {path.absolute()} (SHA-256: {digest})"
+    return f"{name} of {path.absolute()} ({DIGEST}{digest})"
 
 
 def rule_names() -> list[str]:

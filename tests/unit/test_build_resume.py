@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from megarl.build.resume import Standing, companions
+from megarl.build.run import make_checkpoints
 from megarl.checkpoint.background import at_once
 from megarl.checkpoint.manifest import sealing
-from megarl.checkpoint.state import State
+from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.config.load import load_config
+from megarl.config.report import own_code
 from megarl.config.root import Config
 from megarl.tracking.mlflow import RUN_ID_FILE
 from tests.ranks import world_of_one
@@ -29,16 +31,16 @@ def configured(run_dir: Path, *arguments: str) -> Config:
     return load_config(arguments, world_size=None, check_paths=False)
 
 
-def save(config: Config, *, step: int) -> Path:
-    run_dir = Path(config.trainer.default_local_dir)
+def save(config: Config, *, step: int, best: Best | None = None) -> Path:
+    run_dir, code = Path(config.trainer.default_local_dir), own_code(config)
     run = Checkpoints(
         directory=run_dir,
         learners={},
         keep=None,
         write_huggingface=lambda _: None,
-        companions=lambda: companions(config, {}),
+        companions=lambda: companions(config, {}, code),
     )
-    run.save(State(step=step))
+    run.save(State(step=step, best=best))
     return run_dir / f"global_step_{step}"
 
 
@@ -66,6 +68,60 @@ def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, capsys
     ]
 
 
+def test_another_content_of_the_reward_file_is_another_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward, run_dir = tmp_path / "reward.py", tmp_path / "run"
+    reward.write_text("def compute_score(**_): return 1\n")
+    config = configured(run_dir, f"custom_reward_function.path={reward}")
+    checkpoint = save(config, step=3, best=Best(0.5, 2))
+    (moved := tmp_path / "moved.py").write_bytes(reward.read_bytes())
+    assert Standing.find(config) == Standing(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
+    assert capsys.readouterr().out == ""
+    reward.write_text("def compute_score(**_): return 2\n")
+    assert Standing.find(config) == Standing(checkpoint=checkpoint, state=State(step=3), same_curve=False)
+    said = capsys.readouterr().out
+    assert "  custom_reward_function.path: compute_score of " in said
+    was, now = (own_code(configured(run_dir, f"custom_reward_function.path={path}")) for path in (moved, reward))
+    for digest in (text[-len("0123456789ab)") :] for code in (was, now) for text in code.values()):
+        assert digest in said
+    assert "(another curve: another file content)\n" in said
+    assert "the best begins anew: custom_reward_function.path\n" in said
+    (checkpoint / "code.json").unlink()  # of an earlier version
+    (checkpoint / "manifest.json").unlink()
+    at_once(sealing(checkpoint))
+    assert Standing.find(config).same_curve
+
+
+def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_since(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_): return 1\n")
+    config = configured(tmp_path, f"custom_reward_function.path={reward}")
+    run = make_checkpoints(config, {}, write_huggingface=lambda _: None, export=lambda _: None)
+    began_with = own_code(config)
+    reward.write_text("def compute_score(**_): return 2\n")
+    run.save(State(step=3))
+    assert json.loads((tmp_path / "global_step_3" / "code.json").read_text()) == began_with
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ("data.val_files=other.parquet", None),
+        ("actor_rollout_ref.rollout.val_kwargs={do_sample: true, temperature: 1.0}", None),
+        ("reward_model.timeout_s=3", None),
+        ("data.val_batch_size=7", Best(0.5, 2)),
+        ("reward_model.num_workers=3", Best(0.5, 2)),
+    ],
+)
+def test_the_best_begins_anew_where_scores_do_not_compare(
+    tmp_path: Path, change: str, best: Best | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 2))
+    assert Standing.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
+    assert ("the best begins anew" in capsys.readouterr().out) == (best is None)
+
+
 def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path)
     checkpoint = save(config, step=3)
@@ -90,3 +146,24 @@ def test_the_mlflow_run_goes_on_in_an_empty_directory_under_its_own_name_only(tm
     (tmp_path / "moved" / RUN_ID_FILE).write_text("its own")
     Standing.find(configured(tmp_path / "moved", *fork))
     assert (tmp_path / "moved" / RUN_ID_FILE).read_text() == "its own"
+
+
+def test_what_another_mlflow_run_recorded_is_not_what_comes(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (run_id := tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
+    config = configured(tmp_path / "run")
+    checkpoint = save(config, step=3)
+    back = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    assert Standing.find(configured(tmp_path / "run", *back)).same_curve
+    run_id.write_text("begun anew on the way")
+    assert not Standing.find(configured(tmp_path / "run", *back)).same_curve
+    assert Standing.find(config).same_curve  # its own, from before MLflow lost the first
+
+
+def test_a_job_without_records_of_its_own_takes_no_mlflow_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
+    checkpoint = save(configured(tmp_path / "run"), step=3)
+    fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    assert Standing.find(configured(tmp_path / "moved", *fork), records=False).checkpoint == checkpoint
+    assert not (tmp_path / "moved").exists()

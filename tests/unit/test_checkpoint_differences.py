@@ -45,6 +45,8 @@ def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> 
         ("trainer.total_training_steps", Effect.NONE),
         ("actor_rollout_ref.rollout.val_kwargs.n", Effect.NONE),
         ("critic.megatron.param_offload", Effect.NONE),
+        ("trainer.phase_timeout_s", Effect.NONE),
+        ("trainer.device", Effect.ROUNDING),
         ("trainer.n_gpus_per_node", Effect.ROUNDING),
         ("megatron.pipeline_model_parallel_size", Effect.ROUNDING),
         ("reward_model.megatron.tensor_model_parallel_size", Effect.ROUNDING),
