@@ -78,9 +78,10 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     held.enter_context(occupy(Path(kept.default_local_dir)))
-    standing = Standing.find(config)
+    goes_on = not (replay or trainer.val_only)  # else the run's records are left as they are
+    standing = Standing.find(config, records=goes_on)
     state = standing.state
-    if standing.is_at(last_step) and not (replay or trainer.val_only):
+    if standing.is_at(last_step) and goes_on:
         finish_records(config, launch, standing, last_step=last_step)
         return None
 
@@ -90,7 +91,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
-    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic, mirrored=not replay)
+    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic, mirrored=goes_on)
     standing.require_sizes(checkpoints.learners, MODEL_KEYS)
     if standing.checkpoint:
         checkpoints.load(standing.checkpoint)
@@ -101,7 +102,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         standing = replace(standing, state=replace(state, metrics={}))  # which are in the run's own records
         samples = Replay.find(replay, after=state.step)
         first_step, last_step = samples.first_step, samples.last_step
-    tracker = run_tracker(config, launch, standing, last_step=last_step)
+    tracker = open_records(config, launch, standing, last_step=last_step)
     if config.data.filter_overlong_prompts and not standing.is_resumed:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
     if engine:
@@ -109,7 +110,8 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         sampler = make_sampler(config, engine, actor.learner, scorer, launch)
         collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
         samples = Recorder(samples=collector, archive=archive) if (archive := make_archive(config)) else collector
-        validation = make_validation(config, val_prompts, sampler, scorer, tracker) if val_prompts else None
+        if val_prompts:
+            validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=goes_on)
     job = Job(
         samples=samples,
         actor=actor,
@@ -122,7 +124,6 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         tracker=tracker,
         num_ranks=launch.world_size,
     )
-    on_first_rank(lambda: write_whole(Path(config.trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
 
 
@@ -159,7 +160,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         ValueError: there are no validation files.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
-    run_dir = Path(trainer.default_local_dir)
     name_own_code(config)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
@@ -182,11 +182,33 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if checkpoint := resumed_checkpoint(trainer):
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
-    tracker = make_tracker(
-        ["console"], run_dir=run_dir, project="", experiment="", params={}, total_steps=step, is_main=launch.rank == 0
-    )
+    tracker = _console(trainer, launch, total_steps=step)
     sampler = make_sampler(config, engine, actor, scorer, launch)
-    return make_validation(config, prompts, sampler, scorer, tracker), engine, step
+    return make_validation(config, prompts, sampler, scorer, tracker, replaces=False), engine, step
+
+
+def open_records(config: Config, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:
+    """The run's records, its configuration among them; a job that only validates shows its scores and records nothing.
+
+    Collective.
+    """
+    trainer = config.trainer
+    if trainer.val_only:
+        return _console(trainer, launch, total_steps=last_step)
+    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
+    return run_tracker(config, launch, standing, last_step=last_step)
+
+
+def _console(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:
+    return make_tracker(
+        ["console"],
+        run_dir=trainer.default_local_dir,
+        project="",
+        experiment="",
+        params={},
+        total_steps=total_steps,
+        is_main=launch.rank == 0,
+    )
 
 
 def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:

@@ -1,6 +1,7 @@
 """What a run samples with and judges by: prompts, engine, sampler, reward, validation."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.build.models import device_of, make_budget
@@ -106,14 +107,15 @@ def make_archive(config: Config) -> Archive | None:
 
 
 def make_validation(
-    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker
+    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker, *, replaces: bool
 ) -> Validation:
-    """The scores of held-out prompts."""
+    """The scores of held-out prompts; `replaces` says whether its samples may take the place of earlier ones."""
+    archive = make_archive(config)
     return Validation(
         prompts=prompts,
         sampler=sampler,
         scorer=scorer,
         tracker=tracker,
         num_shown=config.trainer.log_val_generations,
-        archive=make_archive(config),
+        archive=archive and replace(archive, replaces=replaces),
     )

@@ -56,9 +56,10 @@ class Archive:
     """The directory of a run's samples; rank 0 writes."""
 
     directory: Path
+    replaces: bool = True  # a file that is there already
 
     def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
-        """Write what iteration `step`, counted from 1, learns from. Collective; an earlier file is replaced.
+        """Write what iteration `step`, counted from 1, learns from. Collective.
 
         Returns whether the disk took it, on every rank alike.
         """
@@ -72,7 +73,9 @@ class Archive:
         path = self.directory / f"{name}{SUFFIX}"
 
         def write() -> bool:
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not self.replaces and path.exists():
+                logger.warning("%s stays as it is: name another trainer.rollout_data_dir to keep these samples", path)
+            elif dist.get_rank() == 0:
                 try:
                     self.directory.mkdir(parents=True, exist_ok=True)
                     write_samples(path, scored, baselines, step=step)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megarl.batch import Scored
-from megarl.samples.archive import read_samples, step_of, steps_in, write_samples
+from megarl.samples.archive import Archive, read_samples, step_of, steps_in, write_samples
+from tests.ranks import world_of_one
 from tests.records import answer, prompts
 
 
@@ -48,6 +49,18 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     found, baselines = read_samples(tmp_path / "step_7.parquet")
     assert_same(found, record)
     assert baselines is None
+
+
+def test_samples_take_the_place_of_earlier_ones_only_where_they_may(tmp_path: Path) -> None:
+    first, second = scored([2, 1, 4, 3]), scored([2, 1, 4, 3], seed=1)
+    with world_of_one():
+        for archive, record, found in (
+            (Archive(tmp_path, replaces=False), first, first),
+            (Archive(tmp_path, replaces=False), second, first),
+            (Archive(tmp_path), second, second),
+        ):
+            archive.keep_validation(record, step=3)
+            assert_same(read_samples(tmp_path / "val_step_3.parquet")[0], found)
 
 
 def test_its_width_may_be_more_than_its_longest_response(tmp_path: Path) -> None:
