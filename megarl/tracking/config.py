@@ -54,7 +54,7 @@ class TrainerSection:
     val_before_train: bool = True
     """Validate before the first iteration."""
     val_only: bool = False
-    """Validate and stop."""
+    """Validate, show the scores and stop; the records of the run stay as they are."""
     critic_warmup: NonNegativeInt = 0
     """Iterations in which only the critic learns."""
     balance_batch: bool = True
