@@ -1,9 +1,11 @@
 """The loop itself, among interfaces that write down how they are called."""
 
+import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,6 +272,23 @@ def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
     assert [state.kl_coef for state in diary.saved.values()] == pytest.approx(
         [0.1 * 1.08, 0.1 * 1.08**2, 0.1 * 1.08**3]
     )
+
+
+class SpoiltOnce(Policy):
+    """Its log-probabilities are not finite in the second step."""
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        outputs = super().infer(batch)
+        is_spoilt = self.diary.calls.count("actor.infer") == 2
+        return replace(outputs, log_probs=outputs.log_probs * math.nan) if is_spoilt else outputs
+
+
+def test_a_divergence_that_is_not_finite_spoils_no_later_step_and_no_checkpoint() -> None:
+    diary = Diary()
+    run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), diary=diary, actor=SpoiltOnce(diary, "actor", -1.0), save_freq=1)
+    assert math.isnan(diary.logged[2]["actor/reward_kl_penalty"])
+    assert math.isfinite(diary.logged[3]["critic/rewards/mean"])
+    assert [state.kl_coef for state in diary.saved.values()] == pytest.approx([0.1 * 1.08, 0.1 * 1.08, 0.1 * 1.08**2])
 
 
 def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
