@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+SECRET = "hf_" + "a1B2" * 8
+
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
     behaviour = globals()[solution_str]
@@ -101,6 +103,20 @@ def has_last_words() -> None:
 def dies_with_last_words() -> None:
     print("last words")
     os._exit(3)
+
+
+def fails_with_a_long_secret() -> None:
+    print(f"{SECRET}-{'y' * 178}")
+    raise ValueError("x" * 480 + f"-{SECRET}")
+
+
+def prints_a_private_key() -> None:
+    print("-----BEGIN PRIVATE KEY-----", *["a1B2" * 16] * 40, "-----END PRIVATE KEY-----", sep="\n")
+    raise ValueError
+
+
+def says_a_secret() -> list[str]:
+    return [SECRET]
 
 
 def leaves() -> None:

@@ -39,7 +39,7 @@ class Remote:
     name: str
 
     def __str__(self) -> str:
-        return redact(self.name.partition("?")[0].rstrip("/"))
+        return redact(self.name).partition("?")[0].rstrip("/")  # a password may hold a question mark
 
     def checkpoint(self, step: int) -> "Remote":
         """The directory of a checkpoint in this one."""

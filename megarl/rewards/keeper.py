@@ -19,6 +19,7 @@ from itertools import count, islice
 from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
+from megarl.platform.secrets import redact
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
@@ -32,8 +33,8 @@ MAX_PROCESSES = 64
 MAX_ANSWER = 1 << 16
 _POLL_S = 0.1
 _PIECE = 1 << 16  # all that a pipe holds
-_TAIL = 2000
-_SHOWN_LINES = 3
+_TAIL = 1 << 14  # far more than is shown: half a secret is not found
+_SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
 
 
 class Lost(Exception):  # noqa: N818 - the worker is; nothing is wrong with us
@@ -228,7 +229,8 @@ def _how_it_ended(pid: int) -> str:
 
 
 def _last_lines(printed: bytes) -> str:
-    lines = [line.strip()[-200:] for line in printed.decode(errors="replace").split("\n") if line.strip()]
+    text = redact(printed.decode(errors="replace"))
+    lines = [line.strip()[-_SHOWN_CHARACTERS:] for line in text.split("\n") if line.strip()]
     return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
 
 

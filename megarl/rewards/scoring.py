@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
+from megarl.platform.secrets import redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import Rules, known_data_source
@@ -169,6 +170,7 @@ def _share(answers: Iterable[bool]) -> float:
 
 def _message(rollouts: Rollouts, sample: int, text: str, outcome: Outcome) -> str:
     prompt = rollouts.prompt_of(sample)
+    text = redact(text)  # before it is cut: half a secret is not found
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
     return (
         f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "

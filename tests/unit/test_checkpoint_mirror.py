@@ -288,3 +288,7 @@ def test_every_file_has_one_rank_and_every_rank_about_as_much() -> None:
     assert sorted(item for share in shares for item in share) == sorted(files.items())
     loads = [sum(size for _, (size, _) in share) for share in shares]
     assert max(loads) - min(loads) <= 7
+
+
+def test_a_mirror_is_named_without_password_and_query() -> None:
+    assert str(Remote("s3://ann:Sword?f1sh@bucket/mirror/?region=x")) == "s3://***@bucket/mirror"

@@ -36,6 +36,9 @@ FAILS = {
     "multiplies": ("error", f"it started more than {MAX_PROCESSES} processes"),
     "has_last_words": ("error", "KeyError: 'answer'; it printed 'first words | last words'"),
     "dies_with_last_words": ("error", "its process ended (exit code 3); it printed 'last words'"),
+    "fails_with_a_long_secret": ("error", "x-***; it printed '***-yyy"),
+    "prints_a_private_key": ("error", "ValueError; it printed '***'"),
+    "says_a_secret": ("error", "not ['***']"),
     "leaves": ("error", "SystemExit: enough"),
     "crashes": ("error", "its process was ended by signal 11"),
     "closes_files": ("error", "its process"),
@@ -88,6 +91,7 @@ def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dic
     assert (outcome.fault, outcome.numbers) == (fault, {})
     assert detail in outcome.detail
     assert len(outcome.detail) < 1500
+    assert "a1B2" not in outcome.detail
     assert outcome.seconds >= TIMEOUT_S * (fault == "timeout")
 
 
