@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config.checks import world_size
 from megarl.config.mesh_checks import data_parallel_size
@@ -12,6 +12,17 @@ from megarl.config.root import Config, SupervisedConfig
 from megarl.platform.secrets import redacted
 from megarl.rewards.rules import provenance
 from megarl.section import flatten
+
+TOKENIZERS = {
+    "actor_rollout_ref.model": "data.tokenizer",
+    "model": "data.tokenizer",
+    "critic.model": "critic.model.tokenizer_path",
+    "reward_model.model": "reward_model.model.input_tokenizer",
+}
+"""By the section of a model: which key names a tokenizer that may lie elsewhere, and is trusted as the model is."""
+ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
+IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
+"""How arguments of vLLM end that name what it is to import."""
 
 
 class BatchRow(NamedTuple):
@@ -80,19 +91,27 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
 
 
 def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
-    """Return what runs that is neither megarl's nor one of its packages, by the keys that say so."""
+    """Return what runs that is neither megarl's nor one of its packages, by the keys that say so; without secrets."""
     leaves = dict(flatten(asdict(config)))
     found = {}
     for key, value in leaves.items():
         section, _, name = key.rpartition(".")
         model = leaves.get(f"{section}.path")
         if name == "external_lib" and value and model:
-            found[key] = f"module {value}" if isinstance(value, str) else f"modules {', '.join(value)}"
+            found[key] = _modules(value)
         elif name == "trust_remote_code" and value and model:
-            found[key] = f"what comes with {model}"
+            tokenizer = leaves.get(TOKENIZERS[section])
+            others = [tokenizer] if tokenizer not in (None, model, leaves.get("actor_rollout_ref.model.path")) else []
+            found[key] = f"what comes with {' and '.join([model, *others])}"
+        elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:
+            found[key] = _modules(value)
         elif key == "custom_reward_function.path" and value:
             found[key] = provenance(Path(value), leaves["custom_reward_function.name"])
-    return found
+    return redacted(found)
+
+
+def _modules(value: Any) -> str:
+    return f"modules {', '.join(map(str, value))}" if isinstance(value, list | tuple) else f"module {value}"
 
 
 def remarks(config: Config) -> Iterator[str]:
