@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.platform.secrets import guard_output
+
 NEEDED = (
     "megatron-core",
     "transformers",
@@ -279,4 +281,5 @@ def _print(sections: Sequence[Sequence[Finding]]) -> None:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -5,7 +5,6 @@ CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest; the actor is wri
 cut over all ranks, for one that does not fit into a single process.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Literal
 
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 
 ACTS: tuple[str, Literal["policy"]] = ("actor", "policy")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.export", description=__doc__)
+    parser = Parser(prog="python -m megarl.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own Python code run")

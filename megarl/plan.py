@@ -16,7 +16,7 @@ from megarl.config.faults import ConfigError
 from megarl.planning.planner import Planner
 from megarl.planning.report import show, to_dict
 from megarl.planning.traffic import Links
-from megarl.platform.secrets import redact
+from megarl.platform.secrets import Parser, guard_output, redact
 from megarl.train import show_plan
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -56,7 +56,7 @@ def amount(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megarl.plan",
         usage="%(prog)s CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [options]",
         description="Batches, memory and weight traffic of a run, without starting it.",
@@ -83,4 +83,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

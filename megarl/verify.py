@@ -7,7 +7,6 @@ and `transformers` say to the same tokens; then changes every weight and does it
 configuration is faulty. Types are float32 unless asked otherwise.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
+from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 
 
@@ -62,7 +62,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     Raises:
         ConfigError: naming every fault by its dotted key, with the remedy.
     """
-    parser = argparse.ArgumentParser(prog="python -m megarl.verify", description=__doc__)
+    parser = Parser(prog="python -m megarl.verify", description=__doc__)
     parser.add_argument("model_dir", help="Hugging Face directory or id; a directory may hold only config.json")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys of a training run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

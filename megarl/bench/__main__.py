@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from megarl.platform.secrets import guard_output
+
 COMMANDS = ("reshard", "plan", "checkpoint")
 
 
@@ -20,4 +22,5 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

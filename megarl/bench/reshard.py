@@ -23,6 +23,7 @@ from rich.console import Console
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.platform.device import device_type
+from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
 BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{number} of {len(cases)}: {case.model} {case.layout}", file=sys.stderr, flush=True)
             results.append(report.summary(run_case(case, logs=options.logs)))
     except ValueError as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     found = {
         "command": shlex.join(["python", "-m", "megarl.bench", "reshard", *argv]),

@@ -3,6 +3,7 @@
 Later layers win. Nothing here looks at values, but to answer those that belong to another trainer.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
 from megarl.config.foreign import alias, answer_key, answer_values
 from megarl.config.schema import Schema
+from megarl.platform.secrets import BLOT
 
 COMMAND_LINE = "command line"
+_QUOTING = re.compile(r"(tag|alias|anchor|handle|input|at:) '.*'", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
         try:
             layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
         except ValueError as error:
-            faults.append(Fault(path=argument, message=str(error)))
+            faults.append(Fault(path=argument.partition("=")[0], message=str(error)))
     return layers, faults
 
 
@@ -78,7 +81,7 @@ def _read_file(name: str) -> Layer:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"is not valid YAML: {_one_line(error)}") from error
+        raise ValueError(f"is not valid YAML: {_say(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError("must hold keys and values at its top level")
     return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
@@ -90,7 +93,7 @@ def _read_override(argument: str) -> Layer:
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([argument.lstrip("+")]), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"its value is not valid YAML: {_one_line(error)}") from error
+        raise ValueError(f"its value is not valid YAML: {_say(error)}") from error
     assert isinstance(tree, dict)
     return Layer(origin=COMMAND_LINE, tree={str(key): value for key, value in tree.items()})
 
@@ -104,5 +107,11 @@ def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tupl
             yield path, value
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _say(error: YAMLError | OmegaConfBaseException) -> str:
+    """What is wrong in one line, without the values that the error quotes: one may be secret under its key alone."""
+    words = str(error)
+    if isinstance(error, MarkedYAMLError):  # its own words may show the line
+        words = " ".join(part for part in (error.context, error.problem) if part)
+        if mark := error.problem_mark:
+            words += f" (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(_QUOTING.sub(rf"\1 '{BLOT}'", words).split())

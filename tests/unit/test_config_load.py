@@ -242,7 +242,27 @@ def test_a_fault_of_a_key_is_not_repeated_for_those_that_follow_it() -> None:
     ],
 )
 def test_arguments_that_cannot_be_read_are_faults(argument: str, message: str) -> None:
-    assert message in faults(argument)[argument]
+    assert message in faults(argument)[argument.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{hf_token: Sword fish", "expected ',' or '}'"),
+        ("{hf_token: Sword\n  [fish", "(line 2, column "),
+        ("!Sword fish", "could not determine a constructor for the tag '***' (line 1, column 1)"),
+        ("${Swordfish", "no viable alternative at input '***'"),
+    ],
+)
+def test_a_value_that_is_no_yaml_is_not_shown(value: str, message: str, tmp_path: Path) -> None:
+    key = "+actor_rollout_ref.rollout.engine_kwargs"
+    file = tmp_path / "broken.yaml"
+    file.write_text(f"a: {value}\n")
+    for arguments in ([f"{key}={value}"], [str(file)]):
+        with pytest.raises(ConfigError) as caught:
+            load(*arguments)
+        assert "Sword" not in str(caught.value)
+    assert message in faults(f"{key}={value}")[key]
 
 
 @pytest.mark.parametrize(

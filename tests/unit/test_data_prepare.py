@@ -145,6 +145,15 @@ def test_gsm8k_from_one_file_makes_training_problems(monkeypatch: pytest.MonkeyP
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 1}
 
 
+def test_a_file_that_cannot_be_checked_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare", "--check", "scheme://ann:Swordf1sh@host"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith("scheme://***@host cannot be opened")
+
+
 def test_gsm8k_sources_that_are_none_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

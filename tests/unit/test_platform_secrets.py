@@ -1,13 +1,17 @@
+import gc
 import logging
+import runpy
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config, to_dict
+from megarl.export import read_arguments as export_arguments
 from megarl.platform.secrets import guard_output, is_secret, redact, redacted
 from megarl.section import flatten
 
@@ -20,6 +24,7 @@ NO_VARIABLES: dict[str, str] = {}
     [
         ("mlflow at http://ann:Swordf1sh@host:5000/x", "mlflow at http://***@host:5000/x"),
         ("s3://AKIA:Swordf1sh/qui@et@bucket/a", "s3://***@et@bucket/a"),
+        ("s3:/ann:Swordf1sh@bucket/a", "s3:/***@bucket/a"),
         ("https://ann:p@ss:w0rd@host", "https://***@host"),
         ("https://ann:p#s?s@host", "https://***@host"),
         ("x://a:b@c and y://d:e@f", "x://***@c and y://***@f"),
@@ -29,6 +34,17 @@ NO_VARIABLES: dict[str, str] = {}
         ("token='a b' n=2", "token='***' n=2"),
         ("{'hf_token': 'abc', 'n': 1}", "{'hf_token': '***', 'n': 1}"),
         ('{"api_key": "abc"}', '{"api_key": "***"}'),
+        ("{'n': 1, 'hf_token': 1234567890, 'm': 2}", "{'n': 1, 'hf_token': ***, 'm': 2}"),
+        ("{'api_key': {'value': 'abc', 'n': 1}}, 2", "{'api_key': ***}, 2"),
+        ("engine_kwargs.api_key.value=abc", "engine_kwargs.api_key.value=***"),
+        ("{'api_key': ['abc', 'def'], 'n': 1}", "{'api_key': ***, 'n': 1}"),
+        ("{'x-api-key': b'abc', 'n': 1}", "{'x-api-key': b'***', 'n': 1}"),
+        ("[(b'x-api-key', b'abc'), (b'accept', b'*/*')]", "[(b'x-api-key', b'***'), (b'accept', b'*/*')]"),
+        ('("hf_token", "abc")', '("hf_token", "***")'),
+        ("{'Authorization': 'Token abc'}", "{'Authorization': '***'}"),
+        ("(b'authorization', b'Basic abc=')", "(b'authorization', b'***')"),
+        ("Authorization: Token abcdefgh", "Authorization: Token ***"),
+        ("authorization: ApiKey abcdefgh=", "authorization: ApiKey ***"),
         ("foo.password=abc,bar=1", "foo.password=***,bar=1"),
         ("DefaultEndpointsProtocol=https;AccountKey=ab/c==;X=1", "DefaultEndpointsProtocol=https;AccountKey=***;X=1"),
         ("Authorization: Bearer abcdefgh.ijk=", "Authorization: Bearer ***"),
@@ -63,6 +79,9 @@ def test_what_a_name_or_a_shape_tells_is_hidden(text: str, shown: str | None) ->
         "eos_token='</s>' pad_token=None stop_token=3",
         "data.prompt_key=prompt and num_key_value_heads=2, data.tokenizer=/m/tokenizer.model",
         "unknown token: x; the key: y",
+        "token: 5, eos_token: </s>, authorization: required",
+        "columns 'token', 'label' and ['input_ids', 'token', 'label'], ('eos_token', '</s>')",
+        "{'pad_token': b'abc', 'eos_token': ['</s>', '<|end|>']}",
         "Qwen/Qwen2.5-3B at step 12, 99:59@noon",
         "rope_scaling={'type': 'yarn'}",
     ],
@@ -82,7 +101,7 @@ def test_the_process_own_variables_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert redact(f"says {HIDDEN}") == "says ***"
 
 
-PIECES = st.sampled_from([*"ab:/@?&='\" ;.*,1#{}", "token", "://", "key=", "***"])
+PIECES = st.sampled_from([*"ab:/@?&='\" ;.*,1#{}[]()", "token", "://", ":/", "key=", "***", "('token', b'"])
 
 
 @given(st.lists(PIECES).map("".join))
@@ -100,16 +119,33 @@ def test_no_password_of_a_uri_remains(user: str, password: str) -> None:
     assert shown == "cannot open s3://***@bucket/a/b.parquet (why)"
 
 
+@given(
+    name=st.sampled_from(["x-api-key", "Authorization", "hf_token", "clientSecret"]),
+    value=st.text(alphabet="abcXYZ019 .:;,+/=-", min_size=1).map(lambda text: f"q{text}Zz"),
+    written=st.sampled_from([str, str.encode]),
+)
+def test_no_header_remains_as_python_shows_it(name: str, value: str, written: Callable[[str], str | bytes]) -> None:
+    for kept in ({written(name): written(value)}, [(written(name), written(value))], {name: [written(value)]}):
+        shown = redact(f"sent {kept} to host", NO_VARIABLES)
+        assert value not in shown and shown.startswith("sent ") and shown.endswith(" to host")
+
+
 def test_mappings_lose_what_their_keys_and_values_tell() -> None:
     tree = {
         "data": {"files": ["s3://a:Swordf1sh@b/c", "d.parquet"], "tokenizer": "m", "n": 3, "off": None},
         "engine_kwargs": {"hf_token": "abc", "keys": {"api_key": ["a", "b"]}, "secret": ""},
         "a.password": "abc",
+        "a.api_key.value": "abc",
+        "hf_token": 1234567890,
+        "credential": {"of": [{"ann": 1.5, "is_set": True, "since": None}]},
     }
     assert redacted(tree, NO_VARIABLES) == {
         "data": {"files": ["s3://***@b/c", "d.parquet"], "tokenizer": "m", "n": 3, "off": None},
         "engine_kwargs": {"hf_token": "***", "keys": {"api_key": ["***", "***"]}, "secret": ""},
         "a.password": "***",
+        "a.api_key.value": "***",
+        "hf_token": "***",
+        "credential": {"of": [{"ann": "***", "is_set": True, "since": None}]},
     }
     assert redacted(redacted(tree, NO_VARIABLES), NO_VARIABLES) == redacted(tree, NO_VARIABLES)
 
@@ -117,14 +153,64 @@ def test_mappings_lose_what_their_keys_and_values_tell() -> None:
 def test_no_key_of_ours_sounds_like_a_secret() -> None:
     argv = ["data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "critic.model.path=m"]
     config = load_config(argv, world_size=None, check_paths=False)
-    assert not [path for path, _ in flatten(to_dict(config)) if is_secret(path.rpartition(".")[2])]
+    assert not [path for path, _ in flatten(to_dict(config)) if any(map(is_secret, path.split(".")))]
 
 
 @pytest.fixture
 def _own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((sys, "excepthook"), (threading, "excepthook"), (warnings, "formatwarning")):
+    hooks = {sys: ("excepthook", "unraisablehook"), threading: ("excepthook",), warnings: ("formatwarning",)}
+    for module, name in [(module, name) for module, names in hooks.items() for name in names]:
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.usefixtures("_own_hooks")
+@pytest.mark.parametrize("module", ["megarl.plan", "megarl.data.prepare", "megarl.bench", "megarl.doctor"])
+def test_programs_without_ranks_redact_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    assert sys.excepthook.__module__ == "megarl.platform.secrets"
+
+
+def test_arguments_that_are_refused_lose_their_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        export_arguments(["a", "b", "s3://ann:Swordf1sh@bucket"], world_size=None)
+    assert "unrecognized arguments: s3://***@bucket" in capsys.readouterr().err
+
+
+class Silent:
+    """An object that fails whenever it is asked."""
+
+    def __repr__(self) -> str:
+        raise OSError("token=Swordf1sh")
+
+    def __del__(self) -> None:
+        raise OSError("s3://ann:Swordf1sh@bucket")
+
+
+@pytest.mark.usefixtures("_own_hooks")
+def test_what_cannot_be_told_or_raised_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    guard_output()
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("somebody.elses")
+    logger.addHandler(handler)
+    unsound = Silent()
+    try:
+        logger.warning("token=Swordf1sh %d", "s3://ann:Swordf1sh@bucket")
+        logger.warning("asked %r", unsound)
+        logger.warning(unsound)
+    finally:
+        logger.removeHandler(handler)
+    del unsound
+    gc.collect()
+    assert capsys.readouterr().err.splitlines()[:4] == [
+        "token=*** %d (its arguments cannot be told: TypeError)",
+        "asked %r (its arguments cannot be told: OSError)",
+        "Silent (its arguments cannot be told: OSError)",
+        "Exception ignored in: Silent.__del__",
+    ]
 
 
 @pytest.mark.usefixtures("_own_hooks")

@@ -16,6 +16,7 @@ from megarl.data.prepare import (
     svamp,
     tinystories_sentiment,
 )
+from megarl.platform.secrets import Parser, guard_output, redact
 
 TASKS = {
     "countdown": countdown,
@@ -33,7 +34,7 @@ SHOWN_FAULTS = 20
 
 def main() -> None:
     """Read the command line; build the rows of every split and write `DIR/SPLIT.parquet`, or check a file."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.data.prepare", description=__doc__)
+    parser = Parser(prog="python -m megarl.data.prepare", description=__doc__)
     parser.add_argument(
         "--check",
         metavar="FILE",
@@ -56,7 +57,7 @@ def main() -> None:
     try:
         splits = arguments.build(arguments)
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        parser.exit(2, redact(f"{parser.prog}: {error}\n"))
     for split, rows in splits.items():
         path = arguments.out / f"{split}.parquet"
         write_rows(path, rows)
@@ -68,13 +69,14 @@ def _check(file: str) -> None:
     num_faults = 0
     for num_faults, fault in enumerate(check.faults(file), start=1):
         if num_faults <= SHOWN_FAULTS:
-            print(fault)
+            print(redact(fault))
     if num_faults > SHOWN_FAULTS:
         print(f"... and {num_faults - SHOWN_FAULTS} more")
     if num_faults:
         raise SystemExit(1)
-    print(f"{file}: nothing is wrong")
+    print(f"{redact(file)}: nothing is wrong")
 
 
 if __name__ == "__main__":
+    guard_output()
     main()
