@@ -44,15 +44,10 @@ def find_checkpoint(
         return _named(str(path), directory, waits)
     if mode == "disable":
         return None
-    latest, saved = latest_step(directory), sorted(saved_steps(directory))
-    agree({str(directory / LATEST): latest, f"{directory / PREFIX}*": saved})
-    here = _last_whole(directory, [step for step in saved if latest is not None and step <= latest])
+    here = last_whole(directory)
     newer = _newer(Remote(mirror), directory, _step_of(here) if here else None, waits) if mirror else None
-    if latest is not None and not (newer or here):
-        raise ValueError(
-            f"{directory / LATEST} says {latest}, but there is no whole {PREFIX}{latest} or earlier: bring it back, "
-            f"name another by trainer.resume_mode=resume_path, or {AFRESH}"
-        )
+    if not (newer or here) and (lost := on_first_rank(lambda: _lost(directory))):
+        raise ValueError(f"{lost}: bring it back, name another by trainer.resume_mode=resume_path, or {AFRESH}")
     return newer or here
 
 
@@ -60,12 +55,49 @@ def last_good(directory: Path) -> Path | None:
     """The last whole checkpoint of a run that goes on. Collective; rank 0 says which there are, as it may publish one
     meanwhile.
     """
+    return _newest_whole(directory, on_first_rank(lambda: _continuable(directory)))
 
-    def look() -> list[int]:
-        latest = latest_step(directory)
-        return sorted(step for step in saved_steps(directory) if latest is not None and step <= latest)
 
-    return _last_whole(directory, on_first_rank(look))
+def last_whole(directory: Path) -> Path | None:
+    """The last whole checkpoint of `directory` itself, None where there is none. Collective.
+
+    None is later than the pointer says; where nothing readable is there, as after a crash before it was written or a
+    copy without it, the newest counts.
+
+    Raises:
+        ValueError: the ranks do not see the same steps.
+    """
+    latest, saved = latest_step(directory), sorted(saved_steps(directory))
+    is_damaged = latest is None and (directory / LATEST).exists()
+    agree({str(directory / LATEST): "damaged" if is_damaged else latest, f"{directory / PREFIX}*": saved})
+    if is_damaged:
+        _warn(f"{directory / LATEST} is damaged, so that the newest whole checkpoint there counts")
+    return _newest_whole(directory, _continuable(directory))
+
+
+def _continuable(directory: Path) -> list[int]:
+    """The steps of `directory` up to the latest, in order."""
+    latest = latest_step(directory)
+    return sorted(step for step in saved_steps(directory) if latest is None or step <= latest)
+
+
+def _newest_whole(directory: Path, steps: Sequence[int]) -> Path | None:
+    """The last whole one of the directory's checkpoints of `steps`, which ascend."""
+    for step in reversed(steps):
+        checkpoint = directory / f"{PREFIX}{step}"
+        if not (damage := find_damage(checkpoint)):
+            return checkpoint  # an earlier one where a crash came while the last was being replaced
+        logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
+    return None
+
+
+def _lost(directory: Path) -> str | None:
+    """What says that `directory` had checkpoints, of which none is whole; None where nothing does."""
+    if (latest := latest_step(directory)) is not None:
+        return f"{directory / LATEST} says {latest}, but there is no whole {PREFIX}{latest} or earlier"
+    if saved_steps(directory) or (directory / LATEST).exists():
+        return f"{directory} had checkpoints, but none of them is whole"
+    return None
 
 
 def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
@@ -80,16 +112,6 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
     if damage := find_damage(checkpoint):
         raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
     return checkpoint
-
-
-def _last_whole(directory: Path, steps: Sequence[int]) -> Path | None:
-    """The last whole one of the directory's checkpoints of `steps`, which ascend."""
-    for step in reversed(steps):
-        checkpoint = directory / f"{PREFIX}{step}"
-        if not (damage := find_damage(checkpoint)):
-            return checkpoint  # an earlier one where a crash came while the last was being replaced
-        logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
-    return None
 
 
 def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[float]) -> Path | None:

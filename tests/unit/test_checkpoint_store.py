@@ -220,7 +220,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert found(tmp_path) is None
     assert found(tmp_path / "nothere") is None
     checkpoint = write_checkpoint(tmp_path, 3)
-    assert found(tmp_path) is None  # nothing says that it is complete
+    assert found(tmp_path) == checkpoint  # a crash came before it was named, or it was copied here without its name
     (tmp_path / LATEST).write_text("3\n")
     assert found(tmp_path) == checkpoint
     assert find_checkpoint(tmp_path, mode="disable", path=None) is None
@@ -243,6 +243,28 @@ def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
 def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("3")
     with pytest.raises(ValueError, match="says 3, but there is no whole global_step_3 or earlier.*resume_mode=disable"):
+        found(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"global_step_3", b"\xff", b"-3"])
+def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    for step in (3, 12, 100):
+        checkpoint = write_checkpoint(tmp_path, step)
+    (checkpoint / "state.json").unlink()
+    (tmp_path / LATEST).write_bytes(content)
+    assert found(tmp_path) == tmp_path / "global_step_12"
+    assert f"{tmp_path / LATEST} is damaged, so that the newest whole checkpoint there counts" in caplog.text
+    checkpoints(tmp_path, keep=1).save(State(step=13))
+    assert (tmp_path / LATEST).read_text() == "13"
+
+
+def test_damaged_checkpoints_without_a_pointer_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
+    (write_checkpoint(tmp_path, 3) / NAME).unlink()
+    with pytest.raises(
+        ValueError, match="had checkpoints, but none of them is whole: bring it back.*resume_mode=disable"
+    ):
         found(tmp_path)
 
 
