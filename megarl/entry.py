@@ -76,8 +76,7 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
             except signals.Stopped as stopped:
                 code = signals.EXIT_CODE
                 if launch.rank == 0:
-                    how = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
-                    print(f"megarl: {stopped}; the same command{how} goes on from there", file=sys.stderr)
+                    print(f"megarl: {stopped}; the same command{going_on(trainer)} goes on from there", file=sys.stderr)
             note(phase="end")
             _part()
     except ValueError as error:
@@ -85,6 +84,12 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
+
+
+def going_on(trainer: TrainerSection) -> str:
+    """What has to be added to a command, for it to continue from the last checkpoint."""
+    changed = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+    return changed + (" trainer.resume_from_path=null" if trainer.resume_from_path else "")
 
 
 def _part() -> None:

@@ -1,8 +1,9 @@
 """Where a run stands before it is built: at which checkpoint, and what is otherwise than when that was saved."""
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch.distributed as dist
 import yaml
 
 from megarl.checkpoint.differences import Difference, Effect, differences, other_code, other_sizes
-from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.directory import saved_steps, set_aside, step_in
+from megarl.checkpoint.find import find_checkpoint, last_whole
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
@@ -19,7 +21,8 @@ from megarl.config.load import to_yaml
 from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
-from megarl.distributed.exchange import on_first_rank
+from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
 from megarl.platform.secrets import redacted
 from megarl.platform.versions import running
@@ -40,21 +43,24 @@ class Standing:
     same_curve: bool = True  # the steps that follow have the numbers that the checkpoint's run had
 
     @classmethod
-    def find(cls, config: Config | SupervisedConfig, *, records: bool = True) -> "Standing":
+    def find(cls, config: Config | SupervisedConfig, *, goes_on: bool = True) -> "Standing":
         """Where the run that `config` describes stands; the first rank says what differs. Collective.
 
-        Without `records` the run's directory does not take over the MLflow run of the checkpoint.
+        Args:
+            config: of the run.
+            goes_on: the job goes on with the run, so that the directory sets aside what is not of its past (see
+                `entered_checkpoint`) and takes over the MLflow run of the checkpoint.
         """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
-        checkpoint = resumed_checkpoint(trainer)
+        checkpoint = entered_checkpoint(trainer) if goes_on else resumed_checkpoint(trainer)
         if checkpoint is None:
             return cls(checkpoint=None, state=State())
         found, other_versions = _compare(checkpoint, config)
         is_foreign = trainer.resume_mode == "resume_path" and on_first_rank(lambda: _is_foreign(checkpoint, run_dir))
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
-            if records and not {difference.key for difference in found} & {*RUN_NAMES}:
+            if goes_on and not {difference.key for difference in found} & {*RUN_NAMES}:
                 _adopt_run_id(checkpoint, run_dir)
         same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
         state = State.read(checkpoint)
@@ -100,6 +106,38 @@ def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
         path=trainer.resume_from_path,
         mirror=trainer.default_hdfs_dir,
     )
+
+
+def entered_checkpoint(trainer: TrainerSection) -> Path | None:
+    """The checkpoint that a job goes on from that trains, in a directory that holds no other past then. Collective.
+
+    With `disable` and `resume_path`, checkpoints that this one does not come from are set aside. A job that its
+    launcher started again went that way before: it goes on from its own last one.
+    """
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "auto":
+        return resumed_checkpoint(trainer)
+    if any(together(lambda: restarted(os.environ))) and (own := last_whole(run_dir)):
+        if dist.get_rank() == 0:
+            print(
+                f"started again by its launcher: goes on from {own}, though trainer.resume_mode={trainer.resume_mode}"
+            )
+        return own
+    before = on_first_rank(lambda: saved_steps(run_dir))
+    checkpoint = resumed_checkpoint(trainer)
+    on_first_rank(lambda: _leave_behind(run_dir, before, checkpoint))
+    return checkpoint
+
+
+def _leave_behind(run_dir: Path, steps: Collection[int], checkpoint: Path | None) -> None:
+    """Set aside what `run_dir` had, at these `steps`, that does not lead to `checkpoint`, and say so."""
+    step = step_in(run_dir, checkpoint) if checkpoint else None
+    last_kept = step if step is not None and step in steps else -1  # one that was brought here has no steps before it
+    left = [other for other in steps if other > last_kept]
+    if target := set_aside(run_dir, left, latest=step):
+        print(
+            f"what {run_dir} had of another past, {len(left)} checkpoints, is set aside in {target}; it may be deleted"
+        )
 
 
 def mirror_of(trainer: TrainerSection) -> Mirror | None:

@@ -78,8 +78,8 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     held.enter_context(occupy(Path(kept.default_local_dir)))
-    goes_on = not (replay or trainer.val_only)  # else the run's records are left as they are
-    standing = Standing.find(config, records=goes_on)
+    goes_on = not (replay or trainer.val_only)  # else the run's directory is left as it is
+    standing = Standing.find(config, goes_on=goes_on)
     state = standing.state
     if standing.is_at(last_step) and goes_on:
         finish_records(config, launch, standing, last_step=last_step)

@@ -3,12 +3,15 @@
 RUN_DIR/global_step_40/                     whole
         .global_step_40.part/               being written, fetched or removed; left behind by a crash
         latest_checkpointed_iteration.txt   the step to continue from, or an earlier one where that is damaged
+        set_aside-20260131-235959/          checkpoints, and the pointer, of a past that the run has left
 """
 
 import shutil
+from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
 
-from megarl.platform.files import sync_directory, write_whole
+from megarl.platform.files import explained, sync_directory, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -19,6 +22,12 @@ def saved_steps(directory: Path) -> list[int]:
     found = [path.parent for path in directory.glob(f"{PREFIX}*/state.json") if not path.parent.is_symlink()]
     names = [checkpoint.name.removeprefix(PREFIX) for checkpoint in found]
     return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
+
+
+def step_in(directory: Path, checkpoint: Path) -> int | None:
+    """The step of a checkpoint of `directory`, by whatever path it is named; None for one that lies elsewhere."""
+    place = checkpoint.resolve()
+    return next((step for step in saved_steps(directory) if (directory / f"{PREFIX}{step}").resolve() == place), None)
 
 
 def publish(part: Path, final: Path) -> None:
@@ -39,6 +48,29 @@ def remove(directory: Path, step: int) -> None:
     shutil.rmtree(part, ignore_errors=True)
     final.rename(part)
     shutil.rmtree(part)
+
+
+def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) -> Path | None:
+    """Move the checkpoints of `steps` to a directory of their own, which is returned; None: there was nothing to move.
+
+    The run continues from the checkpoint of `latest` then; where that is None, the pointer is set aside too.
+
+    Raises:
+        WriteError: they cannot be moved.
+    """
+    target = directory / f"set_aside-{datetime.now():%Y%m%d-%H%M%S}"
+    with explained(str(target)):
+        if latest is not None:  # first, so that a crash amid it does not bring back what is being set aside
+            name_latest(directory, latest)
+        names = [f"{PREFIX}{step}" for step in sorted(steps, reverse=True)]
+        names += [LATEST] if latest is None and (directory / LATEST).exists() else []
+        if not names:
+            return None
+        target.mkdir()
+        for name in names:
+            (directory / name).rename(target / name)
+        sync_directory(directory)
+    return target
 
 
 def name_latest(directory: Path, step: int) -> None:

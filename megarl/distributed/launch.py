@@ -60,6 +60,15 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     return None
 
 
+def restarted(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher says that it has started this job before: torchrun after a failure, Slurm after a requeue.
+
+    Only some ranks may be told: torchrun counts on each host what failed there.
+    """
+    counts = (environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
+
+
 def rendezvous(environ: Mapping[str, str], launch: Launch) -> tuple[str, int]:
     """Where rank 0 listens: what `MASTER_ADDR` and `MASTER_PORT` say, else what the launcher's variables imply.
 

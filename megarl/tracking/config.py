@@ -65,7 +65,8 @@ class TrainerSection:
     default_local_dir: Annotated[str, AfterValidator(_local)] = "checkpoints"
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Continue from the last checkpoint in the run's directory, never, or from resume_from_path."""
+    """Continue from the last checkpoint in the run's directory, never, or from resume_from_path; what the directory has
+    of another past is set aside then. A job that its launcher started again continues from its own last one."""
     resume_from_path: str | None = None
     """Checkpoint to continue from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: PositiveInt | None = 3

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megarl.build.resume import entered_checkpoint
 from megarl.checkpoint import occupancy
 from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.occupancy import LOCK, occupy
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
+from megarl.tracking.config import TrainerSection
 from tests.programs import ROOT
 from tests.ranks import RankPool
 
@@ -106,6 +110,19 @@ def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: P
         "  run/global_step_*: [2] on rank 0, [3] on rank 1",
         f"  run/{LATEST}: 2 on rank 0, 3 on rank 1",
     ]
+
+
+def start_again(run_dir: Path) -> Path | None:
+    """What a job begins from that was told to start afresh, where one of its ranks was started before."""
+    run = Checkpoints(directory=run_dir, learners={}, keep=None, write_huggingface=lambda _: None)
+    run.save(State(step=2))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))
+        return entered_checkpoint(TrainerSection(default_local_dir=str(run_dir), resume_mode="disable"))
+
+
+def test_a_launcher_need_not_tell_all_ranks_that_they_are_started_again(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, start_again, tmp_path) == [tmp_path / "global_step_2"] * 2
 
 
 def test_what_a_dead_job_left_unfinished_is_removed(pool: RankPool, tmp_path: Path) -> None:

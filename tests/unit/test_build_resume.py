@@ -9,12 +9,14 @@ import pytest
 from megarl.build.resume import Standing, companions
 from megarl.build.run import make_checkpoints
 from megarl.checkpoint.background import at_once
+from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
+from megarl.entry import going_on
 from megarl.tracking.mlflow import RUN_ID_FILE
 from tests.ranks import world_of_one
 
@@ -165,5 +167,94 @@ def test_a_job_without_records_of_its_own_takes_no_mlflow_run(tmp_path: Path) ->
     (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
     checkpoint = save(configured(tmp_path / "run"), step=3)
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    assert Standing.find(configured(tmp_path / "moved", *fork), records=False).checkpoint == checkpoint
+    assert Standing.find(configured(tmp_path / "moved", *fork), goes_on=False).checkpoint == checkpoint
     assert not (tmp_path / "moved").exists()
+
+
+def holds(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.iterdir())
+
+
+def pointer(run_dir: Path) -> str:
+    return (run_dir / LATEST).read_text()
+
+
+def test_who_starts_afresh_has_the_directory_for_the_new_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 12):
+        save(configured(tmp_path), step=step)
+    afresh = configured(tmp_path, "trainer.resume_mode=disable")
+    assert not Standing.find(afresh, goes_on=False).is_resumed
+    assert holds(tmp_path) == ["global_step_12", "global_step_3", LATEST]  # a replay or a validation changes nothing
+    assert not Standing.find(afresh).is_resumed
+    [aside] = tmp_path.iterdir()
+    assert aside.name.startswith("set_aside-")
+    assert holds(aside) == ["global_step_12", "global_step_3", LATEST]
+    said = f"what {tmp_path} had of another past, 2 checkpoints, is set aside in {aside}; it may be deleted\n"
+    assert capsys.readouterr().out == said
+    assert not Standing.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
+    save(afresh, step=1)
+    assert Standing.find(configured(tmp_path)).state.step == 1
+
+
+def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 3, 12):
+        save(configured(tmp_path), step=step)
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "back").symlink_to("global_step_3")
+    for name in (tmp_path / "global_step_3", f"{tmp_path.name}/global_step_3/", tmp_path / "back"):
+        back = configured(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={name}")
+        assert Standing.find(back).state.step == 3
+        assert pointer(tmp_path) == "3"
+        [aside] = tmp_path.glob("set_aside-*")
+        assert holds(aside) == ["global_step_12"]
+    assert holds(tmp_path) == ["back", "global_step_1", "global_step_3", LATEST, aside.name]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, scheme: str) -> None:
+    here = tmp_path / "here"
+    for step in (1, 7):
+        save(configured(here), step=step)
+    elsewhere = save(configured(tmp_path / "there"), step=3)
+    fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={scheme}{elsewhere}")
+    assert Standing.find(configured(here, *fork)).state.step == 3
+    [aside] = here.glob("set_aside-*")
+    brought = ["global_step_3", LATEST] if scheme else []
+    assert holds(here) == [*brought, aside.name]
+    assert holds(aside) == ["global_step_1", "global_step_7", *([] if scheme else [LATEST])]
+    assert not brought or pointer(here) == "3"
+
+
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    run_dir, elsewhere = tmp_path / "run", save(configured(tmp_path / "there"), step=3)
+    afresh = configured(run_dir, "trainer.resume_mode=disable")
+    fork = configured(run_dir, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={elsewhere}")
+    monkeypatch.setenv(launcher, "1")
+    assert Standing.find(afresh).state.step == 0  # it died before its first save
+    assert Standing.find(fork).state.step == 3
+    last = save(fork, step=4)
+    (save(fork, step=5) / "state.json").write_text("{}")
+    for config in (afresh, fork):
+        assert Standing.find(config).checkpoint == last
+        assert (
+            f"started again by its launcher: goes on from {last}, though trainer.resume_mode" in capsys.readouterr().out
+        )
+    assert Standing.find(fork, goes_on=False).state.step == 3
+    assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST]
+    monkeypatch.setenv(launcher, "0")
+    assert Standing.find(fork).state.step == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["trainer.resume_mode=disable"], ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a"]],
+)
+def test_a_job_that_was_told_to_end_says_how_to_go_on(tmp_path: Path, arguments: list[str]) -> None:
+    said = going_on(configured(tmp_path, *arguments).trainer).removeprefix(" with")
+    assert configured(tmp_path, *arguments, *said.split()).trainer.resume_mode == "auto"
+    assert bool(said) == bool(arguments)
