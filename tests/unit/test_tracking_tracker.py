@@ -9,6 +9,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console as RichConsole
 
+from megarl.distributed.watchdog import note, watching
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.plot import plot_curves
@@ -160,6 +161,13 @@ def test_timers_add_up_a_phase_and_survive_its_failure() -> None:
     assert set(seconds) == {"timing_s/gen", "timing_s/step", "timing_s/adv"}
     assert seconds["timing_s/gen"] > first > 0
     assert seconds["timing_s/step"] > seconds["timing_s/adv"]
+
+
+def test_after_a_phase_the_watchdog_is_told_the_one_around_it(tmp_path: Path) -> None:
+    with watching(tmp_path / "hang", rank=0, world_size=1, timeout_s=3600.0), Timers()("testing"):
+        with Timers()("sync"):
+            assert note() == "sync"
+        assert note() == "testing"
 
 
 def test_plot_draws_both_curves(tmp_path: Path) -> None:
