@@ -47,8 +47,8 @@ def forward() -> None:
 
 def listen() -> None:
     """From now on this process obeys SIGNALS: it ends with EXIT_CODE, within `heeding` when it has saved."""
-    global _told, _heeding
-    _told = _heeding = False
+    global _told
+    _told = False
     for number in SIGNALS:
         signal.signal(number, _obey)
     heard, hears = os.pipe()
@@ -67,11 +67,9 @@ def heeding() -> Iterator[None]:
     except Stopped:
         for number in SIGNALS:  # the end is agreed on; a launcher sends more when the first rank has ended
             signal.signal(number, signal.SIG_IGN)
-        raise  # still heeding: one that came before then and is noticed late changes nothing
-    except BaseException:
-        _heeding = False
         raise
-    _heeding = False
+    finally:
+        _heeding = False
 
 
 def told() -> bool:
@@ -102,11 +100,9 @@ def _obey(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(heard: int) -> None:
-    """End this process where that does not wait for a step: its main thread may be in a collective, and stay there."""
+    """End this process at a second SIGTERM. A thread does: the main one may be in a collective, and never come out."""
     first: float | None = None
     while number := os.read(heard, 1):
-        if number[0] in SIGNALS and not _heeding:
-            os._exit(EXIT_CODE)
         if number[0] == signal.SIGTERM:
             now = time.monotonic()
             if first is not None and now - first > ECHO_S:
