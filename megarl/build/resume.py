@@ -24,7 +24,6 @@ from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
-from megarl.platform.secrets import redacted
 from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.mlflow import RUN_ID_FILE
@@ -159,7 +158,7 @@ def companions(
         CONFIG_FILE: to_yaml(config),
         VERSIONS_FILE: json.dumps(running(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
-        CODE_FILE: json.dumps(redacted(code), indent=1),
+        CODE_FILE: json.dumps(code, indent=1),
     }
     run_id = Path(config.trainer.default_local_dir) / RUN_ID_FILE
     return texts | ({RUN_ID_FILE: run_id.read_text()} if run_id.is_file() else {})
@@ -181,7 +180,7 @@ def _compare(
         was, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
         found = differences(was, now, Schema.of(type(config)).leaves)
     if (path := checkpoint / CODE_FILE).is_file():
-        found = other_code(json.loads(path.read_text()), redacted(own_code(config)), found) + found
+        found = other_code(json.loads(path.read_text()), own_code(config), found) + found
     other_versions = {}
     if (path := checkpoint / VERSIONS_FILE).is_file():
         was, now = json.loads(path.read_text()), running()

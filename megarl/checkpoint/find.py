@@ -55,7 +55,7 @@ def last_good(directory: Path) -> Path | None:
     """The last whole checkpoint of a run that goes on. Collective; rank 0 says which there are, as it may publish one
     meanwhile.
     """
-    return _newest_whole(directory, on_first_rank(lambda: _continuable(directory)))
+    return _newest_whole(directory, on_first_rank(lambda: _continuable(latest_step(directory), saved_steps(directory))))
 
 
 def last_whole(directory: Path) -> Path | None:
@@ -72,13 +72,12 @@ def last_whole(directory: Path) -> Path | None:
     agree({str(directory / LATEST): "damaged" if is_damaged else latest, f"{directory / PREFIX}*": saved})
     if is_damaged:
         _warn(f"{directory / LATEST} is damaged, so that the newest whole checkpoint there counts")
-    return _newest_whole(directory, _continuable(directory))
+    return _newest_whole(directory, _continuable(latest, saved))
 
 
-def _continuable(directory: Path) -> list[int]:
-    """The steps of `directory` up to the latest, in order."""
-    latest = latest_step(directory)
-    return sorted(step for step in saved_steps(directory) if latest is None or step <= latest)
+def _continuable(latest: int | None, saved: Sequence[int]) -> list[int]:
+    """The saved steps up to the latest, in order; all, where nothing says which that is."""
+    return sorted(step for step in saved if latest is None or step <= latest)
 
 
 def _newest_whole(directory: Path, steps: Sequence[int]) -> Path | None:

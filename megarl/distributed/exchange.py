@@ -41,9 +41,12 @@ def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None
     return answers
 
 
-def on_first_rank(compute: Callable[[], T]) -> T:
-    """The answer of rank 0 to `compute`, which no other rank calls, on every rank. Raises as `together` does."""
-    answers: list[Any] = together(lambda: compute() if dist.get_rank() == 0 else None)
+def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """The answer of the first rank of `group`, by default of all, to `compute`, which no other calls, on each of them.
+
+    Raises as `together` does.
+    """
+    answers: list[Any] = together(lambda: compute() if dist.get_rank(group) == 0 else None, group=group)
     answer: T = answers[0]
     return answer
 

@@ -9,7 +9,7 @@ comes last. What one rank cannot write is an error of all.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.files import explained, inside, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.layout import Layout, Piece, row_major, whole
@@ -155,18 +155,14 @@ def export(
     shares = _shares(files, shapes, dtype, num_writers=dist.get_world_size(group))
     destinations = [list(chain.from_iterable(share.values())) for share in shares]
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes)
-
-    def on_first_rank(work: Callable[[], None]) -> None:
-        together(lambda: work() if rank == 0 else None, group=group)
-
     with explained(str(directory)), ExitStack() as stack:
         writer = ShardWriter()
         together(lambda: _make_files(directory, shares[rank], writer, stack), group=group)
         report = Reshard(plan, group=group, device=device).run(tensors, writer)
         together(writer.finish, group=group)
-        on_first_rank(lambda: (directory / CONFIG).unlink(missing_ok=True))
+        on_first_rank(lambda: (directory / CONFIG).unlink(missing_ok=True), group=group)
         together(stack.close, group=group)
-        on_first_rank(lambda: _finish(directory, files, shapes, config, dtype))
+        on_first_rank(lambda: _finish(directory, files, shapes, config, dtype), group=group)
     return report
 
 

@@ -15,7 +15,7 @@ from reprlib import Repr
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megarl.platform.secrets import redact
+from megarl.platform.secrets import READ_CHARACTERS, beginning
 from megarl.rewards import REWARDS, answers_of, reward_of
 from megarl.rewards import math as math_rule
 from megarl.rewards.reasoning_gym import PREFIX
@@ -42,9 +42,9 @@ DIGEST = "SHA-256: "
 """What a digest follows in words about a file."""
 _NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
 _MAX_NAME = 64
-_SHOWN_CHARACTERS, _READ_CHARACTERS = 100, 1 << 16
+_SHOWN_CHARACTERS = 100
 _GIANTS = Repr()
-_GIANTS.maxstring = _GIANTS.maxother = _READ_CHARACTERS
+_GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +141,14 @@ def as_numbers(result: Any) -> Numbers:
     """
     values = result if isinstance(result, Mapping) else {"score": result}
     if not _is_number(values.get("score")) or not _is_number(values.get("acc", 0.0)):
-        raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {_short(result)}")
+        shown = beginning(_GIANTS.repr(result), _SHOWN_CHARACTERS)
+        raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {shown}")
     numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
     for name, number in _others(values):
         if len(numbers) == MAX_NUMBERS + 2:
             break
         numbers.setdefault(name, number)
     return numbers
-
-
-def _short(value: Any) -> str:
-    """The beginning of a value's repr; secrets are looked for in far more of it, as half of one is not found."""
-    return redact(_GIANTS.repr(value)[:_READ_CHARACTERS])[:_SHOWN_CHARACTERS]
 
 
 def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:

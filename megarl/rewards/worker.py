@@ -13,13 +13,11 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
-from megarl.platform.secrets import redact
+from megarl.platform.secrets import beginning
 from megarl.rewards.rules import Rules, Verdict
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
-_READ_CHARACTERS = 1 << 16
-"""In which secrets are looked for; far more than is shown, as half of one is not found."""
 
 
 def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: int, keeper: int) -> NoReturn:
@@ -63,7 +61,7 @@ def _answer(reward: Callable[..., Verdict], arguments: dict[str, Any]) -> tuple[
 def _describe(error: BaseException) -> str:
     words = ""
     with suppress(Exception):  # the user's exceptions may have no words
-        words = redact(str(error)[:_READ_CHARACTERS])[:_SHOWN_CHARACTERS]
+        words = beginning(str(error), _SHOWN_CHARACTERS)
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 

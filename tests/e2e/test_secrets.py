@@ -13,10 +13,10 @@ from pyarrow.fs import FileSelector, S3FileSystem
 
 from megarl.platform.secrets import BLOT
 from tests.programs import run_program
+from tests.s3 import s3_server
 from tests.tiny import plant_code
 from tests.workspace import Workspace
 
-moto = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TOKEN, JUDGE, USER, PASSWORD, HUB = (
@@ -64,19 +64,11 @@ class Bucket:
 @pytest.fixture
 def bucket(workspace: Workspace) -> Iterator[Bucket]:
     """With the training data in it."""
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        place = f"{host}:{port}"
-        filesystem = S3FileSystem(
-            access_key=USER, secret_key=PASSWORD, endpoint_override=place, scheme="http", allow_bucket_creation=True
-        )
-        filesystem.create_dir("bucket")
+    with s3_server("bucket") as environ:
+        place = environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+        filesystem = S3FileSystem(access_key=USER, secret_key=PASSWORD, endpoint_override=place, scheme="http")
         pq.write_table(pq.read_table(workspace.train), "bucket/train.parquet", filesystem=filesystem)
         yield Bucket(filesystem, f"scheme=http&region=us-east-1&endpoint_override={quote(place, safe='')}")
-    finally:
-        server.stop()
 
 
 def kept(directory: Path) -> Iterator[tuple[Path, str]]:
