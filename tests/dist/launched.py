@@ -1,7 +1,7 @@
 """The smallest entry point, for the tests of the launchers: sums 2**rank over all ranks and prints one line a rank.
 
 `fail=R` raises on rank R after the ranks have met, while the others wait in a collective; `kill=R` kills that rank;
-`once=yes` does so only before the first restart, after which rank 0 comes late; `hang=yes` has every rank wait for ever.
+`once=yes` fails only before the first restart, after which rank 0 comes late; `hang=yes` has every rank wait for ever.
 """
 
 import os
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.launch import init_process_groups, join_or_launch
-
 
 LATE_S = 2.0  # long enough to find the address of a rank that is dead, were it still there
 

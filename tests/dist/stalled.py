@@ -1,8 +1,8 @@
 """A run of two ranks that comes to a halt: `python -m tests.dist.stalled REPORTS HOW`; rank 1 does it, in step 1.
 
 HOW is `stop` (SIGSTOP), `sleep` (outside of any collective), `sleep-begun` (and the other rank has begun the collective
-before it waits), `lock` (C code that keeps Python from running) or `apart` (both ranks wait, in collectives of different
-groups).
+before it waits), `lock` (C code that keeps Python from running) or `apart` (both ranks wait, in
+collectives of different groups).
 """
 
 import ctypes

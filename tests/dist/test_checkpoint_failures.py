@@ -95,7 +95,11 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
             )
 
     run = Checkpoints(
-        directory=disk.path, learners={"actor": learner}, keep=1, write_huggingface=lambda directory: None, export=export
+        directory=disk.path,
+        learners={"actor": learner},
+        keep=1,
+        write_huggingface=lambda directory: None,
+        export=export,
     )
 
     def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:

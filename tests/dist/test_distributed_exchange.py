@@ -12,6 +12,7 @@ pytestmark = pytest.mark.dist
 
 NUM_RANKS = 3
 
+
 class TwoPartError(Exception):
     """Like many of other libraries: it pickles, but cannot be made again from its one argument."""
 

@@ -207,7 +207,9 @@ def load_refused(source: Path, directory: Path) -> str:
     return repr(refused.value)
 
 
-def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
     pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)

@@ -1,4 +1,4 @@
-"""An update that learns from supervised pairs too: one step on the sum of two losses, each a mean over its own tokens."""
+"""An update that also learns from supervised pairs: one step on the sum of two losses, each a mean over its tokens."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,13 +1,13 @@
-"""Sequences are scored as `transformers`' sequence classifiers score them, however the model is cut; and written back."""
+"""A reward model scores and exports as the sequence classifiers of `transformers` do, however the model is cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.batch import Prompt, Rollouts
@@ -16,9 +16,9 @@ from megarl.data.prompts import encode_prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection, ModelSection, RewardCheckpointSection
+from tests.disks import Disk, small_disk
 from tests.dist.test_learner_split import sizes
 from tests.learners import make_test_learner
-from tests.disks import Disk, small_disk
 from tests.ranks import RankPool, fresh_mesh
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint, write_classifier
@@ -62,7 +62,9 @@ def test_scores_are_those_of_transformers(pool: RankPool, tmp_path: Path, varian
                 torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-POLICY_TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}:{% endif %}"
+POLICY_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
 OWN_TEMPLATE = "{{ bos_token }}{% for m in messages %}({{ m.role }}) {{ m.content }}{{ eos_token }}{% endfor %}"
 ANSWERS = ["ab 12 + 7", "c", "(40 / 5) ghij"]
 
@@ -195,7 +197,9 @@ def test_a_model_alone_is_the_reward(pool: RankPool, tmp_path: Path) -> None:
         statistics = {"mean": expected.mean(), "min": expected.min(), "max": expected.max()}
         assert metrics == pytest.approx({f"reward/model/{n}": float(x) for n, x in statistics.items()}, abs=1e-4)
     [message] = pool.run(1, rewarded, policy, own, None)
-    assert message.startswith("reward_model.model.input_tokenizer=null passes the policy's 200 tokens to a model of 101")
+    assert message.startswith(
+        "reward_model.model.input_tokenizer=null passes the policy's 200 tokens to a model of 101"
+    )
 
 
 def write_back(checkpoint: Path, out: Path, split: dict[str, Any]) -> None:
@@ -234,7 +238,9 @@ def test_an_export_that_a_full_disk_does_not_take_leaves_nothing(pool: RankPool,
             disk.fill(leave=leave)
             for message in pool.run(2, refused, checkpoint, disk.path / "out", sizes(2, 1)):
                 assert message.startswith(f"{disk.path / 'out'} cannot be written: ")
-                assert message.endswith("No space left on device; free space there, or name a directory on another disk")
+                assert message.endswith(
+                    "No space left on device; free space there, or name a directory on another disk"
+                )
             assert not (disk.path / "out").exists()
             disk.clear()
         first, second = pool.run(2, refused_at_the_end, checkpoint, disk, sizes(2, 1))

@@ -34,7 +34,9 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def judged(path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts = BATCH, timeout_s: float = 100.0) -> Any:
+def judged(
+    path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts = BATCH, timeout_s: float = 100.0
+) -> Any:
     """Texts, scores, accuracies, metrics, warnings, and which processes called rewards; or the error.
 
     `begun` are (rank, sample) that are begun before all are asked for.

@@ -221,7 +221,9 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
-    with pytest.raises(ValueError, match=r"(?s)does not start on rank .*KV cache.* are keys of actor_rollout_ref\.rollout"):
+    with pytest.raises(
+        ValueError, match=r"(?s)does not start on rank .*KV cache.* are keys of actor_rollout_ref\.rollout"
+    ):
         start(bare, tensors, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
     dist.barrier()  # a rank that left now would cut off one that is still joining
     forget_parallel_state()
@@ -265,15 +267,15 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
 
     with engine.awake(writer(tensors)):
         for wrongly in (all_but_one, of_others):
-            with patch.object(llm, "generate", wrongly) if last else nullcontext():
-                with pytest.raises(RuntimeError) as caught:
-                    engine.on_all_ranks(generate)
+            planted = patch.object(llm, "generate", wrongly) if last else nullcontext()
+            with planted, pytest.raises(RuntimeError) as caught:
+                engine.on_all_ranks(generate)
             said.append(str(caught.value))
         assert len(engine.on_all_ranks(generate)) == engine.num_replicas
     core = llm.llm_engine.engine_core
-    with pytest.raises(RuntimeError) as caught, engine.awake(writer(tensors)):
-        with patch.object(core, "get_output", failing_after(5, core.get_output)) if last else nullcontext():
-            engine.on_all_ranks(generate)
+    planted = patch.object(core, "get_output", failing_after(5, core.get_output)) if last else nullcontext()
+    with pytest.raises(RuntimeError) as caught, engine.awake(writer(tensors)), planted:
+        engine.on_all_ranks(generate)
     said.append(str(caught.value))
     if last:  # what it had begun is still there
         with pytest.raises(RuntimeError, match="a request is still running"), engine.awake(writer(tensors)):
@@ -286,7 +288,9 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
 def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: Checkpoints, tp_size: int) -> None:
     said, others = pool.run(2, complaints, checkpoints("llama"), tp_size)
     assert said == others
-    name, rows = ("engine replica 1 (rank 1)", "10, 30, 50") if tp_size == 1 else ("engine replica 0 (ranks 0-1)", "0, 10")
+    name, rows = (
+        ("engine replica 1 (rank 1)", "10, 30, 50") if tp_size == 1 else ("engine replica 0 (ranks 0-1)", "0, 10")
+    )
     for words in said:
         assert words.startswith(f"{name} failed after 4 finished steps, asked for answers to rows {rows}")
     few, other, broken = said

@@ -12,7 +12,10 @@ import pytest
 from megarl.distributed.signals import ECHO_S, EXIT_CODE
 from tests.dist.test_distributed_launch import NEEDS_MPIRUN, ROOT, start
 
-pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ranks to tell")]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ranks to tell"),
+]
 MODULE = ["-m", "tests.dist.told"]
 PLAIN = [sys.executable, *MODULE]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

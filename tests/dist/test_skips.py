@@ -37,7 +37,9 @@ SPLITS = {
 }
 
 
-def spoilt(outputs: PolicyOutputs, micro: Experience, totals: Totals, *, fault: str) -> tuple[Tensor, dict[str, Tensor]]:
+def spoilt(
+    outputs: PolicyOutputs, micro: Experience, totals: Totals, *, fault: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The actor's objective, with a fault where a sample is poisoned."""
     loss, metrics = ACTOR(outputs, micro, totals)
     if not bool((micro.scores == POISON).any()):
@@ -62,7 +64,9 @@ def state_of(learner: Any) -> dict[str, Tensor]:
 
     state = {}
     for number, module in enumerate(learner.modules):
-        state |= {f"{number} {name}": tensor.clone() for name, tensor in module.state_dict().items() if tensor is not None}
+        state |= {
+            f"{number} {name}": tensor.clone() for name, tensor in module.state_dict().items() if tensor is not None
+        }
     for number, inner in enumerate(torch_optimizers(learner.optimizer.megatron)):
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         for place, parameter in enumerate(parameters):
@@ -95,16 +99,14 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_skipped_mini_batch_might_never_have_been(
-    pool: RankPool, checkpoints: dict[str, Path], name: str
-) -> None:
+def test_a_skipped_mini_batch_might_never_have_been(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     variant, split = SPLITS[name]
     for differs in pool.run(2, learnt, checkpoints[variant], split):
         assert differs == {"loss": [], "gradient": [], "both": []}
 
 
 def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[list[float], str]:
-    """On one rank: how many were skipped in each step until a run with max_skipped_updates=2 ends, and its last words."""
+    """On one rank: updates skipped in each step until a run with max_skipped_updates=2 ends, and its last words."""
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import Checkpoints
     from megarl.learner.learner import Budget
@@ -193,7 +195,7 @@ def test_so_many_are_kept(pool: RankPool, tmp_path: Path) -> None:
 
 
 def last_words(run_dirs: list[Path]) -> str:
-    """On one rank: how a run ends that has one checkpoint, while another rank sees one more, which is just published."""
+    """On one rank: how a run ends if it sees one checkpoint while another rank sees a second, just published."""
     import torch.distributed as dist
 
     from megarl.checkpoint.directory import name_latest

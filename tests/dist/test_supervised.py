@@ -19,7 +19,6 @@ from tests.s3 import Objects, s3_server
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import write_checkpoint
 
-
 NUM_RANKS = 2
 
 

@@ -71,9 +71,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.tracking.timers import Timers
 
     split = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    learner = make_test_learner(
-        checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2)
-    )
+    learner = make_test_learner(checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2))
     sources, destinations = together(learner.layout), together(engine.weights.layout)
     rank = torch.distributed.get_rank()
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
@@ -93,7 +91,9 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
         with sampler.awake(Timers(), step=step) as metrics:
             rollouts = sampler.generate(asked, step=step)
             everywhere = itertools.chain.from_iterable(together(told.copy))
-            answers = [(rollouts.prompt_of(number).index, rollouts.response_ids(number)) for number in range(len(rollouts))]
+            answers = [
+                (rollouts.prompt_of(number).index, rollouts.response_ids(number)) for number in range(len(rollouts))
+            ]
             assert sorted(everywhere) == sorted(answers), "one rank is told of each"
             if step == 0:
                 again, greedy = sampler.generate(asked, step=step, batch=1), sampler.greedy(asked, step=step)

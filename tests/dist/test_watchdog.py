@@ -19,7 +19,7 @@ WAYS = ("none", "stop", "sleep", "sleep-begun", "lock", "apart")
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, Path]]]:
-    """Exit code, standard error and directory of reports of one job for each way; together, since all they do is wait."""
+    """Exit code, standard error and reports of one job for each way; they run together, since all they do is wait."""
     jobs = {}
     for how in WAYS:
         directory = tmp_path_factory.mktemp(how) / "hang"
