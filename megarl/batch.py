@@ -155,6 +155,8 @@ class Experience(Scored):
     ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs where no KL is estimated from them
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
+    weights: Tensor  # [B, T] float32: factors of the advantages in the policy loss that correct for the engine's
+    # probabilities; ones without a correction
     returns: Tensor  # [B, T] float32: the critic's target; zeros without a critic
 
 

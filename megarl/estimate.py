@@ -3,13 +3,14 @@
 Invariant: records are replicated, so every rank estimates from the whole batch, and moments need no communication.
 """
 
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
     gae,
+    gpg,
     grpo,
     grpo_passk,
     opo,
@@ -22,7 +23,7 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
 from megarl.algorithms.correction import accepted, mismatch_means, mismatch_sums, ratios, truncated_weights
-from megarl.algorithms.kl import KLKind, kl_penalty
+from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
@@ -57,7 +58,7 @@ def estimate(
     reference = old_log_probs if ref_log_probs is None else ref_log_probs
     kl = torch.zeros_like(old_log_probs)
     if kl_coef is not None:
-        kl = _divergence(old_log_probs, reference, exact_kl, mask, algorithm.kl_penalty)
+        kl = _divergence(old_log_probs, reference, exact_kl, mask, algorithm)
     rewards = token_rewards(response_rewards(scored, algorithm.overlong_buffer), kl, mask, kl_coef=kl_coef or 0.0)
     advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
@@ -66,7 +67,8 @@ def estimate(
         old_log_probs=old_log_probs,
         ref_log_probs=reference,
         values=torch.zeros_like(advantages) if values is None else values,
-        advantages=advantages * weights,
+        advantages=advantages,
+        weights=weights,
         returns=returns,
     )
     metrics = _reward_metrics(scored, rewards, advantages) | _length_metrics(experience) | weight_metrics
@@ -84,13 +86,18 @@ def estimate(
 
 
 def _divergence(
-    old_log_probs: Tensor, ref_log_probs: Tensor, exact_kl: Tensor | None, mask: Tensor, kind: KLKind | Literal["full"]
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    exact_kl: Tensor | None,
+    mask: Tensor,
+    algorithm: AlgorithmSection,
 ) -> Tensor:
     """[B, T] divergence of the actor that sampled from the reference, zero under the mask."""
-    if kind == "full":
+    if algorithm.kl_penalty == "full":
         assert exact_kl is not None, "log-probabilities that were not taken against the reference"
         return masked(exact_kl, mask)
-    return kl_penalty(masked(old_log_probs, mask), masked(ref_log_probs, mask), kind=kind)
+    old, ref = masked(old_log_probs, mask), masked(ref_log_probs, mask)
+    return kl_penalty(old, ref, kind=algorithm.kl_penalty, k3_bound=algorithm.kl_penalty_k3_bound)
 
 
 def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
@@ -129,9 +136,11 @@ def _advantages(
             return _whitened(reinforce_plus_plus_baseline(scores, groups, mask), mask), no_returns
         case "remax":
             assert baselines is not None, "ReMax without greedy responses"
-            return remax(scores, baselines, mask), no_returns
+            return remax(rewards, baselines, mask), no_returns
         case "opo":
             return opo(scores, groups, mask), no_returns
+        case "gpg":
+            return gpg(scores, groups, mask), no_returns
         case "grpo_passk":
             return grpo_passk(scores, groups, mask, normalize_by_std=by_std), no_returns
         case unknown:

@@ -74,12 +74,12 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
         assert outputs.kl is not None, "outputs that were not taken against the reference"
         return masked(outputs.kl, micro.mask)
     log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
-    return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type)
+    return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type, k3_bound=section.kl_loss_k3_bound)
 
 
 def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
     """The loss that `policy_loss.loss_mode` names, of a mini-batch that `mark` has seen."""
-    tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages, micro.mask)
+    tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages * micro.weights, micro.mask)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
     settings = section.policy_loss

@@ -120,9 +120,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float) ->
     Returns:
         Advantages `[B, T]`, not whitened.
     """
-    no_values = torch.zeros_like(token_rewards)
-    advantages, _ = gae(token_rewards, no_values, mask, gamma=gamma, lam=1.0)
-    return advantages
+    return _rewards_to_go(token_rewards, mask, gamma=gamma)
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
@@ -142,21 +140,43 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -
     return grpo(scores, groups, mask, normalize_by_std=False)
 
 
-def remax(scores: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Advantages over the greedy answer (Li et al. 2024, "ReMax", algorithm 1).
+def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    """Rewards to go over the score of the greedy response (Li et al. 2024, "ReMax", algorithm 1).
 
-    `A_i = s_i - b_i` on every token of sample `i`, where `b_i` is the score of the greedy response to its prompt.
+    `A_t = (sum of r_u over u >= t) - b_i`, where `b_i` is the score of the greedy response to the prompt of sample `i`.
+    Without a penalty in the rewards that is `s_i - b_i` on every token. With a penalty, a token is charged only for the
+    divergence of itself and of later tokens, because it has no influence on earlier ones.
 
     Args:
-        scores: `[B]`.
-        baselines: `[B]`; the samples of a prompt share theirs.
+        token_rewards: `[B, T]`.
+        baselines: `[B]`; the samples of a prompt share one value.
         mask: `[B, T]` bool.
 
     Returns:
         Advantages `[B, T]`.
     """
-    assert scores.shape == baselines.shape, f"{tuple(scores.shape)} scores, {tuple(baselines.shape)} baselines"
-    return _on_every_token(scores.double() - baselines.double(), mask)
+    assert mask.shape[:1] == baselines.shape, f"{tuple(baselines.shape)} baselines for a mask of {tuple(mask.shape)}"
+    return masked(_rewards_to_go(token_rewards, mask, gamma=1.0) - baselines[:, None], mask)
+
+
+def gpg(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Advantages of the group policy gradient (Chu et al. 2025, "GPG", arXiv 2504.02546, with `F_norm = 1`).
+
+    `A_i = B / (B - M) * (s_i - mean(s of its group))` on every token of sample `i`, where `M` of the `B` samples are in
+    a group whose scores are all equal. Such a group has no gradient; the factor keeps it from shrinking the mean
+    gradient of the others. If all groups are such, every advantage is 0.
+
+    Args:
+        scores: `[B]`.
+        groups: `[B]` int64.
+        mask: `[B, T]` bool.
+
+    Returns:
+        Advantages `[B, T]`.
+    """
+    group, scores = _Groups(groups), scores.double()
+    num_telling = int(group.differ(scores).sum())
+    return _on_every_token((scores - group.mean(scores)) * len(scores) / max(num_telling, 1), mask)
 
 
 def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
@@ -233,9 +253,20 @@ class _Groups:
     def mean(self, x: Tensor) -> Tensor:
         return self.sum(x) / self.sizes
 
+    def differ(self, x: Tensor) -> Tensor:
+        """Whether the values of the group are not all equal, `[B]` bool."""
+        any_member = torch.zeros(len(self.counts), dtype=x.dtype, device=x.device).scatter(0, self.member_of, x)
+        return self.sum((x != any_member[self.member_of]).double()) > 0
+
     def std(self, x: Tensor) -> Tensor:
         """The unbiased one; 0 for a sample alone in its group."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+
+def _rewards_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """`[B, T]`: the discounted sum of the rewards of this and all later unmasked tokens."""
+    advantages, _ = gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
+    return advantages
 
 
 def _on_every_token(per_sample: Tensor, mask: Tensor) -> Tensor:

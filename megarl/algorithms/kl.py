@@ -20,7 +20,7 @@ def bounded_exp(x: Tensor) -> Tensor:
     return torch.exp(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind, k3_bound: float | None = None) -> Tensor:
     """Per-token estimate of `KL(policy || reference)` from tokens that the policy sampled.
 
     With `d = log_probs - ref_log_probs` (Schulman 2020, "Approximating KL Divergence"):
@@ -29,6 +29,9 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Ten
     - `abs`: `|d|`;
     - `mse`, `k2`: `d^2 / 2`, biased, of low variance;
     - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative.
+
+    The exponential of `k3` lets one token that the reference finds far likelier outweigh all others. `k3_bound` cuts
+    the estimate: a token above the bound counts as the bound and has no gradient.
 
     What is unbiased as a number, in the reward, need not be so as a loss (Tang & Munos 2025, "On a few pitfalls in KL
     divergence gradient estimation for RL"): with tokens drawn from the policy itself, the gradient of `kl` is 0 in the
@@ -40,6 +43,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Ten
         log_probs: float tensor of any shape.
         ref_log_probs: the same shape.
         kind: estimator.
+        k3_bound: the largest estimate of `k3` in nats; None for no bound. The other estimators ignore it.
 
     Returns:
         The estimates, same shape; differentiable.
@@ -54,7 +58,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind) -> Ten
         case "mse" | "k2":
             return 0.5 * difference**2
         case "low_var_kl" | "k3":
-            return bounded_exp(-difference) + difference - 1.0
+            estimate = bounded_exp(-difference) + difference - 1.0
+            return estimate if k3_bound is None else estimate.clamp(max=k3_bound)
 
 
 def full_kl(log_p: Tensor, ref_log_p: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from megarl.config.ppo_rules import ACTOR, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 
-COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "grpo_passk")  # one prompt's responses
+COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")  # one prompt's responses
 
 
 @rule(

@@ -175,6 +175,8 @@ class ActorSection:
     """Weight of that divergence."""
     kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "low_var_kl"
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
+    kl_loss_k3_bound: PositiveFloat | None = 10.0
+    """The largest k3 (low_var_kl) estimate of a token in nats, which has no gradient; null = no bound."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the loss of supervised pairs that every update learns from too (PPO-ptx)."""
     ptx_files: str | list[str] | None = None

@@ -72,6 +72,7 @@ def experience() -> Experience:
         ref_log_probs=old + 0.1 * noise(),
         values=0.1 * noise(),
         advantages=noise(),
+        weights=mask.to(torch.float32),
         returns=noise(),
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import (
     gae,
+    gpg,
     grpo,
     grpo_passk,
     opo,
@@ -176,8 +177,42 @@ def test_reinforce_plus_plus_is_the_score_less_the_divergence_to_come() -> None:
 
 
 def test_remax_by_hand() -> None:
-    advantages = remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25]), RAGGED[2:4])
-    torch.testing.assert_close(advantages, torch.tensor([[0.75, 0.75, 0.0], [-0.25, -0.25, -0.25]]))
+    mask = torch.tensor([[True, False, True, True], [True, False, False, False]])
+    rewards = torch.tensor([[-0.1, NAN, 0.2, 1.0], [2.0, NAN, NAN, NAN]])
+    expected = torch.tensor([[1.1 - 0.25, 0.0, 1.2 - 0.25, 1.0 - 0.25], [2.0 + 0.5, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(remax(rewards, torch.tensor([0.25, -0.5]), mask), expected)
+
+
+@given(seed=SEEDS)
+def test_remax_charges_no_token_for_the_divergence_before_it(seed: int) -> None:
+    mask, (rewards, kl) = random_batch(seed, 2)
+    scores, baselines = rewards.nansum(-1), kl.nansum(-1)
+    advantages = remax(token_rewards(scores, kl, mask, kl_coef=0.1), baselines, mask)
+    for sample, token in mask.nonzero().tolist():
+        to_come = kl[sample, token:].nansum()
+        assert advantages[sample, token].item() == pytest.approx(
+            float(scores[sample] - 0.1 * to_come - baselines[sample]), abs=1e-4
+        )
+
+
+@given(
+    groups=st.lists(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=4), min_size=1, max_size=5),
+    seed=SEEDS,
+)
+def test_gpg_is_the_gradient_of_a_batch_without_the_groups_that_tell_nothing(
+    groups: list[list[float]], seed: int
+) -> None:
+    scores = torch.tensor([score for group in groups for score in group])
+    members = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+    telling = torch.tensor([len(set(group)) > 1 for group in groups for _ in group])
+    mask, log_probs = torch.ones(len(scores), 1, dtype=torch.bool), torch.randn(len(scores))
+    found = gpg(scores, members, mask)[:, 0]
+    assert not found[~telling].any()
+    if telling.any():
+        alone = gpg(scores[telling], members[telling], mask[telling])[:, 0]
+        torch.testing.assert_close((found * log_probs).mean(), (alone * log_probs[telling]).mean())
+        mean = statistics.mean(groups[int(members[telling][0])])
+        assert alone[0].item() == pytest.approx(float(scores[telling][0]) - mean, abs=1e-6)
 
 
 def test_token_rewards_by_hand() -> None:

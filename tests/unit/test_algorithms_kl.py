@@ -72,6 +72,27 @@ def test_k3_stays_finite_far_from_the_reference() -> None:
     assert log_probs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
+def test_a_bound_holds_k3_and_its_gradient(kind: KLKind) -> None:
+    log_probs = torch.tensor([-26.0, -4.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0, -1.0])
+    kl = kl_penalty(log_probs, reference, kind=kind, k3_bound=10.0)
+    assert kl.tolist() == pytest.approx([10.0, 10.0, 0.0])  # unbounded, the second is exp(3) - 4 = 16.1
+    kl.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [0.0, 0.0, 0.0]
+    free = kl_penalty(log_probs, reference, kind=kind)
+    assert free[1].item() == pytest.approx(math.exp(3.0) - 4.0)
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2"])
+def test_the_bound_is_that_of_k3_alone(kind: KLKind) -> None:
+    log_probs, reference = torch.tensor([-26.0, -1.0]), torch.tensor([-1.0, -26.0])
+    assert torch.equal(
+        kl_penalty(log_probs, reference, kind=kind, k3_bound=0.5), kl_penalty(log_probs, reference, kind=kind)
+    )
+
+
 def test_a_fixed_weight_stays() -> None:
     assert FixedKL(0.1).update(100.0, num_steps=1000) == FixedKL(0.1)
 

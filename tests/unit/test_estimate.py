@@ -117,8 +117,8 @@ def test_mismatch_compares_probabilities_of_real_tokens() -> None:
 def test_remax_takes_the_greedy_reward_from_that_of_each_sample() -> None:
     algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
     experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
-    # the divergence of row 0 is 1.5, that of row 1 is -1
-    expected = torch.tensor([0.75 - 0.15, -0.25 + 0.1, 0.0, -1.0])[:, None] * MASK
+    # the divergence of row 0 is 1.5 on token 1, that of row 1 is -1 on token 0
+    expected = torch.tensor([[0.75 - 0.15, 0.75 - 0.15, 0.75], [-0.25 + 0.1] * 3, [0.0] * 3, [-1.0] * 3]) * MASK
     torch.testing.assert_close(experience.advantages, expected)
     assert not experience.returns.any()
     assert [metrics[f"critic/baselines/{name}"] for name in ("mean", "max", "min")] == [0.375, 0.5, 0.25]
@@ -133,6 +133,7 @@ def advantages_of(**keys: Any) -> torch.Tensor:
     ("estimator", "per_sample"),  # two groups of two samples, scores 1, 0 and 0.5, -0.5, lengths 3, 1 and 2, 2
     [
         ("rloo", [1.0, -1.0, 1.0, -1.0]),
+        ("gpg", [0.5, -0.5, 0.5, -0.5]),
         ("opo", [0.25, -0.75, 0.5, -0.5]),
         ("grpo_passk", [math.sqrt(2.0), 0.0, math.sqrt(2.0), 0.0]),
     ],
@@ -219,7 +220,8 @@ def test_what_the_engine_saw_differently_is_corrected(
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=RolloutCorrectionSection(**keys))
     experience, found = estimate(sampled, OLD, None, None, algorithm=algorithm, kl_coef=None)
     plain = advantages_of(adv_estimator="rloo")
-    torch.testing.assert_close(experience.advantages, plain * torch.tensor(factors))
+    torch.testing.assert_close(experience.advantages, plain)
+    torch.testing.assert_close(experience.weights, torch.tensor(factors) * MASK)
     correction = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
     assert correction == pytest.approx({f"rollout_corr/{name}": value for name, value in metrics.items()}, rel=1e-5)
     assert found["critic/advantages/max"] == 1.0

@@ -46,6 +46,7 @@ def experience(*, garbage: float = 0.0) -> Experience:
         ref_log_probs=field(1.0),
         values=field(1.0),
         advantages=field(1.0),
+        weights=field(1.0).abs(),
         returns=field(1.0),
     )
 
@@ -174,7 +175,8 @@ def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
 )
 def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, clip_fraction: float) -> None:
     zeros = torch.zeros(NUM_SAMPLES, NUM_TOKENS)
-    micro = replace(experience(), advantages=experience().mask.float(), old_log_probs=zeros)
+    mask = experience().mask.float()
+    micro = replace(experience(), advantages=0.5 * mask, weights=2.0 * mask, old_log_probs=zeros)
     settings = PolicyLossSection(
         loss_mode=loss_mode, clip_cov_ratio=0.3, clip_cov_lb=-1.0, clip_cov_ub=1.0, kl_cov_ratio=0.3, ppo_kl_coef=0.5
     )
@@ -184,6 +186,17 @@ def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, cl
     found, metrics = objective(policy, mark(micro, section), Totals.of(micro.mask))
     assert found.item() == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(clip_fraction)
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_weights_of_the_correction_do_not_change_which_tokens_a_loss_chooses(loss_mode: str) -> None:
+    section, whole = actor_section(loss_mode, "token-mean"), experience()
+    chosen = [
+        mark(replace(whole, weights=scale * whole.mask), section).marked for scale in (1.0, torch.rand(6, 5), 0.0)
+    ]
+    assert chosen[0].any()
+    assert torch.equal(chosen[0], chosen[1])
+    assert torch.equal(chosen[0], chosen[2])
 
 
 def test_critic_metrics_are_means_over_tokens() -> None:

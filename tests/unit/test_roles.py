@@ -52,6 +52,7 @@ def experience() -> Experience:
         ref_log_probs=log_probs,
         values=zeros,
         advantages=advantages,
+        weights=torch.ones(4, 2),
         returns=zeros,
     )
 
