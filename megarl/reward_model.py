@@ -59,8 +59,8 @@ class RewardModel:
         prompt, response = rollouts.prompt_of(sample), rollouts.response_ids(sample)
         if self.decoder is None:
             return self.reader.fit([*prompt.token_ids, *response])
-        continues = isinstance(prompt.raw_prompt, str)
-        answer = self.decoder.decode_behind(prompt.token_ids if continues else [], response)
+        behind = [] if self.reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
+        answer = self.decoder.decode_behind(behind, response)
         try:
             return self.reader.encode(prompt.raw_prompt, answer)
         except ValueError as error:

@@ -36,7 +36,10 @@ def train(config: SFTConfig, launch: Launch) -> None:
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
-        data.tokenizer, chat_template=data.chat_template, trust_remote_code=config.model.trust_remote_code
+        data.tokenizer,
+        chat_template=data.chat_template,
+        apply_chat_template=data.apply_chat_template,
+        trust_remote_code=config.model.trust_remote_code,
     )
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None

@@ -59,15 +59,23 @@ class Source:
         )
 
     def tokenizer(
-        self, path: str | None = None, *, chat_template: str | None = None, trust_remote_code: bool = False
+        self,
+        path: str | None = None,
+        *,
+        chat_template: str | None = None,
+        apply_chat_template: bool | None = None,
+        trust_remote_code: bool = False,
     ) -> Tokenizer:
-        """The tokenizer at `path`, by default the checkpoint's own.
+        """The tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
 
         Raises:
             ValueError: it knows tokens that the model does not.
         """
         tokenizer = load_tokenizer(
-            path or str(self.directory), chat_template=chat_template, trust_remote_code=trust_remote_code
+            path or str(self.directory),
+            chat_template=chat_template,
+            apply_chat_template=apply_chat_template,
+            trust_remote_code=trust_remote_code,
         )
         if tokenizer.vocab_size > self.architecture.vocab_size:
             raise ValueError(

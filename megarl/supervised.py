@@ -42,6 +42,9 @@ class Batches(Protocol):
     def take(self, step: int) -> Rollouts:
         """The batch of a step, counted from 0 over all epochs."""
 
+    def first_as_read(self, step: int) -> str:
+        """Describe for people how the model reads the first row of a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lessons:
@@ -82,6 +85,8 @@ def _learn(
         finish_records(config, launch, standing, last_step=last_step)
         if together(lambda: is_exported(run_dir / EXPORT, standing))[0]:
             return None
+    if launch.rank == 0:
+        print(lessons.batches.first_as_read(standing.state.step))
     learner = make_learner(
         source.directory,
         source.architecture,

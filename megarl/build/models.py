@@ -95,7 +95,11 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
             f"critic.model.path: {source.directory} knows {source.architecture.vocab_size} tokens, the policy writes "
             f"{tokenizer.vocab_size}: name the critic's own tokenizer in critic.model.tokenizer_path"
         )
-    reader = own and load_tokenizer(own, trust_remote_code=critic.model.trust_remote_code)
+    reader = own and load_tokenizer(
+        own,
+        apply_chat_template=config.data.apply_chat_template,
+        trust_remote_code=critic.model.trust_remote_code,
+    )
     learner = make_learner(
         source.directory,
         source.architecture,

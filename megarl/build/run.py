@@ -29,6 +29,7 @@ from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
+from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.agreement import agree
@@ -84,6 +85,11 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     if standing.is_at(last_step) and goes_on:
         finish_records(config, launch, standing, last_step=last_step)
         return None
+    if launch.rank == 0 and not replay:
+        if trainer.val_only and val_prompts:
+            print(val_prompts.first_as_read(Position()))
+        else:
+            print(prompts.first_as_read(state.position or prompts.position_of(state.step)))
 
     engine = None if replay else start_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
@@ -167,6 +173,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    if launch.rank == 0:
+        print(prompts.first_as_read(Position()))
     engine = start_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     actor = make_learner(

@@ -30,6 +30,7 @@ def make_tokenizer(config: Config, source: Source) -> Tokenizer:
     return source.tokenizer(
         config.data.tokenizer,
         chat_template=config.data.chat_template,
+        apply_chat_template=config.data.apply_chat_template,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
     )
 

@@ -18,7 +18,7 @@ class DataSection:
     tokenizer: str | None = None
     """HF directory, HF id or SentencePiece `.model` file; null = the actor's."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of {role, content}, or a plain string."""
+    """Column with the prompt: a list of messages {role, content}, or a plain string."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt, in tokens."""
     max_response_length: PositiveInt = 512
@@ -37,6 +37,9 @@ class DataSection:
     """Seed of that order."""
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
+    apply_chat_template: bool | None = None
+    """true = every prompt goes through the chat template, a string as one message of a user; false = the content of
+    the messages is read as it is; null = lists of messages go through the template, if the tokenizer has one."""
     reward_fn_key: str = "data_source"
     """Column whose value picks the rule-based reward."""
     prompt_id_key: str | None = None
@@ -60,7 +63,7 @@ class SupervisedDataSection:
     tokenizer: str | None = None
     """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of {role, content}, or a plain string."""
+    """Column with the prompt: a list of messages {role, content}, or a plain string."""
     train_batch_size: PositiveInt = 256
     """Rows per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None = None
@@ -71,6 +74,9 @@ class SupervisedDataSection:
     """Seed of that order."""
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
+    apply_chat_template: bool | None = None
+    """true = every prompt goes through the chat template, a string as one message of a user; false = the content of
+    the messages is read as it is; null = lists of messages go through the template, if the tokenizer has one."""
 
 
 @section

@@ -6,10 +6,12 @@ token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megarl.batch import Prompt, Rollouts
+from megarl.data.messages import as_messages, plain_text
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -21,18 +23,19 @@ class Conversations:
     pad_token_id: int | None  # of its config.json; None: every last token counts
     max_length: int  # tokens
 
-    def encode(self, prompt: object, answer: str) -> list[int]:
-        """The sequence of a prompt (a list of `{role, content}`, or a text) and the assistant's answer to it.
+    def encode(self, prompt: Any, answer: str) -> list[int]:
+        """Return the sequence of a prompt (a list of `{role, content}`, or a text) and the assistant's answer to it.
 
-        Messages go through the chat template, whose special tokens are all there are; a text continues in the answer,
-        with what the tokenizer puts around a text. Raises ValueError for any other prompt, and where the template
-        refuses the messages.
+        What goes through the chat template has its special tokens alone; a text continues in the answer, with what the
+        tokenizer puts around a text.
+
+        Raises:
+            ValueError: the prompt is neither, or the template refuses it.
         """
-        if isinstance(prompt, str):
-            return self.fit(self.tokenizer.encode(prompt + answer, add_special_tokens=True))
-        if not isinstance(prompt, list):
-            raise ValueError(f"{prompt!r} is neither a text nor a list of messages")
-        return self.fit(self.tokenizer.chat([*prompt, {"role": "assistant", "content": answer}], is_complete=True))
+        messages = as_messages(prompt, self.tokenizer)
+        if messages is None:
+            return self.fit(self.tokenizer.encode(plain_text(prompt) + answer, add_special_tokens=True))
+        return self.fit(self.tokenizer.chat([*messages, {"role": "assistant", "content": answer}], is_complete=True))
 
     def fit(self, token_ids: Sequence[int]) -> list[int]:
         """The sequence without pad tokens at its end and cut to `max_length`.

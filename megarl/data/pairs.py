@@ -8,9 +8,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Prompt, Rollouts
 from megarl.data.config import SFTDataSection
+from megarl.data.messages import as_read, encode_prompt
 from megarl.data.order import Order
 from megarl.data.parquet import Rows
-from megarl.data.prompts import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
 
@@ -53,6 +53,14 @@ class PairStream:
         """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
         rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
+
+    def first_as_read(self, step: int) -> str:
+        """Describe for people how the model reads the first pair of a step."""
+        rows, _ = self._order.take(self._order.position_of(step), 1)
+        row = self._rows[rows[0]]
+        prompt_ids, response_ids = self._encode(row, rows[0])
+        prompt = row[self._section.prompt_key]
+        return as_read("the first prompt with its response", prompt, prompt_ids + response_ids, self._tokenizer)
 
     def batches(self) -> Iterator[Rollouts]:
         """Every pair once, in file order; the last batch may be smaller."""

@@ -9,6 +9,7 @@ import torch
 from megarl.batch import Preferences
 from megarl.data.config import PreferenceDataSection
 from megarl.data.conversations import Conversations, to_be_scored
+from megarl.data.messages import as_read
 from megarl.data.order import Order
 from megarl.data.parquet import Rows
 from megarl.distributed.exchange import in_shares
@@ -46,6 +47,14 @@ class PreferenceStream:
         """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
         rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
+
+    def first_as_read(self, step: int) -> str:
+        """Describe for people how the model reads the first preferred response of a step."""
+        rows, _ = self._order.take(self._order.position_of(step), 1)
+        row = self._rows[rows[0]]
+        prompt = row[self._section.prompt_key]
+        token_ids = self._read(rows[0], prompt, row[self._section.chosen_key])
+        return as_read("the first prompt with its preferred response", prompt, token_ids, self._reader.tokenizer)
 
     def batches(self) -> Iterator[Preferences]:
         """Every pair once, in file order; the last batch may be smaller."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.batch import Prompt, Prompts
 from megarl.data.config import DataSection
+from megarl.data.messages import as_read, encode_prompt, plain_text
 from megarl.data.order import Chunk, Order, Position
 from megarl.data.parquet import Rows
 from megarl.data.tokenizer import Tokenizer
@@ -23,8 +24,8 @@ Row = dict[str, Any]
 class PromptDataset:
     """The prompts of parquet files with columns `prompt, data_source, reward_model{ground_truth}[, extra_info]`.
 
-    A prompt that is a list of `{role, content}` goes through the chat template; a plain string is encoded as it is,
-    with what the tokenizer puts around a text. Prompts are read and tokenised when they are asked for; those to leave
+    The tokenizer says whether a prompt goes through the chat template; if not, its text is encoded with what the
+    tokenizer puts around a text. Prompts are read and tokenised when they are asked for; those to leave
     out are looked for once, here, all ranks of a job together. `num_filtered` are left out.
 
     Raises ValueError for a prompt longer than `max_prompt_length` unless the section says to cut it or to leave it
@@ -73,6 +74,10 @@ class PromptDataset:
         sizes = np.diff(np.searchsorted(self._kept, ends), prepend=0).tolist()
         pairs = zip(sizes, self._rows.chunks, strict=True)
         return [Chunk(num_rows=size, num_bytes=chunk.num_bytes) for size, chunk in pairs if size]
+
+    def as_read(self, prompt: Prompt) -> str:
+        """Describe for people how the model reads the first prompt."""
+        return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
 
     def _look_through(self, share: range) -> NDArray[np.int64]:
         """The rows of a share that are not left out; ValueError for the first that must not be."""
@@ -132,27 +137,6 @@ def truncate(token_ids: list[int], limit: int, where: str) -> list[int]:
     return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
 
 
-def encode_prompt(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text, or of a list of messages `{role, content}` under the chat template.
-
-    Raises ValueError for anything else, and where nothing comes out.
-    """
-    if isinstance(prompt, str):
-        token_ids = tokenizer.encode(prompt, add_special_tokens=True)
-    elif isinstance(prompt, list) and prompt:
-        token_ids = tokenizer.chat(prompt)
-    else:
-        raise ValueError(f"{prompt!r} is neither a text nor a list of messages")
-    if not token_ids:
-        raise ValueError("the prompt has no token")
-    return token_ids
-
-
-def plain_text(prompt: str | list[dict[str, str]]) -> str:
-    """A prompt without a chat template: the text itself, or the contents of the messages, a line break between them."""
-    return prompt if isinstance(prompt, str) else "\n".join(message.get("content") or "" for message in prompt)
-
-
 class PromptStream:
     """A data set in batches: endless and shuffled by epoch for training, once through for validation."""
 
@@ -170,6 +154,11 @@ class PromptStream:
     def sizes(self) -> dict[str, int]:
         """How many prompts there are, and how many were left out, for a table."""
         return {"prompts": len(self._dataset), "left out": self._dataset.num_filtered}
+
+    def first_as_read(self, position: Position) -> str:
+        """Describe for people how the model reads the prompt at `position`."""
+        prompts, _ = self.take(position, 1)
+        return self._dataset.as_read(prompts.prompts[0])
 
     def position_of(self, step: int) -> Position:
         """Where a run stands that has taken `step` batches."""

@@ -18,11 +18,19 @@ HALF = "\ufffd"  # what a tokenizer decodes a part of a character to
 class Tokenizer:
     """Text to ids and back; a thin, typed face of a `transformers` tokenizer."""
 
-    def __init__(self, tokenizer: Any, *, source: str) -> None:
+    def __init__(self, tokenizer: Any, *, source: str, apply_chat_template: bool | None = None) -> None:
+        """Take over a tokenizer that was loaded from `source`; `apply_chat_template` as in `load_tokenizer`."""
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
         self._tokenizer = tokenizer
         self._source = source
+        self._apply_chat_template = apply_chat_template
+        self.has_template: bool = tokenizer.chat_template is not None
+        if apply_chat_template and not self.has_template:
+            raise ValueError(
+                f"data.apply_chat_template=true, and the tokenizer {source} has no chat template: set "
+                "data.chat_template to a Jinja file or string, or leave data.apply_chat_template out"
+            )
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.pad_token_id: int | None = tokenizer.pad_token_id
@@ -33,19 +41,20 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
+    def templates(self, prompt: object) -> bool:
+        """Whether a prompt goes through the chat template; if not, it is read as the text that it holds."""
+        if self._apply_chat_template is None:
+            return isinstance(prompt, list) and self.has_template
+        return self._apply_chat_template
+
     def chat(self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False) -> list[int]:
-        """The ids of a conversation of `{role, content}` under the chat template.
+        """Return the ids of a conversation of `{role, content}` under the chat template, which there must be.
 
-        Unless it `is_complete`, up to where the assistant answers.
+        Unless it `is_complete`, they end where the assistant answers.
 
-        Raises ValueError where there is no template or the template refuses the conversation.
+        Raises:
+            ValueError: the template refuses the conversation.
         """
-        if self._tokenizer.chat_template is None:
-            raise ValueError(
-                f"the prompt is a list of messages, and the tokenizer {self._source} has no chat template: "
-                "set data.chat_template to a Jinja file or string (a reward model has its own beside its tokenizer: "
-                "chat_template.jinja), or make the prompt a plain string"
-            )
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=not is_complete, tokenize=True, return_dict=False
@@ -54,9 +63,11 @@ class Tokenizer:
             raise ValueError(f"the chat template of {self._source} refuses the messages: {error}") from error
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
+        """The text of `ids`, by default without special tokens."""
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def decode_behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
@@ -88,11 +99,23 @@ class Tokenizer:
         self._tokenizer.save_pretrained(str(directory))
 
 
-def load_tokenizer(path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: str,
+    *,
+    chat_template: str | None = None,
+    apply_chat_template: bool | None = None,
+    trust_remote_code: bool = False,
+) -> Tokenizer:
     """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
 
-    `chat_template` (a Jinja file, or the template itself) overrides the tokenizer's own. Code that comes with a
-    tokenizer runs only with `trust_remote_code`. Raises ValueError where nothing loads from `path`.
+    Args:
+        path: of the tokenizer.
+        chat_template: a Jinja file, or the template itself; overrides the tokenizer's own.
+        apply_chat_template: whether prompts go through the template; None: lists of messages do, if there is one.
+        trust_remote_code: run the code that comes with the tokenizer.
+
+    Raises:
+        ValueError: nothing loads from `path`, or `apply_chat_template` asks for a template that there is not.
     """
     place = Path(path)
     configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -109,7 +132,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, trust_remote_
         tokenizer = _load_pretrained(path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
-    return Tokenizer(tokenizer, source=path)
+    return Tokenizer(tokenizer, source=path, apply_chat_template=apply_chat_template)
 
 
 def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:

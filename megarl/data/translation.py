@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from megarl.batch import Rollouts
-from megarl.data.prompts import encode_prompt
+from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
 
@@ -50,7 +50,7 @@ class Translation:
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
         """The reader's tokens of a sample, and the place of the last one before each token of the response."""
         prompt, response = batch.prompt_of(sample), batch.response_ids(sample)
-        behind = prompt.token_ids if isinstance(prompt.raw_prompt, str) else []
+        behind = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
         except ValueError as error:

@@ -39,7 +39,10 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
-        data.tokenizer, chat_template=data.chat_template, trust_remote_code=config.model.trust_remote_code
+        data.tokenizer,
+        chat_template=data.chat_template,
+        apply_chat_template=data.apply_chat_template,
+        trust_remote_code=config.model.trust_remote_code,
     )
     reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
     budget = Budget(

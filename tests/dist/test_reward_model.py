@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.batch import Prompt, Rollouts
 from megarl.data.conversations import Conversations, to_be_scored
-from megarl.data.prompts import encode_prompt
+from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection, ModelSection, RewardCheckpointSection

@@ -94,13 +94,13 @@ def test_chat_template_is_rendered_and_saved(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).chat([{"role": "user", "content": "3 5 = 8"}]) == ids
 
 
-def test_chat_template_may_be_a_file_and_messages_need_one(tmp_path: Path) -> None:
+def test_chat_template_may_be_a_file_and_must_be_there_to_be_applied(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "small.model")
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     message = [{"role": "user", "content": "1"}]
     assert load_tokenizer(str(model), chat_template=str(tmp_path / "own.jinja")).chat(message)
-    with pytest.raises(ValueError, match=r"small.model has no chat template: set data.chat_template"):
-        load_tokenizer(str(model)).chat(message)
+    with pytest.raises(ValueError, match=r"apply_chat_template=true, and .*small.model has no chat template"):
+        load_tokenizer(str(model), apply_chat_template=True)
     with pytest.raises(ValueError, match=r"neither a Jinja template nor a file"):
         load_tokenizer(str(model), chat_template="absent.jinja")
     refuses = load_tokenizer(str(model), chat_template="{{ raise_exception('roles must alternate') }}")

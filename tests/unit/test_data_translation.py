@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import Prompt, Rollouts, Scored
-from megarl.data.prompts import encode_prompt
+from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import HALF, Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from tests.sentencepieces import train_sentencepiece
@@ -105,7 +105,7 @@ def test_the_same_responses_are_read_once_and_others_anew(tokenizers: dict[str, 
 
 def test_a_prompt_that_cannot_be_read_is_named(tokenizers: dict[str, Tokenizer]) -> None:
     translation = Translation(writer=tokenizers["fine"], reader=tokenizers["other"])
-    with pytest.raises(ValueError, match=r"the critic cannot read data row 7: the prompt is a list of messages"):
-        translation(rollouts(tokenizers["fine"], [{"role": "user", "content": "a"}], [[5]]))
+    with pytest.raises(ValueError, match=r"the critic cannot read data row 7: message 0: role None is none of"):
+        translation(rollouts(tokenizers["fine"], [{"from": "human", "value": "a"}], [[5]]))
     with pytest.raises(ValueError, match="data row 7: None is neither a text nor a list"):
         translation(rollouts(tokenizers["fine"], None, [[5]]))

@@ -1,0 +1,106 @@
+"""How a prompt becomes tokens: its messages through the chat template, or the text that it holds."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megarl.data.tokenizer import Tokenizer
+from megarl.platform.secrets import redact
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHOWN_CHARACTERS = 1000
+"""What is shown of a prompt at most, at its beginning and at its end."""
+
+Message = dict[str, Any]
+
+
+def prompt_faults(prompt: object) -> Iterator[str]:
+    """Say what is wrong with a prompt, which is a text or a list of messages `{role, content}`."""
+    if isinstance(prompt, str):
+        yield from _text_faults("the text", prompt)
+        if not prompt:
+            yield "the text is empty"
+    elif not isinstance(prompt, list) or not prompt:
+        yield f"{prompt!r} is neither a text nor a list of messages {{role, content}}"
+    else:
+        for number, message in enumerate(prompt):
+            yield from (f"message {number}: {fault}" for fault in _message_faults(message))
+
+
+def _message_faults(message: object) -> Iterator[str]:
+    if not isinstance(message, dict):
+        yield f"{message!r} is not {{role, content}}"
+        return
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        yield f"role {role!r} is none of {', '.join(ROLES)}"
+    if isinstance(content, str):
+        yield from _text_faults("the content", content)
+    elif isinstance(content, list):
+        yield "the content is a list of parts, and images, audio and video are not supported: give one text"
+    elif content is not None or not message.get("tool_calls"):
+        yield f"the content {content!r} is not a text"
+
+
+def _text_faults(what: str, text: str) -> Iterator[str]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        yield f"{what} has half a character (a lone surrogate) at place {error.start}: {text[error.start]!r}"
+
+
+def plain_text(prompt: str | list[Message]) -> str:
+    """Return a text as it is, and of messages their contents, a line break between them."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
+
+
+def as_messages(prompt: Any, tokenizer: Tokenizer) -> list[Message] | None:
+    """Return the messages that go through the chat template of `tokenizer`; None if the prompt is read as a text.
+
+    Raises:
+        ValueError: the prompt is neither a text nor a list of messages.
+    """
+    for fault in prompt_faults(prompt):
+        raise ValueError(fault)
+    if not tokenizer.templates(prompt):
+        return None
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def encode_prompt(prompt: Any, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is told to read them.
+
+    Raises:
+        ValueError: the prompt is neither, the chat template refuses it, or it has no token.
+    """
+    messages = as_messages(prompt, tokenizer)
+    if messages is None:
+        token_ids = tokenizer.encode(plain_text(prompt), add_special_tokens=True)
+    else:
+        token_ids = tokenizer.chat(messages)
+    if not token_ids:
+        raise ValueError("the prompt has no token")
+    return token_ids
+
+
+def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Describe for people how the model reads `what`: its text with special tokens, cut in the middle.
+
+    Args:
+        what: a prompt, perhaps with a response behind it.
+        prompt: as it stands in the data file.
+        token_ids: of the prompt, and of what is behind it.
+        tokenizer: of these ids.
+    """
+    if tokenizer.templates(prompt):
+        way = "through the chat template"
+    elif isinstance(prompt, str):
+        way = "a text as it is"
+    elif tokenizer.has_template:
+        way = "the content of its messages, as data.apply_chat_template=false says"
+    else:
+        way = "the content of its messages, as the tokenizer has no chat template (data.chat_template gives it one)"
+    text = redact(tokenizer.decode(token_ids, with_special_tokens=True))  # before it is cut: half a secret is not found
+    if len(text) > 2 * SHOWN_CHARACTERS:
+        text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
+    lines = "\n".join(f"  | {line}" for line in text.splitlines())
+    return f"{what} as the model reads it, {len(token_ids)} tokens, {way}:\n{lines}"
