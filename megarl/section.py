@@ -1,21 +1,45 @@
-"""The mark every configuration section wears: a frozen dataclass that refuses keys it does not know.
+"""The mark every configuration section wears, and the numbers that sections are made of.
 
-Pydantic silently drops unknown keys of a plain dataclass; `section` is what makes a typo a fault.
+Pydantic drops unknown keys of a plain dataclass silently; `section` makes a typo a fault. Every number has bounds: a
+slip of the keyboard is a fault too, and no number overflows where it is used.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 T = TypeVar("T")
+
+_INT32 = 2**31 - 1
+
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""How many samples, ranks, processes, epochs or files: 1 to a million."""
+Length = Annotated[int, Field(gt=0, le=_INT32)]
+"""How many tokens, characters or steps: 1 to 2^31 - 1."""
+CountFromZero = Annotated[int, Field(ge=0, le=_INT32)]
+"""As `Length`, or 0."""
+Interval = Annotated[int, Field(ge=-1, le=_INT32)]
+"""How many steps lie between two events; -1 and 0 = the event never happens."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""What NumPy, torch and vLLM all take as a seed."""
+Seconds = Annotated[float, Field(gt=0.0, le=1e8)]
+"""More than 0, and less than four years."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+"""A share, a probability or a discount: 0 to 1."""
+Weight = Annotated[float, Field(ge=0.0, le=1e6)]
+"""What a term of a loss or of a reward is multiplied by: 0 to a million."""
+Score = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""What a response is worth; sums of scores fit float32."""
+Bound = Annotated[float, Field(gt=0.0, le=1e30)]
+"""What a norm, ratio, value or divergence is compared with; 1e30 bounds nothing and still fits float32."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[T]) -> type[T]:
-    """Turn `cls` into a frozen, keyword-only dataclass whose unknown keys are errors."""
-    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    """Turn `cls` into a frozen, keyword-only dataclass that refuses unknown keys, infinity and NaN."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
 

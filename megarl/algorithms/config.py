@@ -1,13 +1,9 @@
 """What a user may say about rewards over time: advantages and the penalty for leaving the reference."""
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-from megarl.section import section
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
 
 
 @section
@@ -16,11 +12,11 @@ class KLControlSection:
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """A constant, or a controller that steers the divergence to target_kl."""
-    kl_coef: NonNegativeFloat = 0.005
+    kl_coef: Weight = 0.005
     """The coefficient, or its first value."""
-    horizon: PositiveInt = 10000
+    horizon: Length = 10000
     """Samples over which the adaptive controller corrects."""
-    target_kl: PositiveFloat = 0.1
+    target_kl: Bound = 0.1
     """Divergence the adaptive controller aims at."""
 
 
@@ -32,7 +28,7 @@ class FilterGroupsSection:
     """Leave out prompts whose responses are all equally good, and sample further ones in their place."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
     """What they must differ in: the reward's acc (its score where it gives none), its score, or that with penalties."""
-    max_num_gen_batches: NonNegativeInt = 10
+    max_num_gen_batches: CountFromZero = 10
     """Batches sampled in an iteration at most, after which the run stops; 0 = no limit."""
 
 
@@ -42,11 +38,11 @@ class OverlongBufferSection:
 
     enable: bool = False
     """Add the penalty to the scores."""
-    len: NonNegativeInt = 0
+    len: CountFromZero = 0
     """Over how many tokens before the limit it grows."""
-    penalty_factor: NonNegativeFloat = 1.0
+    penalty_factor: Weight = 1.0
     """The penalty at the limit."""
-    max_resp_len: PositiveInt = 512
+    max_resp_len: Length = 512
     """The limit, in tokens; follows actor_rollout_ref.rollout.response_length unless set."""
 
 
@@ -56,13 +52,13 @@ class RolloutCorrectionSection:
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh the policy gradient by the ratio of a token's or a sequence's probabilities; null = not at all."""
-    rollout_is_threshold: PositiveFloat = 2.0
+    rollout_is_threshold: Bound = 2.0
     """The largest such weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
     """Leave tokens, or sequences by their ratio or its mean per token, out of the policy gradient; null = none."""
-    rollout_rs_threshold: PositiveFloat | None = None
+    rollout_rs_threshold: Bound | None = None
     """The largest ratio that is kept; null = rollout_is_threshold."""
-    rollout_rs_threshold_lower: NonNegativeFloat | None = None
+    rollout_rs_threshold_lower: Fraction | None = None
     """The smallest ratio that is kept; null = 1 / rollout_rs_threshold."""
 
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,8 +98,18 @@ def to_yaml(config: Config | SupervisedConfig) -> str:
     return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
+@cache
+def _adapter(root: type[C]) -> TypeAdapter[C]:
+    return TypeAdapter(root)
+
+
+@cache
+def _schema(root: type) -> Schema:
+    return Schema.of(root)
+
+
 def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
-    tree: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
+    tree: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
     return tree
 
 
@@ -115,16 +126,18 @@ def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts
 
 def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
     """Return the configuration, with stand-ins for what is faulty, the faults, and where each key was set."""
-    schema = Schema.of(root)
+    schema = _schema(root)
     layers, faults = read_layers(argv)
-    tree: Any = OmegaConf.create(nest({**schema.leaves, **LINKS[root]}))
+    written: list[dict[str, Any]] = [{**schema.leaves, **LINKS[root]}]
     origins: dict[str, str] = {}
     for layer in layers:
         leaves, found = recognise(layer, schema)
         faults.extend(found)
         origins.update(dict.fromkeys(leaves, layer.origin))
-        tree = OmegaConf.unsafe_merge(tree, nest(leaves))
-    values, unresolved = _resolve(tree, schema)
+        if schema.sections & (leaves.keys() | written[-1].keys()):
+            written.append({})  # a section that follows another as a whole: only OmegaConf can write over a part of it
+        _write(leaves, over=written[-1])
+    values, unresolved = _resolve(OmegaConf.unsafe_merge(*map(nest, written)), schema)
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
@@ -132,16 +145,27 @@ def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str,
     return config, faults, origins
 
 
+def _write(values: Mapping[str, Any], *, over: dict[str, Any]) -> None:
+    """Write `values` over those of lower layers; dictionaries are joined."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(over.get(key), dict):
+            _write(value, over=(joined := dict(over[key])))
+            over[key] = joined
+        else:
+            over[key] = value
+
+
 def _resolve(tree: Any, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
     """Return plain values by dotted key; where a key has none, a stand-in of its type and a fault."""
+    try:
+        whole = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException:
+        whole = {}  # something cannot be resolved: look at one key at a time
     values: dict[str, Any] = {}
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
         try:
-            value = OmegaConf.select(tree, path, throw_on_missing=True)
-            values[path] = _at_home(
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
+            values[path] = _at_home(_value_at(whole, path) if whole else _select(tree, path))
         except MissingMandatoryValue:
             faults.append(Fault(path=path, message=f"has no value: add {path}=..."))
             values[path] = _stand_in(default)
@@ -153,7 +177,7 @@ def _resolve(tree: Any, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
 
 def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
     """Return the checked configuration; where a value is of the wrong type, its default and a fault."""
-    adapter = TypeAdapter(root)
+    adapter = _adapter(root)
     try:
         return adapter.validate_python(nest(values)), []
     except ValidationError as error:
@@ -165,6 +189,20 @@ def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple
     ]
     sound = {path: _stand_in(schema.leaves[path]) if path in messages else value for path, value in values.items()}
     return adapter.validate_python(nest(sound)), faults
+
+
+def _value_at(tree: Any, path: str) -> Any:
+    """Return what a resolved tree of plain values has at `path`; MissingMandatoryValue if that is nothing."""
+    for name in path.split("."):
+        tree = tree[name]
+    if tree == MANDATORY:
+        raise MissingMandatoryValue
+    return tree
+
+
+def _select(tree: Any, path: str) -> Any:
+    value = OmegaConf.select(tree, path, throw_on_missing=True)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _at_home(value: Any) -> Any:

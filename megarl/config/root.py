@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
-
 from megarl.algorithms.config import AlgorithmSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.learner.config import (
@@ -22,7 +20,7 @@ from megarl.learner.config import (
 )
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
-from megarl.section import section
+from megarl.section import Bound, Count, Length, Weight, section
 from megarl.tracking.config import TrainerSection
 
 
@@ -55,9 +53,9 @@ class RewardModelSection(RulesSection):
     """That model."""
     megatron: MegatronSection = field(default_factory=MegatronSection)
     """Its partition; each key follows the actor's unless set."""
-    micro_batch_size: PositiveInt | None = 64
+    micro_batch_size: Count | None = 64
     """Sequences per forward pass at most, per rank; null = only the actor's token budget bounds it."""
-    max_length: PositiveInt | None = None
+    max_length: Length | None = None
     """Tokens of a prompt with its answer, in its own vocabulary: of a longer one the beginning is cut off; null = as
     many as it knows positions."""
 
@@ -142,9 +140,9 @@ class SupervisedConfig:
     """The optimizer."""
     megatron: MegatronSection = field(default_factory=MegatronSection)
     """The partition of the model."""
-    grad_clip: PositiveFloat = 1.0
+    grad_clip: Bound = 1.0
     """Largest gradient norm."""
-    max_token_len_per_gpu: PositiveInt = 16384
+    max_token_len_per_gpu: Length = 16384
     """Token budget of a micro-batch."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """The run as a whole."""
@@ -164,7 +162,7 @@ class RewardTrainConfig(SupervisedConfig):
 
     data: PreferenceDataSection
     """Pairs of responses."""
-    center_rewards_coefficient: NonNegativeFloat = 0.0
+    center_rewards_coefficient: Weight = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps their mean near 0."""
 
 

@@ -2,9 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
-from megarl.section import section
+from megarl.section import Count, Length, Seed, section
 
 
 @section
@@ -19,13 +17,13 @@ class DataSection:
     """HF directory, HF id or SentencePiece `.model` file; null = the actor's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
-    max_prompt_length: PositiveInt = 512
+    max_prompt_length: Length = 512
     """Longest prompt, in tokens."""
-    max_response_length: PositiveInt = 512
+    max_response_length: Length = 512
     """Longest response, in tokens."""
-    train_batch_size: PositiveInt = 1024
+    train_batch_size: Count = 1024
     """Prompts per iteration, over all ranks."""
-    val_batch_size: PositiveInt | None = None
+    val_batch_size: Count | None = None
     """Prompts per validation batch, over all ranks; null = all at once."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a prompt longer than `max_prompt_length`: refused, or cut at that end."""
@@ -33,7 +31,7 @@ class DataSection:
     """Leave over-long prompts out of the data set instead."""
     shuffle: bool = True
     """A new order of the prompts in every epoch."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of that order."""
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
@@ -44,7 +42,7 @@ class DataSection:
     """Column whose value picks the rule-based reward."""
     prompt_id_key: str | None = None
     """Column with an id of the prompt, carried to logs and dumps; null = none."""
-    max_prompt_id_length: PositiveInt | None = None
+    max_prompt_id_length: Length | None = None
     """Longest id, in characters; a longer one is an error. null = any."""
     return_raw_chat: bool = False
     """Give reward functions the prompt as it stands in the file, as `extra_info["raw_chat"]`."""
@@ -64,13 +62,13 @@ class SupervisedDataSection:
     """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
-    train_batch_size: PositiveInt = 256
+    train_batch_size: Count = 256
     """Rows per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: Count | None = None
     """Rows per forward pass at most, per rank; null = only the token budget bounds it."""
     shuffle: bool = True
     """A new order of the rows in every epoch."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of that order."""
     chat_template: str | None = None
     """Jinja file or string that replaces the tokenizer's chat template."""
@@ -85,7 +83,7 @@ class SFTDataSection(SupervisedDataSection):
 
     response_key: str = "response"
     """Column with the response, a plain string; only its tokens carry loss."""
-    max_length: PositiveInt = 1024
+    max_length: Length = 1024
     """Longest prompt with its response, in tokens."""
 
 
@@ -99,5 +97,5 @@ class PreferenceDataSection(SupervisedDataSection):
     """Column with the other one."""
     margin_key: str | None = None
     """Column with a number: by how much the first reward should exceed the second; null = none."""
-    max_length: PositiveInt = 1024
+    max_length: Length = 1024
     """Longest prompt with a response, in tokens; longer ones are cut on the left."""

@@ -1,8 +1,6 @@
 """What a user may say about rewards."""
 
-from pydantic import FiniteFloat, PositiveFloat, PositiveInt
-
-from megarl.section import section
+from megarl.section import Bound, Count, Score, Seconds, section
 
 
 @section
@@ -19,15 +17,15 @@ class CustomRewardSection:
 class RulesSection:
     """`reward_model.*`, without the model: which rewards a response gets, and what computing them may cost."""
 
-    weights: dict[str, FiniteFloat] | None = None
+    weights: dict[str, Score] | None = None
     """Rules whose weighted sum is the score, by name: a built-in one, `custom`, `data_source` for that of the row, or
     `model` for the reward model. Null = the model where one is enabled, else the custom function where there is one,
     else the rule of the row's data source."""
-    num_workers: PositiveInt = 4
+    num_workers: Count = 4
     """Processes on each rank that call rules at most; they start as they are needed."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds that rules may take for one response; then their process is killed."""
-    max_memory_gb: PositiveFloat = 8.0
+    max_memory_gb: Bound = 8.0
     """Private memory of a process that calls rules, in 10^9 bytes."""
-    default_score: FiniteFloat = 0.0
+    default_score: Score = 0.0
     """Score of a response whose rules took too long, failed or gave no finite number."""

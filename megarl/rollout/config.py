@@ -3,18 +3,18 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field
 
-from megarl.section import section
+from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
 
 
 def _top_k(value: int) -> int:
-    if value == 0 or value < -1:
+    if value == 0:
         raise ValueError("must be -1 (all tokens) or at least 1")
     return value
 
 
-TopK = Annotated[int, AfterValidator(_top_k)]
+TopK = Annotated[int, Field(ge=-1, le=1_000_000), AfterValidator(_top_k)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -22,12 +22,12 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class SamplingSection:
     """`rollout.val_kwargs.*`: how validation samples."""
 
-    n: PositiveInt = 1
+    n: Count = 1
     """Responses per prompt."""
     do_sample: bool = False
     """False = greedy: temperature, top_p and top_k are not read."""
-    temperature: NonNegativeFloat = 0.0
-    """Divides the logits; 0 = greedy."""
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
+    """Divides the logits, at most 100; 0 = greedy."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together reach this probability."""
     top_k: TopK = -1
@@ -38,15 +38,15 @@ class SamplingSection:
 class SyncSection:
     """`rollout.sync.*`: the weights' way from the trainer to the engine."""
 
-    bucket_megabytes: PositiveInt = 512
+    bucket_megabytes: Count = 512
     """Staging memory of a transfer, in MiB per rank."""
     two_level: bool = False
     """What several ranks of a node need from outside comes to one of them, which passes it on."""
-    check_every: NonNegativeInt = 0
+    check_every: CountFromZero = 0
     """Iterations between self-checks of the sync; 0 = only on start and resume."""
-    logprob_warn: NonNegativeFloat = 0.005
+    logprob_warn: Fraction = 0.005
     """Mean difference between the token probabilities of engine and trainer above which a self-check warns."""
-    logprob_stop: NonNegativeFloat = 0.01
+    logprob_stop: Fraction = 0.01
     """The same above which it stops the run."""
 
 
@@ -56,19 +56,19 @@ class RolloutSection:
 
     name: Literal["vllm"] = "vllm"
     """The engine."""
-    n: PositiveInt = 1
+    n: Count = 1
     """Responses per prompt; more than 1 where the advantages compare them (grpo, rloo, ...)."""
-    temperature: PositiveFloat = 1.0
-    """Divides the logits, in sampling and in the trainer's log-probabilities."""
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    """Divides the logits, in sampling and in the trainer's log-probabilities: 0.01 (the engine's least) to 100."""
     top_k: TopK = -1
     """Sample from this many most likely tokens; -1 = all."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together reach this probability."""
     do_sample: bool = True
     """False = greedy."""
-    response_length: PositiveInt = 512
+    response_length: Length = 512
     """Tokens generated at most; follows data.max_response_length unless set."""
-    prompt_length: PositiveInt = 512
+    prompt_length: Length = 512
     """Prompt tokens the engine makes room for; follows data.max_prompt_length unless set."""
     ignore_eos: bool = False
     """Generate to the full length whatever the model says; for measurements."""
@@ -82,19 +82,19 @@ class RolloutSection:
     """Give the engine's memory back between rollouts (CUDA)."""
     load_format: Literal["dummy_megatron", "megatron", "auto"] = "dummy_megatron"
     """dummy_megatron and megatron start the engine empty for the first sync to fill; auto reads the checkpoint."""
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: Count = 1
     """Ranks per engine replica."""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: Length = 8192
     """Tokens per engine step at most."""
-    max_num_seqs: PositiveInt = 1024
+    max_num_seqs: Count = 1024
     """Sequences per engine step at most."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its n responses."""
-    log_prob_micro_batch_size: PositiveInt | None = None
+    log_prob_micro_batch_size: Count | None = None
     """Sequences per forward pass of the actor's old log-probabilities at most, per rank; null = the token budget."""
     calculate_log_probs: bool = True
     """Return the engine's log-probabilities and compare them with the trainer's."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vllm.LLM."""

@@ -3,9 +3,9 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from megarl.section import section
+from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
 
 
 def _as_list(value: object) -> object:
@@ -31,9 +31,9 @@ Logger = Annotated[Literal["console", "mlflow", "jsonl"], BeforeValidator(_mlflo
 class TrainerSection:
     """`trainer.*`."""
 
-    total_epochs: PositiveInt = 30
+    total_epochs: Count = 30
     """Passes over the training prompts."""
-    total_training_steps: PositiveInt | None = None
+    total_training_steps: Length | None = None
     """Iterations after which to stop; null = total_epochs decides."""
     project_name: Name = "megarl_examples"
     """MLflow experiment."""
@@ -43,19 +43,19 @@ class TrainerSection:
     """Where metrics go: console, mlflow (alias tracking), jsonl."""
     mlflow_tracking_uri: str | None = None
     """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
-    nnodes: PositiveInt = 1
+    nnodes: Count = 1
     """Machines."""
-    n_gpus_per_node: PositiveInt = 8
+    n_gpus_per_node: Count = 8
     """Processes per machine, on CPU too."""
-    save_freq: int = -1
-    """Iterations between checkpoints; -1 = none."""
-    test_freq: int = -1
-    """Iterations between validations; -1 = none."""
+    save_freq: Interval = -1
+    """Iterations between checkpoints; -1 or 0 = none."""
+    test_freq: Interval = -1
+    """Iterations between validations; -1 or 0 = none."""
     val_before_train: bool = True
     """Validate before the first iteration."""
     val_only: bool = False
     """Validate, show the scores and stop; the records of the run stay as they are."""
-    critic_warmup: NonNegativeInt = 0
+    critic_warmup: CountFromZero = 0
     """Iterations in which only the critic learns."""
     balance_batch: bool = True
     """Spread the samples over the data-parallel ranks by length."""
@@ -69,19 +69,19 @@ class TrainerSection:
     of another past is set aside then. A job that its launcher started again continues from its own last one."""
     resume_from_path: str | None = None
     """Checkpoint to continue from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
-    max_ckpt_to_keep: PositiveInt | None = 3
+    max_ckpt_to_keep: Count | None = 3
     """Checkpoints kept; null = all."""
     save_huggingface: bool = False
     """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
     async_save: bool = False
     """Write checkpoints beside training, from copies in host memory; false = training waits until they are whole."""
-    log_val_generations: NonNegativeInt = 8
+    log_val_generations: CountFromZero = 8
     """Validation samples shown in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None
     """Directory that keeps every iteration's and validation's samples as parquet; null = they are not kept."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda where there is one."""
-    phase_timeout_s: PositiveFloat = 1800.0
+    phase_timeout_s: Seconds = 1800.0
     """Seconds that no phase of a step takes; after them the ranks say where they are, and the job ends."""
-    max_skipped_updates: NonNegativeInt = 3
+    max_skipped_updates: CountFromZero = 3
     """Updates in a row whose loss or gradient may be not finite, and which are skipped; one more ends the run."""

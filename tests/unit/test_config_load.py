@@ -128,11 +128,11 @@ def test_the_command_line_of_the_well_known_small_script_is_understood() -> None
     assert config.algorithm.use_kl_in_reward is True
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     lr=st.floats(min_value=1e-12, max_value=10.0),
     name=st.text(st.characters(categories=["L", "N"], include_characters=" :-#"), min_size=1),
-    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     layers=st.integers(1, 99),
 )
 def test_the_resolved_configuration_loads_as_itself(
@@ -187,7 +187,7 @@ def test_all_faults_come_at_once_with_their_place(tmp_path: Path) -> None:
         load(file, "trainer.nnodes=two", "actor_rollout_ref.actor.optim.betas=[0.9]", "algorithm.adv_estimator=grpo")
     assert str(caught.value).splitlines() == [
         "6 faults in the configuration:",
-        "  actor_rollout_ref.actor.optim.betas [command line]: item 1 is missing, not (0.9,)",
+        "  actor_rollout_ref.actor.optim.betas [command line]: item 1 is missing, not [0.9]",
         "  actor_rollout_ref.rollout.n: algorithm.adv_estimator=grpo compares the responses to one prompt: "
         "write n=2 or more (5 is usual)",
         f"  actor_rollout_ref.rollout.temperature [{file}]: should be a valid number, not 'hot'",
@@ -215,7 +215,7 @@ def test_what_has_no_value_is_named() -> None:
         ("trainer.save_freq", "2.5", "should be a valid integer, not 2.5"),
         ("actor_rollout_ref.rollout.top_p", "1.5", "should be less than or equal to 1, not 1.5"),
         ("actor_rollout_ref.actor.clip_ratio", "-0.1", "should be greater than or equal to 0"),
-        ("actor_rollout_ref.actor.optim.lr", "nan", "should be greater than 0"),
+        ("actor_rollout_ref.actor.optim.lr", "nan", "should be a finite number"),
         ("actor_rollout_ref.model.override_config", "5", "should be a valid dictionary"),
         ("critic", "5", "is a section with keys of its own"),
         ("data.seed", "${nope}", "cannot be resolved"),
