@@ -88,7 +88,7 @@ class AlgorithmSection:
     """Subtract the divergence from the reference from the reward; null = not actor.use_kl_loss."""
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "kl"
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
-    kl_penalty_k3_bound: PositiveFloat | None = 10.0
+    kl_penalty_k3_bound: Bound | None = 10.0
     """The largest k3 (low_var_kl) estimate of a token in nats; null = no bound."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
     """Its coefficient."""
