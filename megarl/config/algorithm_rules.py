@@ -1,5 +1,6 @@
 """What must hold of a run's estimator and losses, with the remedy where it does not."""
 
+import json
 from collections.abc import Iterator
 
 from megarl.config.checks import file_faults
@@ -8,6 +9,7 @@ from megarl.config.ppo_rules import ACTOR, ROLLOUT
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 
+ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
 COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")  # one prompt's responses
 
 
@@ -69,16 +71,24 @@ def _overlong(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule("algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs")
+@rule("algorithm.rollout_correction", *(f"{ROLLOUT}.{key}" for key in ("calculate_log_probs", *ALL_TOKENS)))
 def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
-    correction = config.algorithm.rollout_correction
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     asked = correction.rollout_is or correction.rollout_rs
-    if asked and not config.actor_rollout_ref.rollout.calculate_log_probs:
+    if asked and not rollout.calculate_log_probs:
         yield Fault(
             path=f"{ROLLOUT}.calculate_log_probs",
             message="algorithm.rollout_correction compares the engine's log-probabilities with the trainer's: "
             "write true",
         )
+    for key, wanted in ALL_TOKENS.items() if asked else ():
+        if getattr(rollout, key) != wanted:
+            yield Fault(
+                path=f"{ROLLOUT}.{key}",
+                message="the engine then draws from other probabilities than the trainer computes, which are those of "
+                "all tokens, and algorithm.rollout_correction cannot weigh the one with the other: write "
+                f"{json.dumps(wanted)}, or leave out rollout_is and rollout_rs",
+            )
     upper = correction.rollout_rs_threshold or correction.rollout_is_threshold
     lower = correction.rollout_rs_threshold_lower
     lower = 1.0 / upper if lower is None else lower

@@ -127,6 +127,16 @@ def remarks(config: Config) -> Iterator[str]:
             "rollout.top_p and rollout.top_k cut the distribution that training samples from, while the "
             "trainer's log-probabilities are those of the whole one"
         )
+    if not rollout.compares:
+        why = (
+            "rollout.calculate_log_probs is false"
+            if not rollout.calculate_log_probs
+            else "vLLM has no log-probabilities of all tokens at another temperature than 1 once top_p, top_k or "
+            "do_sample=false leave some out"
+        )
+        yield (
+            f"{why}: no iteration compares the engine with the trainer, only the checks of rollout.sync.check_every do"
+        )
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield "both actor.use_kl_loss and algorithm.use_kl_in_reward are on: the divergence is penalised twice"
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):

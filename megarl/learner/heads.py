@@ -3,6 +3,9 @@
 The vocabulary is cut over the tensor-parallel ranks and the tokens into chunks: at any moment one chunk of one rank's
 slice of the logits exists, in float32, and it is computed again in the backward pass. Nothing is gathered but three
 numbers per token.
+
+No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and its token's probability
+by 3 %. The engine keeps its logits in float32 likewise (`megarl.rollout.engine.llm_arguments`).
 """
 
 from typing import Any
@@ -27,9 +30,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """See `vocab_parallel_log_probs`."""
         log_probs, entropies, normalizers = [], [], []
-        first_row = dist.get_rank(group) * weight.shape[0]
+        first_row, factor = dist.get_rank(group) * weight.shape[0], _factor(weight)
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
-            logits = _logits(chunk, weight, temperature, valid_rows)
+            logits = _logits(chunk, factor, temperature, valid_rows)
             maximum = logits.amax(-1)
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
             exponentials = (logits - maximum[:, None]).exp()
@@ -55,26 +58,38 @@ class VocabParallelLogProbs(torch.autograd.Function):
         """Gradients of this rank's slice; the caller's region sums those of `hidden` over the ranks."""
         hidden, weight, *per_token = ctx.saved_tensors
         temperature, valid_rows, _, first_row = ctx.settings
-        grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
+        grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
         per_token = [grad_log_probs, grad_entropy, *per_token]
         for chunk, *values in zip(
             hidden.split(CHUNK_TOKENS), *(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True
         ):
             grad_log_prob, grad_h, targets, normalizer, entropy = values
-            log_p = _logits(chunk, weight, temperature, valid_rows) - normalizer[:, None]
+            log_p = _logits(chunk, factor, temperature, valid_rows) - normalizer[:, None]
             p = log_p.exp()
             grad_logits = -p * (grad_log_prob[:, None] + grad_h[:, None] * (log_p + entropy[:, None]))
             _add_at(grad_logits, targets, first_row, grad_log_prob)
             grad_logits = (grad_logits / temperature).to(weight.dtype)
-            grad_hidden.append(grad_logits @ weight)
-            grad_weight += grad_logits.T @ chunk
+            grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
+            grad_weight += _product(grad_logits.T, chunk)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid_rows: int) -> Tensor:
-    logits = (hidden @ weight.T).float() / temperature
+def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
+    logits = _product(hidden, factor.T) / temperature
     logits[:, valid_rows:] = NEVER
     return logits
+
+
+def _factor(weight: Tensor) -> Tensor:
+    """The weight as `_product` takes it chunk after chunk: only the CPU needs a float32 copy of it."""
+    return weight if weight.is_cuda else weight.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[m, n] float32 `a @ b`: products of two bfloat16 numbers are exact in float32, and so are summed there."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _pick(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
@@ -129,10 +144,10 @@ class VocabParallelKL(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         """See `vocab_parallel_kl`."""
-        divergences, shifts = [], []
+        divergences, shifts, factor, ref_factor = [], [], _factor(weight), _factor(ref_weight)
         for chunk, ref_chunk in zip(hidden.split(CHUNK_TOKENS), ref_hidden.split(CHUNK_TOKENS), strict=True):
-            logits = _logits(chunk, weight, temperature, valid_rows)
-            ref_logits = _logits(ref_chunk, ref_weight, temperature, valid_rows)
+            logits = _logits(chunk, factor, temperature, valid_rows)
+            ref_logits = _logits(ref_chunk, ref_factor, temperature, valid_rows)
             maxima = torch.stack([logits.amax(-1), ref_logits.amax(-1)])
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
             exponentials = (logits - maxima[0, :, None]).exp()
@@ -158,15 +173,16 @@ class VocabParallelKL(torch.autograd.Function):
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         temperature, valid_rows = ctx.settings
         grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
+        factor, ref_factor = _factor(weight), _factor(ref_weight)
         per_token = [hidden, ref_hidden, grad_divergence, *per_token]
         for chunk, ref_chunk, grad, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
             divergence, normalizer, ref_normalizer = (value[:, None] for value in values)
-            log_p = _logits(chunk, weight, temperature, valid_rows) - normalizer
-            log_q = _logits(ref_chunk, ref_weight, temperature, valid_rows) - ref_normalizer
+            log_p = _logits(chunk, factor, temperature, valid_rows) - normalizer
+            log_q = _logits(ref_chunk, ref_factor, temperature, valid_rows) - ref_normalizer
             grad_logits = grad[:, None] * log_p.exp() * (log_p - log_q - divergence) / temperature
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden.append(grad_logits @ weight)
-            grad_weight += grad_logits.T @ chunk
+            grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
+            grad_weight += _product(grad_logits.T, chunk)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
 
 

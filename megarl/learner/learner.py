@@ -315,7 +315,7 @@ class Learner:
         """[b, T] numbers of a micro-batch, equal on the ranks that share it, from [1, N, hidden_size] hidden states."""
         states, weight = self._states(hidden, packed), self._output_weight()
         if not self.is_policy:
-            values = torch.nn.functional.linear(states, weight)[:, 0].float()
+            values = torch.nn.functional.linear(states.float(), weight.float())[:, 0]
             return self._whole(packed.unpack(values))
         softmax: dict[str, Any] = {
             "temperature": temperature or self.temperature,

@@ -93,7 +93,7 @@ class RolloutSection:
     log_prob_micro_batch_size: Count | None = None
     """Sequences per forward pass of the actor's old log-probabilities at most, per rank; null = the token budget."""
     calculate_log_probs: bool = True
-    """Return the engine's log-probabilities and compare them with the trainer's."""
+    """Return the engine's log-probabilities and compare them with the trainer's in every iteration."""
     seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -102,3 +102,16 @@ class RolloutSection:
     """How validation samples."""
     sync: SyncSection = field(default_factory=SyncSection)
     """How weights arrive."""
+
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether every token may be drawn, with the probability that the trainer computes for it."""
+        return self.do_sample and self.top_p == 1.0 and self.top_k == -1
+
+    @property
+    def compares(self) -> bool:
+        """Whether training samples come with log-probabilities that the trainer's can be compared with.
+
+        Where some tokens cannot be drawn, the engine only knows the probabilities of all tokens at temperature 1.
+        """
+        return self.calculate_log_probs and (self.draws_from_all or self.temperature == 1.0)

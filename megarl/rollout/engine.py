@@ -170,9 +170,9 @@ class RolloutEngine:
         """Draw `sampling.n` samples of each of this replica's `prompts`; all ranks of the replica must call it alike.
 
         Returns them prompt by prompt, sample by sample. A request's seed follows from the section's seed, `step`, the
-        prompt's index and the sample's number, counted from `first_sample`. `log_probs` None asks for them as
-        configured. `finished` is told of each sample as soon as it is there, on one rank of the replica, and must not
-        raise.
+        prompt's index and the sample's number, counted from `first_sample`. `log_probs` None asks for them where the
+        trainer can compute the same. `finished` is told of each sample as soon as it is there, on one rank of the
+        replica, and must not raise.
 
         Raises:
             ValueError: a prompt leaves no room for `max_tokens`.
@@ -186,7 +186,7 @@ class RolloutEngine:
             sampling,
             max_tokens=max_tokens,
             stop=() if section.ignore_eos else self._stop,
-            log_probs=section.calculate_log_probs if log_probs is None else log_probs,
+            log_probs=section.compares if log_probs is None else log_probs,
         )
         seed = partial(request_seed, section.seed, step=step)
         params = [
@@ -289,7 +289,9 @@ def llm_arguments(
         "enforce_eager": section.enforce_eager,
         "enable_prefix_caching": section.enable_prefix_caching,
         "enable_sleep_mode": section.free_cache_engine and not on_cpu,
-        "logprobs_mode": "processed_logprobs",
+        # The trainer computes the probabilities of all tokens: those after the temperature, unless top_p or top_k leave
+        # tokens out, for the processed ones would then be of the remaining tokens alone.
+        "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
     }
     where = "actor_rollout_ref.rollout.engine_kwargs"
     if section.engine_kwargs.get("enable_eplb"):
@@ -303,7 +305,9 @@ def llm_arguments(
         raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
     if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
         raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
-    return ours | section.engine_kwargs
+    # vLLM 0.26 - 0.32 otherwise rounds logits to the model's type, the trainer does not (`megarl.learner.heads`).
+    overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
+    return ours | section.engine_kwargs | {"hf_overrides": overrides}
 
 
 def _divisor(tp_size: int) -> int:

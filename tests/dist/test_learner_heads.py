@@ -61,6 +61,36 @@ def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 
+def in_bfloat16() -> tuple[torch.Tensor, ...]:
+    """Of bfloat16 inputs with logits up to 40: numbers and gradients of the heads, and those of float64 softmaxes."""
+    hidden, weight, targets, upstream = example()
+    inputs = [(2 * hidden).bfloat16(), (2 * weight).bfloat16(), hidden.flip(0).bfloat16()]
+    rounded, exact = ([x.to(kind, copy=True).requires_grad_() for x in inputs] for kind in (torch.bfloat16, torch.float64))
+    settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "group": dist.group.WORLD}
+    found = torch.stack(
+        [
+            *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, **settings),
+            heads.vocab_parallel_kl(rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), **settings),
+        ]
+    )
+    log_p = (exact[0] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_q = (exact[2] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1).detach()
+    wanted = torch.stack(
+        [log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), full_kl(log_p, log_q)]
+    )
+    for numbers in (found, wanted):
+        (numbers * torch.stack([*upstream, upstream[0]])).sum().backward()
+    gradients = [x.grad for x in (*rounded[:2], *exact[:2])]
+    return found.detach(), wanted.detach(), *gradients
+
+
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(pool: RankPool) -> None:
+    [(found, wanted, *gradients)] = pool.run(1, in_bfloat16)
+    torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=2e-5)
+    for ours, theirs in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2**-6, atol=2**-6 * float(theirs.abs().max()))
+
+
 def test_no_tokens(pool: RankPool) -> None:
     assert pool.run(2, empty) == [0, 0]
 

@@ -159,6 +159,11 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             f"{ROLLOUT}.calculate_log_probs",
             "write true",
         ),
+        *(
+            ([f"algorithm.rollout_correction.{way}=token", f"{ROLLOUT}.{key}={value}"], f"{ROLLOUT}.{key}", "write ")
+            for way in ("rollout_is", "rollout_rs")
+            for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
+        ),
         (
             ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=0.5"],
             "algorithm.rollout_correction.rollout_rs_threshold",
