@@ -65,7 +65,8 @@ def in_bfloat16() -> tuple[torch.Tensor, ...]:
     """Of bfloat16 inputs with logits up to 40: numbers and gradients of the heads, and those of float64 softmaxes."""
     hidden, weight, targets, upstream = example()
     inputs = [(2 * hidden).bfloat16(), (2 * weight).bfloat16(), hidden.flip(0).bfloat16()]
-    rounded, exact = ([x.to(kind, copy=True).requires_grad_() for x in inputs] for kind in (torch.bfloat16, torch.float64))
+    types = (torch.bfloat16, torch.float64)
+    rounded, exact = ([x.to(dtype, copy=True).requires_grad_() for x in inputs] for dtype in types)
     settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "group": dist.group.WORLD}
     found = torch.stack(
         [
