@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import in_shares, together
 from megarl.distributed.launch import Launch
 from megarl.learner.config import CheckpointSection
-from megarl.models.architecture import Architecture, hf_shapes, read_architecture
-from megarl.models.hub import local_directory, read_config
+from megarl.models.architecture import EMBEDDING, HEAD, Architecture, hf_shapes
+from megarl.models.claims import weight_faults
+from megarl.models.hub import local_directory, read_model
 from megarl.platform.files import explained, replacing
-from megarl.reshard.files import SINGLE, ShardWriter, export
+from megarl.reshard.files import CheckpointFiles, ShardWriter, export
+from megarl.reshard.headers import SINGLE, has_weights
 from megarl.reshard.layout import Piece, row_major, whole
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
@@ -42,18 +44,19 @@ class Source:
     def read(cls, section: CheckpointSection) -> "Source":
         """Find a checkpoint and what it describes; imports `external_lib` first, which may register its classes.
 
+        Collective where there are ranks.
+
         Raises:
-            ValueError: it is not there, or describes a model that megarl does not know.
+            ValueError: it is not there, describes a model that megarl does not know, or has damaged weights or weights
+                of another model.
         """
         libraries = section.external_lib or []
         for library in [libraries] if isinstance(libraries, str) else libraries:
             importlib.import_module(library)
         directory = local_directory(section.path, with_code=section.trust_remote_code)
-        hf_config = read_config(directory, section.override_config)
-        try:
-            architecture = read_architecture(hf_config)
-        except ValueError as error:  # it begins with the name of the file
-            raise ValueError(f"{directory}/{error}") from error
+        hf_config, architecture = read_model(directory, section.override_config)
+        if has_weights(directory):
+            _check_weights(directory, architecture)
         return cls(
             directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
         )
@@ -136,6 +139,19 @@ class Source:
         if generation.exists() and not self.architecture.scalar_head:
             shutil.copy(generation, directory)
         (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
+
+
+def _check_weights(directory: Path, architecture: Architecture) -> None:
+    for fault in weight_faults(directory, architecture, needs_head=False):
+        raise ValueError(fault)
+    files = CheckpointFiles(directory)
+    if not architecture.tied_embeddings or HEAD not in files.names:
+        return
+    if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(HEAD, EMBEDDING, rows))):
+        raise ValueError(
+            f"{directory} holds {HEAD}, which differs from {EMBEDDING}, and its config.json says tie_word_embeddings: "
+            "true, with which it would be dropped: write false, or take the tensor out of the files"
+        )
 
 
 def export_model(learner: "Learner", source: Source, tokenizer: Tokenizer, out: Path, launch: Launch) -> None:

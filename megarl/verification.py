@@ -28,6 +28,7 @@ from megarl.platform.device import device_type, local_device
 from megarl.platform.memory import MemoryMeter
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.reshard.files import CheckpointFiles, export
+from megarl.reshard.headers import has_weights
 from megarl.reshard.layout import Box, Piece, row_major, whole
 from megarl.reshard.plan import RankPlan
 from megarl.reshard.planner import lower_bound
@@ -262,7 +263,7 @@ def look(subject: Subject, scratch: Path) -> Findings:
 
 def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> Source:
     """The source itself, or random weights in `scratch` where it has none. Collective."""
-    if any(source.directory.glob("*.safetensors")):
+    if has_weights(source.directory):
         return source
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

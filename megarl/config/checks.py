@@ -12,7 +12,8 @@ from megarl.config.mesh_checks import divisors, override_faults, size_faults, st
 from megarl.config.model_files import read_sizes
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
-from megarl.models.architecture import Architecture, Experts
+from megarl.models.architecture import Architecture
+from megarl.models.experts import Experts
 from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, rule_names

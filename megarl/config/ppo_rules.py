@@ -68,7 +68,7 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
-            yield from model_faults(critic, "critic.model.path")
+            yield from model_faults(critic, "critic.model.path", needs_head=False)
             if (own := config.tokenizer_of_critic) and own.startswith(("/", ".")):
                 place = "critic.model.tokenizer_path"
                 yield from path_faults(own, place, "give a directory, a .model file, a HF id or null")

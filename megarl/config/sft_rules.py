@@ -28,7 +28,7 @@ LearnsFromFiles = SFTConfig | RewardTrainConfig
 def _files(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
         yield from data_faults(config.data)
-        yield from model_faults(config.model, "model.path")
+        yield from model_faults(config.model, "model.path", needs_head=isinstance(config, SFTConfig))
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node", "megatron", "model")

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.models.architecture import Experts
+from megarl.models.experts import Experts
 
 UNSUPPORTED = {  # field of TransformerConfig: the values that keep the model's function what it is
     "moe_router_load_balancing_type": ("aux_loss", "none"),

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from megarl.learner.attention import PackedAttention
-from megarl.models.architecture import Architecture, LatentAttention, Yarn
+from megarl.models.architecture import Architecture, LatentAttention
+from megarl.models.rotary import Yarn
 
 
 def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from megarl.learner.experts import check_expert_settings, expert_settings, mark_
 from megarl.learner.latent import DownProjection, LatentCore, latent_settings
 from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
-from megarl.models.architecture import Architecture, RopeScaling
+from megarl.models.architecture import Architecture
+from megarl.models.rotary import RopeScaling
 from megarl.platform.cpu import megatron_platform
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.models.architecture import Architecture, Experts, LatentAttention, hf_shapes
+from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
+from megarl.models.experts import Experts
 from megarl.models.grid import Cut, Grid
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
+from megarl.config.model_files import model_faults
+from megarl.config.root import Config
 from megarl.learner.config import CheckpointSection
-from megarl.models.architecture import Architecture, read_architecture
-from megarl.models.hub import read_config
+from megarl.models.architecture import Architecture
+from megarl.models.hub import read_model
 from megarl.planning.advice import Remedy, Shortfall, remedies, shortfalls
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
@@ -52,10 +54,11 @@ class Planner:
         """The plan of the configuration itself.
 
         Raises:
-            ConfigError: the configuration is faulty.
+            ConfigError: the configuration is faulty, or the files of a model are damaged or those of another model.
             ValueError: a model cannot be found, or is none that megarl knows.
         """
         workload = self._workload
+        self._check_files(workload.config)
         traffic = self._traffic(workload)
         full_bucket = workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
         self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
@@ -86,6 +89,15 @@ class Planner:
                 configurable=False,
                 traffic=self._traffic(workload, data_last=True),
             )
+
+    def _check_files(self, config: Config) -> None:
+        faults = [*model_faults(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", needs_weights=False)]
+        if config.has_critic:
+            faults += model_faults(config.critic.model, "critic.model.path", needs_weights=False, needs_head=False)
+        if config.reward_model.enable:
+            faults += model_faults(config.reward_model.model, "reward_model.model.path", needs_weights=False)
+        if faults:
+            raise ConfigError(faults)
 
     def _load(self, overrides: Sequence[str]) -> Workload:
         config = load_config([*self._argv, *overrides], world_size=None, check_paths=False)
@@ -127,9 +139,4 @@ def architecture_of(section: CheckpointSection) -> Architecture:
             raise ValueError(
                 f"{section.path} is no local directory, and as a Hugging Face id it failed: {error}"
             ) from error
-    try:
-        return read_architecture(read_config(directory, section.override_config))
-    except FileNotFoundError:
-        raise ValueError(f"{directory} has no config.json") from None
-    except ValueError as error:  # it begins with the name of the file
-        raise ValueError(f"{directory}/{error}") from error
+    return read_model(directory, section.override_config)[1]

@@ -17,18 +17,19 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from megarl.distributed.exchange import on_first_rank, together
-from megarl.platform.files import explained, inside, replacing, reserve, write_whole
+from megarl.platform.files import explained, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
+from megarl.reshard.headers import CONFIG, FLOATS, INDEX, SINGLE, opened, read_index
 from megarl.reshard.layout import Layout, Piece, row_major, whole
 from megarl.reshard.planner import plan_between
 
-SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+ROWS = 1024  # of a matrix, that are compared at a time
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,10 +44,10 @@ class CheckpointFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         if (single := directory / SINGLE).is_file():
-            with safe_open(single, framework="pt") as file:
+            with opened(single) as file:
                 self._file_of = dict.fromkeys(file.keys(), single)
         elif (index := directory / INDEX).is_file():
-            self._file_of = _read_index(index)
+            self._file_of = read_index(index)
         else:
             raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
 
@@ -89,6 +90,16 @@ class CheckpointFiles:
                 box = tuple(slice(low, high) for low, high in zip(piece.box.lo, piece.box.hi, strict=True))
                 piece.view(tensors[piece.param]).copy_(stored[box])
 
+    @torch.no_grad()
+    def are_equal(self, one: str, other: str, rows: range) -> bool:
+        """Whether two stored matrices have the same numbers in some of their rows."""
+        with opened(self._file_of[one], framework="pt") as left, opened(self._file_of[other], framework="pt") as right:
+            a, b = left.get_slice(one), right.get_slice(other)
+            return a.get_shape() == b.get_shape() and all(
+                torch.equal(*(each[row : min(row + ROWS, rows.stop)].double() for each in (a, b)))
+                for row in range(rows.start, rows.stop, ROWS)
+            )
+
     def _stored(self, names: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any]]:
         """File, name and lazy slice of each named tensor, file by file."""
         by_file: dict[Path, list[str]] = defaultdict(list)
@@ -100,18 +111,9 @@ class CheckpointFiles:
         for file, stored in by_file.items():
             if not file.is_file():
                 raise ValueError(f"{self._directory / INDEX} lists {file.name}, which is not there")
-            with safe_open(file, framework="pt") as opened:
+            with opened(file, framework="pt") as tensors:
                 for name in stored:
-                    yield file, name, opened.get_slice(name)
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {name: inside(path.parent, str(file)) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of weights: {error}") from error
+                    yield file, name, tensors.get_slice(name)
 
 
 def export(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megarl.models.architecture import Experts
+from megarl.models.experts import Experts
 from megarl.reshard.checksums import SyncError
 from megarl.reshard.executor import Reshard, TensorDestination
 from megarl.reshard.layout import Piece, row_major, whole

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.train import main
+from tests.hollow import write_hollow
 from tests.programs import run_program
 from tests.workspace import Workspace
 
@@ -68,7 +69,7 @@ def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
         "3 does not divide the 4 attention heads",
         "8 does not divide the world of 2 ranks",
         f"{bare} has no weights (*.safetensors)",
-        f"{bare} cannot be trained: config.json: model_type is mamba; known are llama",
+        f"{bare}/config.json: model_type is mamba; known are llama",
     ):
         assert message in text, output
     assert "Traceback" not in output
@@ -120,7 +121,7 @@ def too_few(workspace: Workspace, directory: Path) -> tuple[str, str]:
 def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:
     model = shutil.copytree(workspace.model, directory / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 150}))
+    write_hollow(model, config | {"vocab_size": 150})
     return (
         f"actor_rollout_ref.model.path={model}",
         f"the tokenizer has 200 tokens, the model in {model} only 150: set data.tokenizer",

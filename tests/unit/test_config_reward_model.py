@@ -70,7 +70,8 @@ def test_language_models_do_not_score_and_classifiers_do_not_sample(enabled: lis
     assert "is a language model and no sequence classifier" in language_model[f"{REWARD}.model.path"]
     classifier = faults(enabled, f"actor_rollout_ref.model.path={tmp_path}/reward")
     assert "predicts no tokens" in classifier["actor_rollout_ref.model.path"]
-    two = make_model(tmp_path / "two", architectures=["LlamaForSequenceClassification"])
+    two = make_model(tmp_path / "two", **CLASSIFIER)
+    (two / "config.json").write_text((two / "config.json").read_text().replace('"num_labels": 1', '"num_labels": 2'))
     assert "num_labels 2" in faults(enabled, f"{REWARD}.model.path={two}")[f"{REWARD}.model.path"]
 
 

@@ -1,20 +1,19 @@
 """The configuration of a reward model's training: what it shares with supervised runs, and what a pair asks for."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_reward_train_config, to_dict
+from tests.hollow import write_hollow
 from tests.tiny import SIZES
 
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "pairs.parquet").touch()
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
-    (tmp_path / "model.safetensors").touch()
+    write_hollow(tmp_path, {**SIZES, "model_type": "llama"})
     return [
         f"data.train_files={tmp_path}/pairs.parquet",
         f"model.path={tmp_path}",

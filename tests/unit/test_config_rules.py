@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
+from tests.hollow import write_hollow
 
 SIZES = {
     "model_type": "llama",
@@ -31,10 +32,7 @@ FIRST, LAST = f"{OVERRIDE}.num_layers_in_first_pipeline_stage", f"{OVERRIDE}.num
 
 
 def make_model(directory: Path, **changes: Any) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({**SIZES, **changes}))
-    (directory / "model.safetensors").touch()
-    return directory
+    return write_hollow(directory, {**SIZES, **changes})
 
 
 @pytest.fixture
@@ -300,7 +298,7 @@ def test_tensor_parallelism_must_divide_the_heads_of_policy_and_critic(argv: lis
 
 
 def test_key_value_heads_may_be_fewer_than_ranks(argv: list[str], tmp_path: Path) -> None:
-    model = make_model(tmp_path / "wide", num_attention_heads=16, num_key_value_heads=2)
+    model = make_model(tmp_path / "wide", num_attention_heads=16, num_key_value_heads=2, head_dim=4)
     paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
     assert faults(argv, *paths, f"{ACTOR}.megatron.{TP}=8", f"{ROLLOUT}.{TP}=8") == {}
 
@@ -391,7 +389,7 @@ ETP = "expert_tensor_parallel_size"
             "the same tokens",
         ),
         (
-            MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8},
+            MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
             [f"{ROLLOUT}.{TP}=8"],
             f"{ROLLOUT}.{TP}",
             "engine_kwargs.enable_expert_parallel=true",
@@ -421,7 +419,9 @@ def test_experts_must_divide(
 
 def test_whole_experts_need_not_be_cut(argv: list[str], tmp_path: Path) -> None:
     """8 ranks cannot cut experts of 36, but can have some of the 6 whole, as can 2 trainer ranks."""
-    path = make_model(tmp_path / "experts", **MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8})
+    path = make_model(
+        tmp_path / "experts", **MIXTRAL | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
+    )
     whole = [f"{ROLLOUT}.{TP}=8", f"{ROLLOUT}.engine_kwargs.enable_expert_parallel=true"]
     trainer = [f"{ACTOR}.megatron.{TP}=4", f"{ACTOR}.megatron.{EP}=2", f"{ACTOR}.megatron.{ETP}=1"]
     model = [f"actor_rollout_ref.model.path={path}", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]

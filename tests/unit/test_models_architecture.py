@@ -5,8 +5,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
-from megarl.models.architecture import Experts, RopeScaling, Yarn, hf_shapes, read_architecture
+from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.models.experts import Experts
 from megarl.models.families import FAMILIES
+from megarl.models.rotary import RopeScaling, Yarn
 from tests.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = {**SIZES, "model_type": "llama", "hidden_act": "silu"}

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models.architecture import Experts, LatentAttention, hf_shapes
+from megarl.models.architecture import LatentAttention, hf_shapes
 from megarl.models.engine import engine_layout, engine_placement
+from megarl.models.experts import Experts
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
 from megarl.reshard.layout import Box, placement_of

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.architecture import Architecture, Experts, LatentAttention, hf_shapes
+from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
+from megarl.models.experts import Experts
 from megarl.models.grid import Cut, Grid
 from megarl.models.trainer import parameter_shapes
 from megarl.models.weights import pieces

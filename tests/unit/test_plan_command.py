@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from megarl.plan import amount, main
+from tests.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # from the root of the repository, where pytest runs
 SMALL = (EXAMPLE, "trainer.nnodes=1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1")
@@ -59,6 +62,16 @@ def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not divide" in capsys.readouterr().err
     assert main([*SMALL, "actor_rollout_ref.model.path=configs"]) == 1
     assert "configs has no config.json" in capsys.readouterr().err
+
+
+def test_damaged_weights_are_a_fault_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hollow(tmp_path, json.loads(Path("configs/models/llama-3-8b/config.json").read_text()))
+    arguments = [*SMALL, f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main(arguments) == 0
+    os.truncate(tmp_path / "model.safetensors", 100)
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert f"actor_rollout_ref.model.path: {tmp_path}/model.safetensors cannot be read as safetensors" in shown
 
 
 def test_amounts_have_units() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models.architecture import Experts
+from megarl.models.experts import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
 from megarl.reshard.planner import Schedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement

@@ -1,0 +1,99 @@
+"""Whether the tensors of a Hugging Face directory are those of the model that its `config.json` describes.
+
+A tensor that nobody claims is a fault: dropped without a word it leaves another model than the one that was trained.
+Left out on purpose are the frequencies of rotary positions, which are computed, the layers that predict several tokens
+ahead (deepseek_v3), and those behind an overridden num_hidden_layers. An `lm_head.weight` beside tied embeddings is
+looked at by `megarl.source`, as its values decide.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.models.architecture import HEAD, Architecture, hf_shapes
+from megarl.models.fields import Fields
+from megarl.models.hub import read_config
+from megarl.reshard.headers import CONFIG, FLOATS, Stored, stored_tensors
+
+MOST_NAMED = 3
+FREQUENCIES = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+CLAIMS = (
+    (re.compile(r".*self_attn\.[qkvo]_proj\.bias"), "biases of the attention are those of attention_bias or qkv_bias"),
+    (re.compile(r".*self_attn\.[qk]_norm\..*"), "norms of queries and keys are those of model_type qwen3"),
+    (re.compile(r".*mlp\..*\.bias"), "biases of the feed-forward layer are those of mlp_bias"),
+    (
+        re.compile(r".*(experts?|experts_gate|expert_gate|\.gate)\..+"),
+        "experts are those of model_type and the number of experts",
+    ),
+    (re.compile(r"score\..*"), "a score is that of architectures [...ForSequenceClassification]"),
+    (re.compile(r"lm_head\..*"), "an output layer is that of architectures [...ForCausalLM]"),
+)
+"""Which tensors belong to which fields of a `config.json`; the first that matches speaks."""
+
+
+def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bool) -> Iterator[str]:
+    """Yield a sentence for each way in which the stored tensors are not those of `architecture`; only headers are read.
+
+    Args:
+        directory: with weights and `config.json`.
+        architecture: what that describes, overrides applied.
+        needs_head: whether the output layer must be there.
+    """
+    try:
+        stored = stored_tensors(directory)
+        own = Fields.of(read_config(directory, {}))
+        num_layers = max(architecture.num_layers, own.size("num_hidden_layers", architecture.num_layers))
+        num_ahead = own.size("num_nextn_predict_layers", 0, least=0)
+    except ValueError as error:
+        yield str(error)
+        return
+    shapes = hf_shapes(replace(architecture, num_layers=num_layers))
+    needed = [name for name in hf_shapes(architecture) if needs_head or name != HEAD]
+    if missing := [name for name in needed if name not in stored]:
+        hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
+        yield f"{directory} has no tensor {_listed(missing)}{hint * (HEAD in missing)}"
+    yield from _misfits(stored, shapes)
+    ahead = range(num_layers, num_layers + num_ahead) if architecture.family == "deepseek_v3" else range(0)
+    unclaimed = [name for name in stored if name not in shapes and not _is_left_out(name, architecture, ahead)]
+    if unclaimed:
+        yield (
+            f"{directory} holds {_listed(unclaimed)}, which the model of its {CONFIG} does not have, and which would "
+            f"be dropped ({_who_claims(unclaimed, num_layers)}): correct {CONFIG}, or take the tensors out of the files"
+        )
+
+
+def _misfits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    claimed = {name: tensor for name, tensor in stored.items() if name in shapes}
+    if others := [name for name, tensor in claimed.items() if tensor.shape != shapes[name]]:
+        tensor = claimed[others[0]]
+        more = f" (and {len(others) - 1} more tensors do not fit)" if len(others) > 1 else ""
+        yield f"{others[0]} in {tensor.file} has shape {tensor.shape}; {CONFIG} says {shapes[others[0]]}{more}"
+    for name, tensor in claimed.items():
+        if tensor.dtype not in FLOATS:
+            floats = ", ".join(FLOATS)
+            yield f"{name} in {tensor.file} is stored as {tensor.dtype}; weights must be plain floats ({floats})"
+            return
+
+
+def _is_left_out(name: str, architecture: Architecture, ahead: range) -> bool:
+    if name == HEAD and architecture.tied_embeddings:
+        return True
+    layer = LAYER.match(name)
+    return bool(FREQUENCIES.fullmatch(name)) or bool(layer and int(layer[1]) in ahead)
+
+
+def _who_claims(names: Sequence[str], num_layers: int) -> str:
+    return "; ".join(dict.fromkeys(_who_claims_one(name, num_layers) for name in names))
+
+
+def _who_claims_one(name: str, num_layers: int) -> str:
+    if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
+        return f"num_hidden_layers counts {num_layers} layers"
+    return next((claim for pattern, claim in CLAIMS if pattern.match(name)), "model_type says what a layer has")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more tensors" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

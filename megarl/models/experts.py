@@ -1,0 +1,86 @@
+"""The sizes and switches of a mixture of experts, and how a `config.json` says them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
+
+MOST_IN_ALL = 1_000_000
+"""Experts of all layers together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture of experts that stands for the feed-forward of every layer but the first few."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int  # of one expert
+    shared_ffn_hidden_size: int = 0  # of all shared experts together; 0: none
+    shared_gate: bool = False  # a sigmoid gate scales what the shared expert adds
+    first_dense_layers: int = 0  # layers 0 to n-1 have a plain feed-forward
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True  # the weights of the chosen experts sum to one (before `scaling`)
+    scaling: float = 1.0
+    num_groups: int = 1  # of experts, of which a token chooses `top_k_groups` before it chooses experts
+    top_k_groups: int = 1
+    router_bias: bool = False  # a bias per expert that takes part in the choice and not in the weights
+
+
+def read_experts(config: Fields) -> Experts:
+    """The experts of a family that has some. Raises ValueError where a size is missing or cannot be."""
+    experts = _read(config)
+    if experts.top_k > experts.num_experts:
+        raise wrong("num_experts_per_tok", experts.top_k, f"there are {experts.num_experts} experts")
+    if experts.num_experts % experts.num_groups:
+        raise wrong("n_group", experts.num_groups, f"must divide the {experts.num_experts} experts")
+    if experts.top_k_groups > experts.num_groups:
+        raise wrong("topk_group", experts.top_k_groups, f"there are {experts.num_groups} groups (n_group)")
+    if (layers := config.size("num_hidden_layers", most=MOST_LAYERS)) * experts.num_experts > MOST_IN_ALL:
+        raise ValueError(f"config.json: {layers} layers of {experts.num_experts} experts are more than {MOST_IN_ALL}")
+    chosen_from = experts.num_experts // experts.num_groups * experts.top_k_groups
+    if experts.top_k > chosen_from:
+        raise wrong(
+            "num_experts_per_tok", experts.top_k, f"{chosen_from} experts are in the chosen groups (topk_group)"
+        )
+    return experts
+
+
+def _read(config: Fields) -> Experts:
+    family = config.values["model_type"]
+    top_k = config.size("num_experts_per_tok", most=MOST_EXPERTS)
+    if family == "mixtral":
+        return Experts(
+            num_experts=config.size("num_local_experts", most=MOST_EXPERTS),
+            top_k=top_k,
+            ffn_hidden_size=config.size("intermediate_size"),
+        )
+    ffn_hidden_size = config.size("moe_intermediate_size")
+    normalize_top_k = config.flag("norm_topk_prob")
+    if family.startswith("qwen"):
+        # transformers 5 writes the first name for what it reads under the second.
+        count = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        shared = config.size("shared_expert_intermediate_size", 0, least=0)
+        return Experts(
+            num_experts=config.size(count, most=MOST_EXPERTS),
+            top_k=top_k,
+            ffn_hidden_size=ffn_hidden_size,
+            shared_ffn_hidden_size=shared,
+            shared_gate=shared > 0,
+            first_dense_layers=len(config.items("mlp_only_layers")),
+            normalize_top_k=normalize_top_k,
+        )
+    grouped = family == "deepseek_v3" or config.values["topk_method"] == "group_limited_greedy"
+    return Experts(
+        num_experts=config.size("n_routed_experts", most=MOST_EXPERTS),
+        top_k=top_k,
+        ffn_hidden_size=ffn_hidden_size,
+        shared_ffn_hidden_size=config.size("n_shared_experts", 0, least=0, most=MOST_EXPERTS) * ffn_hidden_size,
+        first_dense_layers=config.size("first_k_dense_replace", 0, least=0),
+        score="sigmoid" if family == "deepseek_v3" else "softmax",
+        normalize_top_k=normalize_top_k,
+        scaling=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.size("n_group") if grouped else 1,
+        top_k_groups=config.size("topk_group") if grouped else 1,
+        router_bias=family == "deepseek_v3",
+    )

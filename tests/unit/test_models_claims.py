@@ -1,0 +1,139 @@
+"""No tensor of a model directory is dropped without a word, and none that transformers writes is a fault."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.learner.config import ModelSection
+from megarl.models.architecture import hf_shapes
+from megarl.models.claims import weight_faults
+from megarl.models.hub import read_model
+from megarl.source import Source
+from tests.hollow import write_hollow, write_zeros
+from tests.tiny import SIZES, VARIANTS, write_checkpoint, write_classifier
+
+STRANGERS = {
+    "bias of the attention": ("model.layers.1.self_attn.o_proj.bias", "attention_bias"),
+    "bias of the feed-forward layer": ("model.layers.0.mlp.down_proj.bias", "mlp_bias"),
+    "another layer": ("model.layers.7.input_layernorm.weight", "num_hidden_layers counts 2 layers"),
+    "an expert": ("model.layers.1.mlp.experts.99.up_proj.weight", "the number of experts"),
+    "a score": ("score.weight", "ForSequenceClassification"),
+    "a value head": ("v_head.summary.weight", "model_type"),
+    "a part of a layer": ("model.layers.0.self_attn.sinks", "model_type"),
+}
+UNCLAIMED = "which the model of its config.json does not have, and which would be dropped"
+
+
+def faults(directory: Path, *, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    _, architecture = read_model(directory, overrides or {})
+    return list(weight_faults(directory, architecture, needs_head=True))
+
+
+def add(directory: Path, **tensors: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_transformers_writes_is_claimed_and_nothing_else(variant: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", variant)
+    judge = write_classifier(tmp_path / "judge", variant)
+    assert faults(model) == faults(judge) == []
+    sound = (model / "model.safetensors").read_bytes()
+    for what, (name, claim) in STRANGERS.items():
+        add(model, **{name: torch.zeros(2)})
+        [fault] = faults(model)
+        assert fault.startswith(f"{model} holds {name}, {UNCLAIMED}"), what
+        assert claim in fault, what
+        (model / "model.safetensors").write_bytes(sound)
+    add(
+        model,
+        **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16), "model.rotary_emb.inv_freq": torch.ones(16)},
+    )
+    assert faults(model) == []
+
+
+def test_shards_are_looked_at_too_and_tensors_that_the_index_passes_over(tmp_path: Path) -> None:
+    write_hollow(tmp_path, SIZES | VARIANTS["llama"])
+    (tmp_path / "model.safetensors").unlink()
+    _, architecture = read_model(tmp_path, {})
+    shapes = dict(hf_shapes(architecture))
+    names = list(shapes)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for file, part in parts.items():
+        write_zeros(tmp_path / file, {name: shapes[name] for name in part})
+    assert faults(tmp_path) == []
+    write_zeros(
+        tmp_path / "b.safetensors", {name: shapes[name] for name in parts["b.safetensors"]} | {"extra.bias": (2,)}
+    )
+    assert "extra.bias" in faults(tmp_path)[0]
+
+
+def test_many_tensors_are_counted_and_some_named(tmp_path: Path) -> None:
+    write_hollow(tmp_path, SIZES | VARIANTS["llama"] | {"num_hidden_layers": 5})
+    config = SIZES | VARIANTS["llama"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [fault] = faults(tmp_path)
+    assert "input_layernorm.weight, " in fault
+    assert " and 24 more tensors, which the model" in fault
+    assert "num_hidden_layers counts 2 layers" in fault
+
+
+def test_layers_that_the_user_leaves_out_are_no_fault(tmp_path: Path) -> None:
+    write_hollow(tmp_path, SIZES | VARIANTS["llama"] | {"num_hidden_layers": 5})
+    assert faults(tmp_path, overrides={"num_hidden_layers": 2}) == []
+
+
+def test_layers_that_predict_ahead_are_left_out_by_their_number(tmp_path: Path) -> None:
+    config = SIZES | VARIANTS["deepseek_v3"]
+    write_hollow(tmp_path, config | {"num_hidden_layers": 4})
+    for ahead, num_faults in ((2, 0), (1, 1), (0, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": ahead}))
+        assert len(faults(tmp_path)) == num_faults
+    assert "num_hidden_layers counts 2 layers" in faults(tmp_path)[0]
+
+
+def test_tensors_that_are_missing_or_of_another_shape_or_type_are_named(tmp_path: Path) -> None:
+    write_hollow(tmp_path, SIZES | VARIANTS["llama-tied"])
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | VARIANTS["llama"]))
+    assert faults(tmp_path) == [
+        f"{tmp_path} has no tensor lm_head.weight; if its output layer is the embedding, config.json must say "
+        "tie_word_embeddings: true"
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | VARIANTS["llama-tied"] | {"vocab_size": 150}))
+    file = tmp_path / "model.safetensors"
+    assert faults(tmp_path) == [
+        f"model.embed_tokens.weight in {file} has shape (211, 64); config.json says (150, 64)",
+    ]
+    write_checkpoint(tmp_path, "llama")
+    add(tmp_path, **{"model.norm.weight": torch.ones(64, dtype=torch.int64)})
+    assert faults(tmp_path) == [
+        f"model.norm.weight in {file} is stored as I64; weights must be plain floats (F64, F32, F16, BF16)"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = write_checkpoint(tmp_path, "llama-tied")
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
+    add(model, **{"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()})
+    Source.read(ModelSection(path=str(model)))
+    other = embedding.clone()
+    other[-1, -1] += 1
+    add(model, **{"lm_head.weight": other})
+    with pytest.raises(ValueError, match="holds lm_head.weight, which differs from model.embed_tokens.weight"):
+        Source.read(ModelSection(path=str(model)))
+
+
+def test_a_source_is_no_source_with_weights_of_another_model(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama")
+    add(model, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)})
+    with pytest.raises(ValueError, match=r"holds model.layers.0.self_attn.q_proj.bias, .*attention_bias or qkv_bias"):
+        Source.read(ModelSection(path=str(model)))
