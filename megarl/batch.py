@@ -133,17 +133,26 @@ class Scored(Rollouts):
     """Rollouts with their rewards."""
 
     texts: Sequence[str]  # length B: the decoded responses, special tokens left out
-    scores: Tensor  # [B] float32
+    scores: Tensor  # [B] float32; NaN where the reward failed
     accuracies: Tensor  # [B] float32: how right each response is; its score where the reward does not say (`acc`)
     answers: Sequence[str | None] | None = None  # length B: as which it counts in a majority, '' where it has none
+    failures: Sequence[str | None] | None = (
+        None  # length B: why there is no score, if there is none; None: all have one
+    )
+
+    def judged(self) -> Tensor:
+        """[B] bool: which samples have a score."""
+        failures = self.failures or [None] * len(self)
+        return torch.tensor([failure is None for failure in failures], dtype=torch.bool)
 
     def select(self, samples: Tensor) -> Self:
-        """As for rollouts; texts and answers follow."""
+        """As for rollouts; texts, answers and failures follow."""
         chosen = samples.tolist()
         return replace(
             super().select(samples),
             texts=[self.texts[sample] for sample in chosen],
             answers=self.answers and [self.answers[sample] for sample in chosen],
+            failures=self.failures and [self.failures[sample] for sample in chosen],
         )
 
 

@@ -114,7 +114,7 @@ def validate(validation: Validation, progress: Progress, *, step: int) -> tuple[
 def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
     """One iteration; returns its metrics and what the next one starts from."""
     collected, kl = job.samples.collect(progress.position, timers, step=step), progress.kl
-    scored = collected.scored
+    scored, baselines = collected.judged()
     with timers("old_log_prob"):
         old = job.actor.infer(scored)
     with timers("ref"):
@@ -128,7 +128,7 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
             old_log_probs=old.log_probs,
             ref_log_probs=ref_log_probs,
             values=values,
-            baselines=collected.baselines,
+            baselines=baselines,
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
             exact_kl=old.kl,
@@ -145,5 +145,6 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
 
     metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
-    metrics["perf/total_num_tokens"] = float(scored.lengths().sum())
+    metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
+    metrics["reward/masked_rate"] = 1.0 - len(scored) / len(collected.scored)
     return metrics | collected.metrics, replace(progress, kl=kl, position=collected.position)

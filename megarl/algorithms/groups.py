@@ -1,10 +1,12 @@
 """What several answers to one prompt say together: their mean, their spread, the best of some, the most frequent one.
 
-Scores are `[P, N]`: `N` answers, drawn independently of each other, to each of `P` prompts.
+The answers to a prompt are drawn independently of each other. Prompts may have different numbers of scored answers, as
+a reward may fail.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from math import comb
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 def best_of(scores: Tensor, k: int) -> Tensor:
     """[P] float64: the expected best score of `k` of the `N` answers, drawn without putting any back.
 
-    With the scores of a prompt in ascending order, s_i is the best of C(i - 1, k - 1) of the C(N, k) draws:
+    `scores` are `[P, N]`. With the scores of a prompt in ascending order, s_i is the best of C(i - 1, k - 1) of the
+    C(N, k) draws:
 
         sum over i = k .. N of  C(i - 1, k - 1) / C(N, k) * s_i
 
@@ -41,26 +44,35 @@ def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
     return sum(won) / len(won)
 
 
-def statistics(scores: Tensor, answers: Sequence[str] | None) -> dict[str, float]:
-    """Means over the prompts of what their answers say together, where there are at least two to each.
+def mean_over_prompts(scores: Sequence[Tensor]) -> float:
+    """The mean over prompts of the mean of their scores, one tensor a prompt."""
+    return float(torch.stack([of_prompt.double().mean() for of_prompt in scores]).mean())
+
+
+def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[str]] | None, *, num: int) -> dict[str, float]:
+    """Means over the prompts of what their answers say together, if there were at least two to each.
 
     Args:
-        scores: `[P, N]`.
-        answers: `P * N` of them, prompt by prompt; None where nobody can tell the answer of a response.
+        scores: for each prompt those of its answers that have a score, `[1]` to `[N]`.
+        answers: the same answers; None where nobody can tell the answer of a response.
+        num: `N`, how many answers each prompt was given.
 
     Returns:
-        `mean@N`; `std@N`, the deviation among the answers to a prompt (with N - 1); `best@K/mean` for K = 2, 4, ... and
-        N; and, with answers, `maj@N`.
+        `mean@N`; `std@N`, the deviation among the answers to a prompt (with n - 1 of its n); `best@K/mean` for K = 2,
+        4, ... and N, over the prompts that have K scores; and, with answers, `maj@N`. A number for which no prompt has
+        enough scores is left out.
     """
-    num = scores.shape[1]
     if num == 1:
         return {}
-    found = {f"mean@{num}": float(scores.double().mean()), f"std@{num}": float(scores.double().std(-1).mean())}
+    by_count = [torch.stack(list(rows)) for _, rows in groupby(sorted(scores, key=len), key=len)]
+    found = {f"mean@{num}": mean_over_prompts(scores)}
+    if spreads := [rows.double().std(-1) for rows in by_count if rows.shape[1] > 1]:
+        found[f"std@{num}"] = float(torch.cat(spreads).mean())
     powers = [2**exponent for exponent in range(1, num.bit_length())]
     for k in sorted({*powers, num}):
-        found[f"best@{k}/mean"] = float(best_of(scores, k).mean())
+        if bests := [best_of(rows, k) for rows in by_count if rows.shape[1] >= k]:
+            found[f"best@{k}/mean"] = float(torch.cat(bests).mean())
     if answers is not None:
-        places = range(0, len(answers), num)
-        won = [majority(answers[place : place + num], scores[place // num].tolist()) for place in places]
+        won = [majority(told, of_prompt.tolist()) for told, of_prompt in zip(answers, scores, strict=True)]
         found[f"maj@{num}"] = sum(won) / len(won)
     return found

@@ -144,18 +144,22 @@ class Learner:
         The objective of a policy is told the exact divergence from the policy `against` which it is taken, if any.
         `beside` has another part for every mini-batch, whose loss is added to that of the mini-batch in the same step.
         A mini-batch whose loss or gradient is not finite is skipped on all ranks: weights, optimizer and routers are
-        as if it had not been there. `outcome` is told of each mini-batch before the next one, and may raise.
+        as if it had not been there. `outcome` is told of each mini-batch before the next one, and may raise. A
+        mini-batch without a response token teaches nothing: no step is taken on it, nor on what is beside it.
 
         Returns:
             The mean of each metric over the mini-batches that were learnt from, with `grad_norm` (before clipping);
-            and, which is all where there were none, `skipped_updates` and `lr`.
+            and, which is all where there were none, `skipped_updates`, `empty_minibatches` and `lr`.
         """
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
         others = repeat(()) if beside is None else ((part,) for part in beside)
-        steps, skipped = list[dict[str, float]](), 0
+        steps, skipped, empty = list[dict[str, float]](), 0, 0
         with self.offload.everything():
             for number, (minibatch, more) in enumerate(zip(minibatches, others, strict=False)):  # `beside`: endless
+                if not minibatch.mask.any():
+                    empty += 1
+                    continue
                 parts = (Part(batch=minibatch, objective=objective, against=against), *more)
                 found = self._step(parts, budget)
                 if isinstance(found, NotFinite):
@@ -165,7 +169,11 @@ class Learner:
                 if outcome:
                     outcome(number, parts, found if isinstance(found, NotFinite) else None)
         means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else ())}
-        return means | {"skipped_updates": float(skipped), "lr": self.optimizer.lr}
+        return means | {
+            "skipped_updates": float(skipped),
+            "empty_minibatches": float(empty),
+            "lr": self.optimizer.lr,
+        }
 
     def _step(self, parts: Sequence[Part], budget: Budget) -> dict[str, float] | NotFinite:
         """The metrics of a step, or why it was not taken."""

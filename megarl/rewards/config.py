@@ -1,5 +1,7 @@
 """What a user may say about rewards."""
 
+from typing import Literal
+
 from megarl.section import Bound, Count, Score, Seconds, section
 
 
@@ -27,5 +29,8 @@ class RulesSection:
     """Seconds that rules may take for one response; then their process is killed."""
     max_memory_gb: Bound = 8.0
     """Private memory of a process that calls rules, in 10^9 bytes."""
+    on_failure: Literal["mask", "score", "stop"] = "mask"
+    """What becomes of a response whose rules took too long, failed or gave no finite number: it is left out of
+    everything that is learnt or measured (mask), it gets default_score (score), or the run stops (stop)."""
     default_score: Score = 0.0
-    """Score of a response whose rules took too long, failed or gave no finite number."""
+    """Score of such a response with on_failure=score."""

@@ -1,21 +1,22 @@
 """The reward of a run: every response is scored on some rank, by processes that it cannot harm, and known on all.
 
-A response may be begun as soon as the engine has finished it, while others are still decoded. It has a score whatever
-becomes of it there: one that failed or took too long has `default_score`, and is counted and named.
+A response may be begun as soon as the engine has finished it, while others are still decoded. A response whose reward
+failed or took too long is counted and named; `reward_model.on_failure` says what becomes of it.
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
-from megarl.platform.secrets import redact
+from megarl.platform.secrets import beginning
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import Rules, known_data_source
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
-    """A reward that fails on every response, or a row that no reward can read."""
+    """A reward that fails on too many responses, or a row that no reward can read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Scorer:
     rules: Rules
     pool: Pool
     decode: Callable[[Sequence[int]], str]
-    default_score: float
+    section: RulesSection
     _begun: dict[int, list[Begun]] = field(default_factory=lambda: defaultdict(list))  # by the id of the prompt
 
     @classmethod
@@ -63,7 +64,7 @@ class Scorer:
             timeout_s=section.timeout_s,
             max_memory=int(section.max_memory_gb * 1e9),
         )
-        return cls(rules=rules, pool=Pool(rules, limits), decode=decode, default_score=section.default_score)
+        return cls(rules=rules, pool=Pool(rules, limits), decode=decode, section=section)
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""
@@ -73,8 +74,9 @@ class Scorer:
         """Score every sample; with metrics of the scoring.
 
         Raises:
-            RewardError: on every rank alike, where no response has a score of its own because all fail, naming the
-                first; where a data source has no rule; where a row holds what cannot be handed to a reward.
+            RewardError: on every rank alike, if `on_failure` is `stop` and a reward fails, or `score` and all rewards
+                raise, naming the first; if a row holds what cannot be handed to a reward.
+            ValueError: a data source has no rule.
         """
         if self.rules.reads_data_source():
             for prompt in rollouts.prompts:
@@ -87,8 +89,10 @@ class Scorer:
                 {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
             )
         texts, outcomes = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
-        self._report(rollouts, texts, outcomes)
-        scores = [outcome.numbers.get("score", self.default_score) for outcome in outcomes]
+        is_masked = self.section.on_failure == "mask"
+        scores = [
+            outcome.numbers.get("score", math.nan if is_masked else self.section.default_score) for outcome in outcomes
+        ]
         accuracies = [outcome.numbers.get("acc", score) for outcome, score in zip(outcomes, scores, strict=True)]
         scored = rollouts.extend(
             Scored,
@@ -96,8 +100,10 @@ class Scorer:
             scores=torch.tensor(scores),
             accuracies=torch.tensor(accuracies),
             answers=[outcome.pred for outcome in outcomes],
+            failures=[outcome.detail if outcome.fault else None for outcome in outcomes],
         )
-        return scored, metrics_of(outcomes)
+        self._report(scored, outcomes)
+        return scored if is_masked else replace(scored, failures=None), metrics_of(outcomes)
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> Begun:
         text = self.decode(token_ids)
@@ -137,16 +143,20 @@ class Scorer:
 
         return {sample: judged for part in together(wait) for sample, judged in part.items()}
 
-    def _report(self, rollouts: Rollouts, texts: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        failed = [sample for sample, outcome in enumerate(outcomes) if outcome.fault]
-        messages = [_message(rollouts, sample, texts[sample], outcomes[sample]) for sample in failed[:NUM_WARNINGS]]
-        if all(outcome.fault == "error" for outcome in outcomes):
-            raise RewardError(f"the reward fails on all {len(rollouts)} responses; {messages[0]}")
+    def _report(self, scored: Scored, outcomes: Sequence[Outcome]) -> None:
+        messages, on_failure = first_failures(scored), self.section.on_failure
+        num_failed = sum(outcome.fault is not None for outcome in outcomes)
+        if num_failed and on_failure == "stop":
+            raise RewardError(f"{'; '.join(messages)} (reward_model.on_failure=stop)")
+        if on_failure == "score" and all(outcome.fault == "error" for outcome in outcomes):
+            raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
         if dist.get_rank() == 0:
+            score = f"its score is reward_model.default_score={self.section.default_score}"
+            fate = score if on_failure == "score" else "nothing is learnt from it (reward_model.on_failure=mask)"
             for message in messages:
-                logger.warning("%s; its score is reward_model.default_score=%s", message, self.default_score)
-            if len(failed) > len(messages):
-                logger.warning("... and so on %d more of %d", len(failed) - len(messages), len(outcomes))
+                logger.warning("%s; %s", message, fate)
+            if num_failed > len(messages):
+                logger.warning("... and so on %d more of %d", num_failed - len(messages), len(outcomes))
 
 
 def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -168,11 +178,17 @@ def _share(answers: Iterable[bool]) -> float:
     return sum(counted) / len(counted)
 
 
-def _message(rollouts: Rollouts, sample: int, text: str, outcome: Outcome) -> str:
-    prompt = rollouts.prompt_of(sample)
-    text = redact(text)  # before it is cut: half a secret is not found
-    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+def first_failures(scored: Scored) -> list[str]:
+    """Describe the first few samples without a score."""
+    failed = [sample for sample, is_judged in enumerate(scored.judged().tolist()) if not is_judged]
+    return [_message(scored, sample) for sample in failed[:NUM_WARNINGS]]
+
+
+def _message(scored: Scored, sample: int) -> str:
+    assert scored.failures
+    prompt, text = scored.prompt_of(sample), scored.texts[sample]
+    shown = beginning(text, SHOWN_CHARACTERS)
     return (
         f"the reward failed on sample {sample} (data source {prompt.data_source!r}, data row {prompt.index}, "
-        f"response {shown!r}): {outcome.detail}"
+        f"response {shown + ('...' if len(text) > len(shown) else '')!r}): {scored.failures[sample]}"
     )

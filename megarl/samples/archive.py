@@ -41,8 +41,9 @@ SAMPLE_COLUMNS = {
     "response_ids": pa.list_(pa.int32()),
     "rollout_log_probs": pa.list_(pa.float32()),  # null where the engine was not asked for them
     "truncated": pa.bool_(),
-    "score": pa.float32(),
+    "score": pa.float32(),  # null where the reward failed
     "accuracy": pa.float32(),
+    "failure": pa.string(),  # why there is no score, null where there is one
     "answer": pa.string(),  # as which it counts in a majority, null where the reward does not tell
     "baseline": pa.float32(),  # the reward of the greedy response to the prompt, null where none was drawn
 }
@@ -145,7 +146,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     )
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
-    baselines, answers = table["baseline"], table["answer"]
+    baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
     responses = _padded(table["response_ids"], mask, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
@@ -159,6 +160,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
         answers=None if answers.null_count == len(answers) else answers.to_pylist(),
+        failures=None if failures.null_count == len(failures) else failures.to_pylist(),
     )
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
 
@@ -171,6 +173,8 @@ def _read(path: Path) -> Any:
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing or not table.num_rows:
         raise ValueError(f"{path} has {f'no column {missing[0]!r}' if missing else 'no samples'}: give a dump of a run")
+    if table["score"].is_null() != table["failure"].is_valid():
+        raise ValueError(f"{path} has samples with neither a score nor a failure, or with both: it is damaged")
     return table
 
 
@@ -192,14 +196,20 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
         "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
         "truncated": scored.truncated.tolist(),
-        "score": scored.scores.numpy(),
-        "accuracy": scored.accuracies.numpy(),
+        "score": _numbers(scored.scores),
+        "failure": scored.failures or [None] * num,
+        "accuracy": _numbers(scored.accuracies),
         "answer": scored.answers or [None] * num,
         "baseline": [None] * num if baselines is None else baselines.numpy(),
     }
     prompts = pa.table(of_prompts, schema=pa.schema(PROMPT_COLUMNS.items())).take(scored.groups.numpy())
     samples = pa.table(of_samples, schema=pa.schema(SAMPLE_COLUMNS.items()))
     return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
+
+
+def _numbers(values: Tensor) -> Any:
+    """[B] float32 with null in place of NaN."""
+    return pa.array(values.numpy(), from_pandas=True)
 
 
 def _flat(values: Tensor, mask: Tensor) -> Any:

@@ -9,7 +9,7 @@ Invariant: records are replicated, so every rank keeps the same prompts and stop
 taken is a pure function of the position in the data, the step and the actor's weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol, assert_never
 
@@ -22,7 +22,8 @@ from megarl.batch import Prompts, Rollouts, Scored, join
 from megarl.data.order import Position
 from megarl.estimate import Metrics, response_rewards
 from megarl.interfaces import PromptSource, Sampler, Scorer
-from megarl.samples.judge import Judge
+from megarl.rewards.scoring import first_failures
+from megarl.samples.judge import Judge, require_scores
 from megarl.tracking.timers import Timers
 
 
@@ -34,6 +35,18 @@ class Collected:
     baselines: Tensor | None  # [B] float32: the reward of the greedy answer to a sample's prompt; None: none was drawn
     position: Position  # where the next iteration goes on in the data
     metrics: Metrics
+
+    def judged(self) -> tuple[Scored, Tensor | None]:
+        """The samples that have a score, and their baselines: all that the iteration learns from.
+
+        Samples without a score are gone here, as if they had not been drawn, so nothing behind this needs to know of
+        them. Their prompts stay, and with them the division into mini-batches.
+        """
+        kept = self.scored.judged()
+        if kept.all():
+            return self.scored, self.baselines
+        rows = kept.nonzero()[:, 0]
+        return self.scored.select(rows), None if self.baselines is None else self.baselines[rows]
 
 
 class SampleSource(Protocol):
@@ -72,7 +85,10 @@ class Collector:
                     greedy = self.sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
         with timers("reward"):
             scored = rollouts if isinstance(rollouts, Scored) else judge.score(rollouts)
-            baselines = None if greedy is None else self._rewards(judge.score(greedy))[scored.groups]
+            baselines = None
+            if greedy is not None:
+                baseline = judge.score(greedy)
+                baselines, scored = self._rewards(baseline)[scored.groups], _without_baseline(scored, baseline)
         metrics |= judge.metrics() | sync_metrics
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics)
 
@@ -90,9 +106,10 @@ class Collector:
             rollouts = self.sampler.generate(prompts, step=step, batch=number - 1)
             with timers("reward", instead_of="gen"):
                 scored = judge.score(rollouts)
-            apart = scored.groups[tells_apart(self._measure(scored), scored.groups)]
+            judged = scored.select(scored.judged().nonzero()[:, 0])
+            apart = judged.groups[tells_apart(self._measure(judged), judged.groups)]
             kept.append(scored.of_prompts(apart.unique().tolist()))
-            scores.append(scored.scores)
+            scores.append(judged.scores)
             wanted = len(prompts.prompts)
             if (num_kept := sum(len(part.prompts) for part in kept)) >= wanted:
                 break
@@ -131,3 +148,15 @@ class Collector:
             "too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n or max_num_gen_batches "
             "(0 = no limit), or lower data.train_batch_size"
         )
+
+
+def _without_baseline(scored: Scored, baseline: Scored) -> Scored:
+    """The samples, without a score if the greedy response to their prompt has none. RewardError if most have none."""
+    if baseline.judged().all():
+        return scored
+    greedy, own = baseline.failures or (), scored.failures or [None] * len(scored)
+    reasons = [failure and f"the greedy response to its prompt has no score: {failure}" for failure in greedy]
+    failures = [failure or reasons[place] for failure, place in zip(own, scored.groups.tolist(), strict=True)]
+    scored = replace(scored, failures=failures)
+    require_scores(int(scored.judged().sum()), of=len(scored), failures=first_failures(scored))
+    return scored

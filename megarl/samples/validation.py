@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.algorithms.groups import statistics
+from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
 from megarl.interfaces import PromptSource, Sampler, Scorer
+from megarl.rewards.scoring import RewardError, first_failures
 from megarl.samples.archive import Archive
 from megarl.samples.judge import SLOWEST, Judge
 from megarl.tracking.timers import Timers
@@ -32,7 +33,11 @@ class Validation:
             Of each data source the mean score as `val/test_score/SOURCE`, and where a prompt has several answers
             `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`; and what the reward says of
             its work, as `val/reward/...`, but for its time: a validation that is repeated says the same. Where the
-            samples are kept, `val/archive/failures` is 1 if the disk did not take them, and 0 otherwise.
+            samples are kept, `val/archive/failures` is 1 if the disk did not take them, and 0 otherwise. Samples whose
+            reward failed are in none of the scores; `val/reward/masked_rate` is their share.
+
+        Raises:
+            RewardError: most samples, or all samples of a data source, have no score.
         """
         with self.sampler.awake(Timers(), step=step) as metrics:
             drawn = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
@@ -40,31 +45,46 @@ class Validation:
         scored = join([judge.score(rollouts) for rollouts in drawn])
         self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
         told = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
+        told["val/reward/masked_rate"] = 1.0 - float(scored.judged().double().mean())
         if self.archive:
             told["val/archive/failures"] = float(not self.archive.keep_validation(scored, step=step))
         return metrics | told | scores_by_source(scored)
 
 
 def scores_by_source(scored: Scored) -> dict[str, float]:
-    """The metrics of a validation, from all its samples; each prompt has equally many."""
-    num_prompts = len(scored.prompts)
-    num = len(scored) // num_prompts
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, prompt in enumerate(scored.prompts):
-        places[prompt.data_source].append(place)
+    """The metrics of a validation, from its samples that have a score; each prompt was given equally many samples.
+
+    Raises:
+        RewardError: no sample of a data source has a score.
+    """
+    num = len(scored) // len(scored.prompts)
+    judged = scored.select(scored.judged().nonzero()[:, 0])
+    samples: list[list[int]] = [[] for _ in scored.prompts]
+    for sample, place in enumerate(judged.groups.tolist()):
+        samples[place].append(sample)
+    by_source: dict[str, list[list[int]]] = defaultdict(list)
+    for prompt, of_prompt in zip(scored.prompts, samples, strict=True):
+        by_source[prompt.data_source] += [of_prompt] if of_prompt else []
     metrics = {}
-    for source, of_source in places.items():
-        scores = scored.scores.view(num_prompts, num)[of_source]
-        metrics[f"val/test_score/{source}"] = float(scores.double().mean())
-        answers = _answers(scored, [place * num + number for place in of_source for number in range(num)])
-        metrics |= {f"val/{source}/{name}": value for name, value in statistics(scores, answers).items()}
+    for source, of_source in by_source.items():
+        if not of_source:
+            raise RewardError(
+                f"the reward failed on every validation response of data source {source!r}; "
+                f"{'; '.join(first_failures(scored))}"
+            )
+        scores = [judged.scores[of_prompt] for of_prompt in of_source]
+        metrics[f"val/test_score/{source}"] = mean_over_prompts(scores)
+        found = statistics(scores, _answers(judged, of_source), num=num)
+        metrics |= {f"val/{source}/{name}": value for name, value in found.items()}
     return metrics
 
 
-def _answers(scored: Scored, samples: Sequence[int]) -> list[str] | None:
-    """The answers of some samples, '' where one has none; None where the reward told of no sample which it is."""
-    told = [scored.answers[sample] if scored.answers else None for sample in samples]
-    return [answer or "" for answer in told] if any(answer is not None for answer in told) else None
+def _answers(judged: Scored, prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
+    """The answers to each prompt, '' if a response has none; None if the reward did not tell the answer of any."""
+    told = [[judged.answers[sample] if judged.answers else None for sample in samples] for samples in prompts]
+    if all(answer is None for answers in told for answer in answers):
+        return None
+    return [[answer or "" for answer in answers] for answers in told]
 
 
 def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:
@@ -75,7 +95,7 @@ def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:
         | {
             "prompt": scored.prompt_of(sample).text,
             "response": scored.texts[sample],
-            "score": float(scored.scores[sample]),
+            "score": None if scored.scores[sample].isnan() else float(scored.scores[sample]),
         }
         for sample in range(min(count, len(scored)))
     ]

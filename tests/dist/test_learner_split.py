@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt, Rollouts
 from megarl.data.conversations import to_be_scored
+from megarl.data.minibatches import minibatches
 from megarl.learner.config import ActorSection, CriticSection
 from megarl.objectives import ActorObjective, CriticObjective
 from tests.learners import make_test_learner
@@ -163,6 +164,40 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
                 first = first or answer
                 torch.testing.assert_close(answer["after"].log_probs, first["after"].log_probs, rtol=1e-4, atol=1e-4)
                 assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
+
+
+def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list[int]) -> tuple[dict[str, float], Any]:
+    """On one rank: an epoch in mini-batches of one prompt without the failed samples, and what is inferred then."""
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
+    batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
+    failures = ["timeout" if sample in failed else None for sample in range(len(batch))]
+    judged = replace(batch, failures=failures).select(torch.tensor([f is None for f in failures]).nonzero()[:, 0])
+    assert learner.infer(judged, budget).log_probs.shape == judged.mask.shape
+    cut = minibatches(judged, num_prompts=1, num_epochs=1, shuffle=False, seed=0)
+    metrics = learner.update(cut, ACTOR, budget)
+    return metrics, learner.infer(batch, budget).log_probs
+
+
+def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dict[str, float], Any]:
+    """On one rank: the same from mini-batches that are put together by hand."""
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(checkpoint, {}, temperature=TEMPERATURE)
+    batch, budget = experience(), Budget(max_tokens=1000, max_sequences=None)
+    metrics = learner.update([batch.select(torch.tensor(of)) for of in samples], ACTOR, budget)
+    return metrics, learner.infer(batch, budget).log_probs
+
+
+def test_samples_whose_reward_failed_show_in_no_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    """Of the four prompts one is without a sample, and one has a single sample: a data-parallel rank is without one."""
+    ((expected, after),) = pool.run(1, updates_never_drawn, checkpoints["llama"], [[3], [4, 5], [6, 7]])
+    for tp, pp, dp in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2)):
+        args = (checkpoints["llama"], sizes(tp, pp), [0, 1, 2])
+        for metrics, found in pool.run(tp * pp * dp, updates_without_failed, *args):
+            assert metrics == pytest.approx(expected | {"empty_minibatches": 1.0}, rel=1e-5, abs=1e-6)
+            torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-4)
 
 
 def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:

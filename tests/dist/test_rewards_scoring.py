@@ -1,5 +1,6 @@
 """The reward, spread over ranks: every rank has every score, whoever called the reward, and whatever became of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,11 @@ def words(ids: Sequence[int]) -> str:
 
 
 def judged(
-    path: str, begun: Sequence[tuple[int, int]] = (), rollouts: Rollouts = BATCH, timeout_s: float = 100.0
+    path: str,
+    begun: Sequence[tuple[int, int]] = (),
+    rollouts: Rollouts = BATCH,
+    timeout_s: float = 100.0,
+    on_failure: Any = "score",
 ) -> Any:
     """Texts, scores, accuracies, metrics, warnings, and which processes called rewards; or the error.
 
@@ -54,7 +59,7 @@ def judged(
 
     warned: list[str] = []
     logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
-    section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s)
+    section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s, on_failure=on_failure)
     scorer = Scorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
         if rank == dist.get_rank():
@@ -67,6 +72,7 @@ def judged(
         scorer.pool.close()
         logging.getLogger("megarl.rewards.scoring").removeHandler(handler)
     assert not scorer._begun
+    assert (scored.failures is None) == (on_failure == "score" or bool(scored.judged().all()))
     was_called = (scored.accuracies == 1.0).tolist()
     assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
@@ -112,6 +118,24 @@ def test_a_response_without_a_score_has_the_default_and_is_named_once(
     assert warning.startswith("the reward failed on sample 3 (data source 'countdown', data row 1, response '40'): ")
     assert cause in warning
     assert warning.endswith("; its score is reward_model.default_score=-1.0")
+
+
+def test_a_response_may_be_left_without_a_score(pool: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(judged_with(pool, tmp_path, "raise KeyError(7)", [], BATCH, 100.0, "mask")):
+        _, scores, accuracies, metrics, warned = found
+        assert [sample for sample, score in enumerate(scores) if math.isnan(score)] == [3]
+        assert [sample for sample, accuracy in enumerate(accuracies) if math.isnan(accuracy)] == [3]
+        assert metrics["reward/error_rate"] == 1 / 6
+        assert len(warned) == (rank == 0)
+        assert all(words.endswith("; nothing is learnt from it (reward_model.on_failure=mask)") for words in warned)
+
+
+def test_a_failure_may_stop_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    message = (
+        "the reward failed on sample 3 (data source 'countdown', data row 1, response '40'): KeyError: 7 "
+        "(reward_model.on_failure=stop)"
+    )
+    assert judged_with(pool, tmp_path, "raise KeyError(7)", [], BATCH, 100.0, "stop") == [message] * 2
 
 
 def test_a_reward_that_fails_on_all_responses_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:

@@ -94,7 +94,11 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
         assert metrics == expected | {"skipped_updates": 1.0}
         assert after.keys() == state.keys()
         differs[fault] = [name for name, tensor in after.items() if not torch.equal(tensor, state[name])]
-        assert learner.update([bad], partial(spoilt, fault=fault), budget).keys() == {"skipped_updates", "lr"}
+        assert learner.update([bad], partial(spoilt, fault=fault), budget).keys() == {
+            "skipped_updates",
+            "empty_minibatches",
+            "lr",
+        }
     return differs
 
 

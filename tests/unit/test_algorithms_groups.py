@@ -1,7 +1,10 @@
 """What several answers to one prompt say together, by hand and by trying everything."""
 
+from collections.abc import Iterable
 from itertools import combinations, permutations
 from math import comb
+from statistics import fmean, stdev
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +78,7 @@ def test_majority_depends_on_no_order_and_draws_among_the_winners(votes: list[tu
 
 def test_statistics_of_two_prompts() -> None:
     scores = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
-    found = statistics(scores, ["7", "8", "8", "5", "5", "6"])
+    found = statistics(list(scores), [["7", "8", "8"], ["5", "5", "6"]], num=3)
     assert found == pytest.approx(
         {
             "mean@3": 0.5,
@@ -89,9 +92,26 @@ def test_statistics_of_two_prompts() -> None:
 
 @pytest.mark.parametrize(("num", "names"), [(2, {2}), (4, {2, 4}), (5, {2, 4, 5}), (16, {2, 4, 8, 16})])
 def test_the_best_of_powers_of_two_and_of_all(num: int, names: set[int]) -> None:
-    found = statistics(torch.rand(3, num), None)
+    found = statistics(list(torch.rand(3, num)), None, num=num)
     assert found.keys() == {f"mean@{num}", f"std@{num}", *(f"best@{k}/mean" for k in names)}
 
 
 def test_one_answer_has_no_statistics() -> None:
-    assert statistics(torch.rand(3, 1), ["1", "2", "3"]) == {}
+    assert statistics(list(torch.rand(3, 1)), [["1"], ["2"], ["3"]], num=1) == {}
+
+
+@given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_each_statistic_is_the_mean_over_the_prompts_with_enough_scores(prompts: list[list[float]]) -> None:
+    def mean(values: Iterable[float]) -> Any:
+        found = list(values)
+        return pytest.approx(fmean(found), abs=1e-6) if found else None
+
+    def best(of_prompt: list[float], k: int) -> float:
+        return fmean(max(drawn) for drawn in combinations(of_prompt, k))
+
+    found = statistics([torch.tensor(of_prompt) for of_prompt in prompts], [["7"] * len(p) for p in prompts], num=4)
+    assert found["mean@4"] == mean(map(fmean, prompts))
+    assert found["maj@4"] == mean(map(fmean, prompts))
+    assert found.get("std@4") == mean(stdev(of_prompt) for of_prompt in prompts if len(of_prompt) > 1)
+    for k in (2, 4):
+        assert found.get(f"best@{k}/mean") == mean(best(of_prompt, k) for of_prompt in prompts if len(of_prompt) >= k)

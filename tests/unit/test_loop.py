@@ -80,6 +80,15 @@ class World:
         return scored, {"reward/error_rate": 0.25}
 
 
+class OneFails(World):
+    """The reward fails on the second sample."""
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        scored, metrics = super().score(rollouts)
+        scores = scored.scores.where(scored.scores != 1.0, math.nan)
+        return replace(scored, scores=scores, accuracies=scores, failures=[None, "timeout", None, None]), metrics
+
+
 class Learner:
     """A model that only says what it was asked, and that it says `says` of every token."""
 
@@ -139,7 +148,7 @@ def run(
 ) -> Diary:
     """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
     diary = diary or Diary()
-    world, records = World(diary), Records(diary)
+    world, records = changes.get("world", World)(diary), Records(diary)
     schedule = {
         "first_step": 0,
         "last_step": 3,
@@ -187,6 +196,27 @@ def test_an_iteration_of_ppo_in_order() -> None:
     assert metrics["actor/lr"] == metrics["critic/lr"] == 0.5
     phases = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step")
     assert {f"timing_s/{phase}" for phase in phases} <= metrics.keys()
+
+
+def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
+    met: list[list[float]] = []
+
+    class Meets(Policy):
+        def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+            met.append(experience.scores.tolist())
+            return super().update(experience, step=step)
+
+    diary = Diary()
+    kl = AdaptiveKL(0.1, target=0.1, horizon=10)
+    run(kl, diary=diary, world=OneFails, last_step=1, actor=Meets(diary, "actor", says=-1.0), save_freq=1)
+    assert met == [[0.0, 2.0, 3.0]]
+    metrics = diary.logged[1]
+    assert metrics["reward/masked_rate"] == 0.25
+    assert metrics["critic/score/mean"] == pytest.approx(5 / 3)
+    assert metrics["response_length/mean"] == pytest.approx((3 + 2 + 2) / 3)
+    assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)  # were drawn
+    assert all(map(math.isfinite, metrics.values()))
+    assert diary.saved[1].kl_coef == pytest.approx(0.1 * (1 + 0.2 * 3 / 10))  # of three samples
 
 
 def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:

@@ -1,10 +1,12 @@
 """Samples go through a file unchanged, to the last bit."""
 
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -99,6 +101,29 @@ def test_log_probabilities_answers_and_baselines_may_be_there_or_not(tmp_path: P
     assert_same(found, record)
     assert found_baselines is not None
     assert torch.equal(found_baselines, baselines)
+
+
+def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> None:
+    record = replace(scored([2, 1, 4, 3]), failures=[None, "it took too long", None, None])
+    nan = torch.tensor([0.0, math.nan, 0.0, 0.0])
+    record = replace(record, scores=record.scores + nan, accuracies=record.accuracies + nan)
+    baselines = torch.rand(4) + nan
+    write_samples(tmp_path / "file", record, baselines, step=1)
+    found, found_baselines = read_samples(tmp_path / "file")
+    for one, other in (
+        (found.scores, record.scores),
+        (found.accuracies, record.accuracies),
+        (found_baselines, baselines),
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    judged, rows = record.judged().nonzero()[:, 0], pq.read_table(tmp_path / "file").to_pylist()
+    assert_same(found.select(judged), record.select(judged))
+    assert [(row["score"] is None, row["failure"]) for row in rows[:2]] == [(False, None), (True, "it took too long")]
+
+    without = [row | {"failure": None} for row in rows]
+    pq.write_table(pa.Table.from_pylist(without), tmp_path / "damaged")
+    with pytest.raises(ValueError, match="damaged has samples with neither a score nor a failure, or with both"):
+        read_samples(tmp_path / "damaged")
 
 
 def test_the_iterations_in_a_directory(tmp_path: Path) -> None:

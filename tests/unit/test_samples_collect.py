@@ -1,6 +1,7 @@
 """What an iteration learns from: real prompts in order, among an engine and a reward that write down their calls."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.rewards.scoring import RewardError
 from megarl.samples.collect import Collected, Collector
 from megarl.tracking.timers import Timers
 from tests.sentencepieces import train_sentencepiece
@@ -51,6 +53,7 @@ class World:
 
     def __init__(self, says: Says, accuracies: Says | None = None) -> None:
         self.says, self.accuracies = says, accuracies or says
+        self.odd_baselines: list[int] = []  # rows
         self.calls: list[str] = []
         self.batch = 0
         self.clock = 0.0  # seconds: waking takes 100, generating 10, scoring 1
@@ -82,13 +85,17 @@ class World:
         self.calls.append("score")
         self.clock += 1.0
         num_samples = len(rollouts) // len(rollouts.prompts)
-        scored = {
+        scored: dict[str, Any] = {
             name: torch.tensor([score for prompt in rollouts.prompts for score in says(prompt.index, self.batch)])
             for name, says in (("scores", self.says), ("accuracies", self.accuracies))
         }
         if num_samples == 1:
-            scored = dict.fromkeys(scored, torch.tensor([prompt.index / 10 for prompt in rollouts.prompts]))
+            baselines = [
+                math.nan if prompt.index in self.odd_baselines else prompt.index / 10 for prompt in rollouts.prompts
+            ]
+            scored = dict.fromkeys(scored, torch.tensor(baselines))
         texts = [str(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
+        scored["failures"] = [f"{score} is odd" if math.isnan(score) else None for score in scored["scores"].tolist()]
         metrics = {"reward/error_rate": 1.0 - self.batch, "reward/slowest_s": 7.0 - self.batch}
         return rollouts.extend(Scored, texts=texts, **scored), metrics
 
@@ -266,6 +273,47 @@ def test_the_greedy_answer_is_the_baseline_of_every_sample_of_its_prompt(five: P
     baselines = penalised.collect(Position(0, 2), Timers(), step=7).baselines
     assert baselines is not None
     assert baselines.tolist() == pytest.approx([-0.3, -0.3, -0.2, -0.2])  # three tokens are one of two too many
+
+
+def test_samples_without_a_score_are_kept_and_not_learnt_from(five: PromptStream) -> None:
+    world = World(lambda row, batch: (math.nan, 0.5) if row == 2 else (0.0, 1.0))
+    collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
+    assert collected.scored.failures == ["nan is odd", None, None, None]
+    judged, _ = collected.judged()
+    assert judged.scores.tolist() == [0.5, 0.0, 1.0]
+    assert (judged.texts, judged.failures) == (["21", "30", "31"], [None] * 3)
+    assert (judged.groups.tolist(), rows(collected)) == ([0, 1, 1], [2, 3])
+
+
+def test_groups_whose_scores_do_not_differ_teach_nothing_whatever_else_failed(five: PromptStream) -> None:
+    world = World(lambda row, batch: (math.nan, 1.0) if row in (0, 2) else (0.0, 1.0))
+    collected = collector(five, world).collect(Position(), Timers(), step=7)
+    assert rows(collected) == [1, 3]
+    assert collected.metrics["train/sampled_score/mean"] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_an_iteration_in_which_most_rewards_fail_stops_the_run(five: PromptStream, enable: bool) -> None:
+    world = World(lambda row, batch: (math.nan, math.nan) if row == 0 else (math.nan, 1.0))
+    message = r"failed on 3 of 4 responses, more than half.*data row 0, response '0'\): nan is odd.*on_failure=score"
+    with pytest.raises(RewardError, match=message):
+        collector(five, world, enable=enable).collect(Position(), Timers(), step=7)
+
+
+def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: PromptStream) -> None:
+    world = World(right_and_wrong())
+    world.odd_baselines = [3]
+    collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
+    reason = "the greedy response to its prompt has no score: nan is odd"
+    assert collected.scored.failures == [None, None, reason, reason]
+    judged, baselines = collected.judged()
+    assert baselines is not None
+    assert (judged.texts, baselines.tolist()) == (["20", "21"], pytest.approx([0.2, 0.2]))
+
+    world = World(lambda row, batch: (math.nan, 1.0) if row == 2 else (0.0, 1.0))
+    world.odd_baselines = [3]
+    with pytest.raises(RewardError, match="failed on 3 of 4 responses"):
+        collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
 
 
 def test_only_prompts_that_are_kept_get_greedy_answers(five: PromptStream) -> None:

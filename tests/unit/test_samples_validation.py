@@ -1,5 +1,6 @@
 """Which numbers a validation gives of each data source, and which samples it shows."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
+from megarl.rewards.scoring import RewardError
 from megarl.samples.archive import Archive
 from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
@@ -26,7 +28,8 @@ ANSWERS = {4: "5", 5: "5", 6: "7"}  # the reward of the second data source tells
 class World(NullTracker):
     """Three prompts in batches of two and one, `num` answers to each, whose scores are the first of SCORES."""
 
-    def __init__(self, num: int, ids: Sequence[str | None]) -> None:
+    def __init__(self, num: int, ids: Sequence[str | None], failed: Sequence[int]) -> None:
+        self.failed = failed
         self.num, self.ids, self.given, self.tables = num, ids, 0, dict[str, Sequence[Any]]()
 
     def batches(self) -> Iterator[Prompts]:
@@ -49,7 +52,10 @@ class World(NullTracker):
         scores = torch.tensor(SCORES[first : self.given])
         texts = [f"answer {first + number}" for number in range(len(rollouts))]
         answers = [ANSWERS.get(number) for number in range(first, self.given)]
-        return rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, answers=answers), {
+        failures = ["timeout" if number in self.failed else None for number in range(first, self.given)]
+        scores[[failure is not None for failure in failures]] = math.nan
+        fields = {"texts": texts, "scores": scores, "accuracies": scores, "answers": answers, "failures": failures}
+        return rollouts.extend(Scored, **fields), {
             "reward/error_rate": first / 10,
             "reward/slowest_s": 2.0 - first,
         }
@@ -64,8 +70,9 @@ def validate(
     shown: int = 3,
     ids: Sequence[str | None] = (None, None, None),
     archive: Archive | None = None,
+    failed: Sequence[int] = (),
 ) -> tuple[dict[str, float], World]:
-    world: Any = World(num, ids)
+    world: Any = World(num, ids, failed)
     validation = Validation(prompts=world, sampler=world, scorer=world, tracker=world, num_shown=shown, archive=archive)
     return validation.run(step=4), world
 
@@ -77,6 +84,7 @@ def test_one_answer_has_a_mean_alone() -> None:
             "val/test_score/gsm8k": 0.5,
             "val/test_score/math": 0.0,
             "val/reward/error_rate": 0.2 / 3,  # of two samples 0, of the third 0.2
+            "val/reward/masked_rate": 0.0,
             "sync/check_probs_diff_mean": 0.0,
         }
     )
@@ -92,6 +100,33 @@ def test_several_answers_are_judged_together_by_data_source() -> None:
     assert metrics["val/math/best@2/mean"] == pytest.approx((5 * 1.0 + 1 * 0.5) / 6)
     assert metrics["val/math/maj@4"] == 0.5
     assert "val/gsm8k/maj@4" not in metrics  # nobody told the answers
+
+
+def test_samples_without_a_score_are_in_no_number() -> None:
+    metrics, world = validate(4, failed=[1, 6, 8, 9, 10], shown=9)
+    assert metrics["val/reward/masked_rate"] == pytest.approx(5 / 12)
+    assert metrics["val/test_score/gsm8k"] == metrics["val/gsm8k/mean@4"] == pytest.approx((1 / 3 + 0.0) / 2)
+    assert metrics["val/gsm8k/best@2/mean"] == pytest.approx(2 / 3)  # of 1 0 0; the other prompt has one score
+    assert metrics["val/math/mean@4"] == pytest.approx(2 / 3)
+    assert metrics["val/math/maj@4"] == 0.5  # twice "5"; "7" has no score
+    assert not [name for name in metrics if "best@4" in name]
+    assert [row["score"] for row in world.tables["val/generations"]][:8] == [1.0, None, 0.0, 0.0, 0.5, 0.5, None, 1.0]
+
+
+def test_a_data_source_without_a_score_stops_the_run() -> None:
+    with pytest.raises(RewardError, match=r"every validation response of data source 'math'; .*sample 4 .*timeout"):
+        validate(4, failed=[4, 5, 6, 7])
+
+
+def test_a_small_last_batch_whose_rewards_all_fail_stops_nothing() -> None:
+    metrics, _ = validate(4, failed=[8, 9, 10, 11])
+    assert metrics["val/test_score/gsm8k"] == 0.25
+
+
+def test_a_validation_in_which_most_rewards_fail_stops_the_run() -> None:
+    message = r"failed on 5 of 8 responses, more than half.*sample 0 .*sample 2 .*on_failure"
+    with pytest.raises(RewardError, match=message):
+        validate(4, failed=[0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("shown", [0, 1, 3, 9])
