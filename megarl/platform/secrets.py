@@ -7,72 +7,33 @@ in, and what is redacted once stays as it is. What no name, shape or variable te
 import argparse
 import logging
 import os
-import re
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
-from urllib.parse import quote
 
-BLOT = "***"
-MIN_VALUE = 8
-"""Characters of a variable's value from which on it is looked for in texts; a shorter one may be a common word."""
+from megarl.platform.secret_names import Telling, is_secret, tells
+from megarl.platform.secret_texts import BLOT, blot_named, blot_shapes, blot_users
+from megarl.platform.secret_values import values as secret_values
+
+__all__ = ["BLOT", "READ_CHARACTERS", "Parser", "beginning", "guard_output", "is_secret", "redact", "redacted"]
 
 READ_CHARACTERS = 1 << 16
 """Of a text of which the beginning is shown."""
 
-_NAME = re.compile(
-    r"(?:password|passwd|passphrase|secret|authorization"
-    r"|(?:^|[^a-z])(?:credential|signature|sig|token"
-    r"|(?:api|access|secret|private|account|storage|shared|signing|encryption)[_-]?key(?:[_-]?id)?))$"
-)
-_OF_TEXT = re.compile(  # tokens that are words of a text, and counts of them
-    r"(?:^|[^a-z])(?:added|bos|cls|decoder[_-]start|end|eos|first|image|last|mask|max|min|next|num|pad|per|sep|special"
-    r"|start|stop|unk)[_-]?token$"
-)
-_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_USER = re.compile(r"(?<=:/)(/?)[^\s/?#'\"]*:[^\s/?#'\"]*@")
-_USER_WITH_SLASH = re.compile(r"(?<=:/)(/?)[^\s/:@?#'\"]+:(?!\d*(?:[/?#\s'\"]|$))[^\s@'\"]*@")
-_SHAPES = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|gh[oprsu]_[A-Za-z0-9]{20,}"
-    r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
-    re.DOTALL,
-)
-_BEARER = re.compile(r"(?i)\b((?:bearer|authorization: *(?:basic|token|api-?key)) +)[\w.~+/-]{8,}=*")
-_IN_QUERY = re.compile(r"(?i)(?<=[?&])(key|code|pwd)=[^\s&#;,'\"]+")
-_QUOTED = r"b?'[^']*'|b?\"[^\"]*\""
-_ASSIGNED = re.compile(
-    r"(?P<name>\w[\w.-]{0,80})(?P<between>=|['\"]\s*:\s*)"
-    rf"(?P<value>{_QUOTED}|\[[^\]]*\]|\([^)]*\)|\{{[^}}]*\}}|['\"]?[^\s&#;,'\"]+)"
-)
-_PAIRED = re.compile(  # as headers of HTTP are kept
-    r"(?:(?<=[(\[]['\"])|(?<=[(\[]b['\"]))(?P<name>\w[\w.-]{0,80})(?P<between>['\"],\s*)"
-    rf"(?P<value>{_QUOTED})(?=[)\]])"
-)
-
-
-def is_secret(name: str) -> bool:
-    """Whether what bears this name (a key, a variable, a parameter of a query) is not for everybody's eyes."""
-    plain = _WORDS.sub("_", name).lower()
-    return bool(_NAME.search(plain)) and not _OF_TEXT.search(plain)
-
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` without passwords, tokens, keys and signatures.
+    """Return `text` without passwords, tokens, keys and signatures, in time that is linear in its length.
 
-    They are found as `user:password@` of URIs, as what is given to a name that tells (`?token=...`, `'secret': '...'`),
-    by the shape of known tokens, and as values of the variables of `environ` whose names tell.
+    They are found as `user:password@` of URIs, as what is given to a name that tells (`?token=...`, `'secret': '...'`,
+    `password: ...`, `--api-key ...`), by the shape of known tokens, and as values of the variables of `environ` whose
+    names tell: as they are, and escaped, in percent form or in base64.
     """
-    for value in _values(environ):
+    for value in secret_values(environ):
         text = text.replace(value, BLOT)
-    text = _SHAPES.sub(BLOT, text)
-    text = _USER_WITH_SLASH.sub(rf"\1{BLOT}@", _USER.sub(rf"\1{BLOT}@", text))
-    text = _IN_QUERY.sub(rf"\1={BLOT}", _BEARER.sub(rf"\1{BLOT}", text))
-    return _PAIRED.sub(_blot, _ASSIGNED.sub(_blot, text))
+    return blot_named(blot_users(blot_shapes(text)))
 
 
 def beginning(text: str, length: int) -> str:
@@ -85,7 +46,7 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
 
     def clean(value: Any, *, hidden: bool) -> Any:
         if isinstance(value, Mapping):
-            return {key: clean(inner, hidden=hidden or _tells(str(key))) for key, inner in value.items()}
+            return {key: clean(inner, hidden=hidden or _hides(str(key))) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(clean(item, hidden=hidden) for item in value)
         if value is None or isinstance(value, bool) or value == "":
@@ -94,7 +55,7 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
             return BLOT
         return redact(value, environ) if isinstance(value, str) else value
 
-    return {key: clean(value, hidden=_tells(str(key))) for key, value in values.items()}
+    return {key: clean(value, hidden=_hides(str(key))) for key, value in values.items()}
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,20 +104,5 @@ def _trace(error: BaseException) -> str:
     return redact("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
-def _values(environ: Mapping[str, str]) -> Iterable[str]:
-    """What to look for, longest first, as one may be a part of another; as it is and as it stands in a URI."""
-    found = {value for name, value in environ.items() if len(value) >= MIN_VALUE and is_secret(name)}
-    return sorted(found | {quote(value, safe="") for value in found}, key=len, reverse=True)
-
-
-def _tells(name: str) -> bool:
-    """Whether a part of a dotted name says that what is below is secret."""
-    return any(map(is_secret, name.split(".")))
-
-
-def _blot(match: re.Match[str]) -> str:
-    if not _tells(match["name"]):
-        return match[0]
-    opening = re.match(r"b?['\"]|", match["value"])
-    mark = opening[0] if opening else ""
-    return f"{match['name']}{match['between']}{mark}{BLOT}{mark[-1:]}"
+def _hides(key: str) -> bool:
+    return tells(key) is not Telling.NO

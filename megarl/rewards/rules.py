@@ -130,7 +130,7 @@ def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
 def as_verdict(result: Any) -> Verdict:
     """What a reward returned; TypeError as for `as_numbers`. Of a long answer the beginning is kept."""
     pred = result.get("pred") if isinstance(result, Mapping) else None
-    told = pred[:MAX_PRED].encode(errors="replace").decode() if isinstance(pred, str) else None
+    told = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
     return Verdict(as_numbers(result), told)
 
 

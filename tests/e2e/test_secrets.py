@@ -31,16 +31,19 @@ VARIABLES = {
     "JUDGE_API_KEY": JUDGE,
     "AWS_SECRET_ACCESS_KEY": "aws+planted/66",
     "MLFLOW_TRACKING_PASSWORD": "mlflowplanted77",
+    "OPENAI_KEY": "openaiplanted88\n",
+    "DB_CREDENTIALS": "cre\\dent'ials\"planted99",
 }
-SECRETS = {*VARIABLES.values(), USER, PASSWORD, quote(PASSWORD, safe=""), HUB}
+SECRETS = {*map(str.strip, VARIABLES.values()), USER, PASSWORD, quote(PASSWORD, safe=""), HUB, "planted99"}
 REWARD = """
 import os
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("asking the judge with", os.environ["JUDGE_API_KEY"])
+    others = {"key": os.environ["OPENAI_KEY"].strip(), "login": os.environ["DB_CREDENTIALS"]}
     if len(solution_str) % 2:
-        raise PermissionError("the judge does not know " + os.environ["JUDGE_API_KEY"])
-    return 1.0
+        raise PermissionError(f"the judge does not know {os.environ['JUDGE_API_KEY']}, {others}")
+    return {"score": 1.0, "pred": f"{others}"}
 """
 
 

@@ -23,7 +23,7 @@ NO_VARIABLES: dict[str, str] = {}
     ("text", "shown"),
     [
         ("mlflow at http://ann:Swordf1sh@host:5000/x", "mlflow at http://***@host:5000/x"),
-        ("s3://AKIA:Swordf1sh/qui@et@bucket/a", "s3://***@et@bucket/a"),
+        ("s3://AKIA:Swordf1sh/qui@et@bucket/a", "s3://***@bucket/a"),
         ("s3:/ann:Swordf1sh@bucket/a", "s3:/***@bucket/a"),
         ("https://ann:p@ss:w0rd@host", "https://***@host"),
         ("https://ann:p#s?s@host", "https://***@host"),

@@ -1,0 +1,79 @@
+"""The values of secret variables, in every form in which a text may show them."""
+
+import json
+import os
+import re
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from urllib.parse import quote, quote_plus
+
+from megarl.platform.secret_names import is_secret
+
+MIN_VALUE = 8
+"""Characters of a variable's value from which on a text is searched for it; a shorter one may be a common word."""
+
+_MIN_LINE = 20
+_NUM_ESCAPES = 2  # a message that quotes a message
+_PERCENT = re.compile(r"%[0-9A-F]{2}")
+_ESCAPES: tuple[Callable[[str], str], ...] = (
+    lambda text: repr(text)[1:-1],
+    lambda text: repr(f"{text}'\"")[1:-4],  # quotes of both kinds make repr escape one
+    lambda text: repr(text.encode(errors="surrogateescape"))[2:-1],
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+)
+_SHELL: tuple[Callable[[str], str], ...] = (
+    lambda text: text.replace("'", "'\"'\"'"),
+    lambda text: text.replace("'", "'\\''"),
+    lambda text: re.sub(r"([^\w@%+=:,./-])", r"\\\1", text),
+    lambda text: re.sub(r"([\\\"$`])", r"\\\1", text),
+)
+
+
+def values(environ: Mapping[str, str]) -> list[str]:
+    """Return what to look for in texts, longest first, because one form may be a part of another."""
+    secrets = {value for name, value in environ.items() if is_secret(name) and not _is_place(value)}
+    return sorted({form for secret in secrets for form in _forms(secret)}, key=len, reverse=True)
+
+
+def _is_place(value: str) -> bool:
+    """Tell whether a value names a file, as GOOGLE_APPLICATION_CREDENTIALS does."""
+    return value.startswith("/") and os.path.exists(value)  # noqa: PTH110 - Path raises an error where a value is too long for a name
+
+
+@lru_cache(maxsize=1024)
+def _forms(value: str) -> frozenset[str]:
+    """Return a value as it is, escaped, quoted for a shell, in percent form and in base64."""
+    found = set[str]()
+    for plain in _plain(value):
+        forms = {plain, *(escape(plain) for escape in _SHELL)}
+        for _ in range(_NUM_ESCAPES):
+            forms |= {escape(form) for escape in _ESCAPES for form in forms}
+        for percent in _quoted(plain):
+            forms |= {percent, _PERCENT.sub(lambda match: match[0].lower(), percent)}
+        found |= forms | set(_base64(plain.encode(errors="surrogateescape")))
+    return frozenset(form for form in found if len(form) >= MIN_VALUE)
+
+
+def _plain(value: str) -> Iterable[str]:
+    """Yield what of a value may stand alone: all of it, and the lines of a key that has several."""
+    stripped = value.strip()
+    if len(stripped) >= MIN_VALUE and stripped.strip("*"):
+        yield stripped
+        for line in stripped.splitlines()[:200]:
+            if len(line) >= _MIN_LINE and " " not in line and line != stripped:
+                yield line
+
+
+def _quoted(plain: str) -> tuple[str, ...]:
+    content = plain.encode(errors="surrogateescape")
+    return quote(content, safe=""), quote(content), quote_plus(content)
+
+
+def _base64(content: bytes) -> Iterable[str]:
+    """Yield the characters that `content` makes wherever it begins in what is encoded, as in `user:password`."""
+    for encode in (b64encode, urlsafe_b64encode):
+        for before in range(3):
+            last = (before + len(content)) * 8 // 6
+            yield encode(bytes(before) + content).decode()[(before * 8 + 5) // 6 : last]
