@@ -84,13 +84,10 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
     ("*megatron.*", Effect.CURVE, "how the model computes"),
     ("*model.trust_remote_code", Effect.NONE, "which code may be loaded"),
     ("*model.enable_gradient_checkpointing", Effect.ROUNDING, "what is computed twice"),
-    ("*model.use_remove_padding", Effect.NONE, "a key without a choice"),
     *(
         (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen one that it is compared with")
         for pattern in ("model.*", "*.model.*")
     ),
-    ("actor_rollout_ref.hybrid_engine", Effect.NONE, "a key without a choice"),
-    ("*.strategy", Effect.NONE, "a key without a choice"),
     *(
         (pattern, Effect.ROUNDING, _MICRO)
         for pattern in ("*micro_batch_size", "*max_token_len_per_gpu", "*.use_dynamic_bsz")
@@ -101,7 +98,7 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
     ("actor_rollout_ref.rollout.sync.*", Effect.NONE, "how weights travel and are checked, not which"),
     *(
         (f"actor_rollout_ref.rollout.{name}", Effect.NONE, "a key without a choice")
-        for name in ("name", "load_format", "calculate_log_probs")
+        for name in ("load_format", "calculate_log_probs")
     ),
     *(
         (f"actor_rollout_ref.rollout.{name}", Effect.ROUNDING, _ENGINE)

@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from megarl.config.faults import Fault
-from megarl.config.foreign import alias, answer_key, answer_values
+from megarl.config.fixed import is_fixed, refuse
+from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.schema import Schema
 from megarl.platform.secrets import BLOT
 
@@ -52,7 +53,7 @@ def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]
         if path in leaves and leaves[path] != value:
             found.append(Fault(path=path, message=f"is given twice, as {leaves[path]!r} and as {value!r}"))
         faults.extend(replace(fault, origin=layer.origin) for fault in found)
-        if not found and (path in schema.leaves or value):
+        if not found and path in schema and (path in schema.leaves or value):
             leaves[path] = value
     return leaves, faults
 
@@ -64,6 +65,9 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
     elif path in schema.sections:
         if not (value is None or value == {} or (isinstance(value, str) and value.startswith("${"))):
             yield Fault(path=path, message=f"is a section with keys of its own, not a value: {value!r}")
+    elif is_fixed(path):
+        if why := refuse(path, value):
+            yield Fault(path=path, message=why)
     elif (foreign := answer_key(path)) is not None:
         yield Fault(path=path, message=foreign)
     else:
@@ -74,6 +78,8 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
 
 def _read_file(name: str) -> Layer:
     path = Path(name)
+    if meant := FLAGS.get(name.lstrip("-").partition(" ")[0]):
+        raise ValueError(f"is a flag of another trainer: write {meant}")
     if name.startswith("-") or path.suffix not in (".yaml", ".yml"):
         raise ValueError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():

@@ -5,7 +5,6 @@ A key that follows another is an interpolation underneath the user's files, so t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
-from typing import Literal
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
@@ -30,8 +29,6 @@ class ActorRolloutRefSection:
 
     model: ModelSection
     """The checkpoint that actor, engine and reference share."""
-    hybrid_engine: Literal[True] = True
-    """Trainer and engine live in the same processes."""
     actor: ActorSection = field(default_factory=ActorSection)
     """The policy that learns."""
     ref: RefSection = field(default_factory=RefSection)

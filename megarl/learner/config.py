@@ -96,8 +96,6 @@ class ModelSection(CheckpointSection):
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    use_remove_padding: Literal[True] = True
-    """Micro-batches are always packed: no padding reaches the model."""
 
 
 @section
@@ -144,8 +142,6 @@ class PolicyLossSection:
 class ActorSection:
     """`actor_rollout_ref.actor.*`: the policy update."""
 
-    strategy: Literal["megatron"] = "megatron"
-    """The training backend."""
     ppo_mini_batch_size: Count = 256
     """Prompts per optimizer step, over all ranks."""
     ppo_micro_batch_size: Count | None = None
@@ -210,8 +206,6 @@ class RefSection:
 class CriticSection:
     """`critic.*`: the value model and its update."""
 
-    strategy: Literal["megatron"] = "megatron"
-    """The training backend."""
     optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
     """The optimizer."""
     model: CriticModelSection = field(default_factory=CriticModelSection)

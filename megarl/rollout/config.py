@@ -54,8 +54,6 @@ class SyncSection:
 class RolloutSection:
     """`actor_rollout_ref.rollout.*`: the engine and how it samples in training."""
 
-    name: Literal["vllm"] = "vllm"
-    """The engine."""
     n: Count = 1
     """Responses per prompt; more than 1 where the advantages compare them (grpo, rloo, ...)."""
     temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0

@@ -24,7 +24,7 @@ def _local(value: str | None) -> str | None:
 
 # A name like 2024 is a number to YAML.
 Name = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
-Logger = Annotated[Literal["console", "mlflow", "jsonl"], BeforeValidator(_mlflow_by_any_name)]
+Logger = Annotated[Literal["console", "jsonl", "mlflow", "tensorboard", "wandb"], BeforeValidator(_mlflow_by_any_name)]
 
 
 @section
@@ -36,11 +36,11 @@ class TrainerSection:
     total_training_steps: Length | None = None
     """Iterations after which to stop; null = total_epochs decides."""
     project_name: Name = "megarl_examples"
-    """MLflow experiment."""
+    """MLflow experiment, or project of Weights & Biases."""
     experiment_name: Name = "gsm8k"
-    """MLflow run."""
+    """Name of the run there."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
-    """Where metrics go: console, mlflow (alias tracking), jsonl."""
+    """Where metrics go: console, jsonl, mlflow (alias tracking), tensorboard, wandb."""
     mlflow_tracking_uri: str | None = None
     """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
     nnodes: Count = 1

@@ -50,6 +50,8 @@ def test_arguments_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("trainer.logger=['console','mlflow']", "trainer.logger", ["console", "mlflow"]),
         ("trainer.logger=[console,tracking]", "trainer.logger", ["console", "mlflow"]),
         ("trainer.logger=jsonl", "trainer.logger", ["jsonl"]),
+        ("trainer.logger=['wandb']", "trainer.logger", ["wandb"]),
+        ("trainer.logger=[console,wandb]", "trainer.logger", ["console", "wandb"]),
         ("trainer.experiment_name=2024", "trainer.experiment_name", "2024"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
         ("data.train_files=hdfs://host/a=b.parquet", "data.train_files", "hdfs://host/a=b.parquet"),
@@ -108,24 +110,6 @@ def test_kl_is_in_the_reward_unless_it_is_in_the_loss(use_kl_loss: str, in_rewar
     assert load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}").algorithm.use_kl_in_reward is in_reward
     kept = load(f"actor_rollout_ref.actor.use_kl_loss={use_kl_loss}", "algorithm.use_kl_in_reward=true")
     assert kept.algorithm.use_kl_in_reward is True
-
-
-def test_the_command_line_of_the_well_known_small_script_is_understood() -> None:
-    argv = """data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=256
-        data.val_batch_size=1312 data.max_prompt_length=256 data.max_response_length=1024
-        actor_rollout_ref.model.path=org/base actor_rollout_ref.actor.optim.lr=1e-6
-        actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=8
-        actor_rollout_ref.rollout.log_prob_micro_batch_size=8 actor_rollout_ref.rollout.tensor_model_parallel_size=2
-        actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.ref.log_prob_micro_batch_size=4
-        critic.optim.lr=1e-5 critic.model.path=org/base critic.ppo_micro_batch_size=8
-        algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=['console','mlflow'] +trainer.val_before_train=False
-        trainer.default_hdfs_dir=null trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.save_freq=100
-        trainer.test_freq=100 trainer.project_name=TinyZero trainer.experiment_name=countdown trainer.total_epochs=15"""
-    config = load_config(argv.split(), world_size=2, check_paths=False)
-    assert config.actor_rollout_ref.rollout.response_length == 1024
-    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size == 4
-    assert config.critic.optim.lr == 1e-5
-    assert config.algorithm.use_kl_in_reward is True
 
 
 @settings(max_examples=8)
