@@ -55,6 +55,8 @@ class Rollouts(Prompts):
     mask: Tensor  # [B, T] bool: True on response tokens
     rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: not asked
     truncated: Tensor  # [B] bool: the response met the length limit before a stop token
+    weight_versions: Tensor | None = None  # [B] int64: the steps that were finished when a sync brought the weights
+    # which drew the sample; None: no engine drew it
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, one more
     # behind them; None: the model reads the tokens that were written
     places: Tensor | None = None  # [B, T] int64: the last token of `sequences` that a reader has seen before each token

@@ -14,6 +14,7 @@ from megarl.data.order import Position
 from megarl.distributed import watchdog
 from megarl.distributed.signals import Stopped, told
 from megarl.estimate import Metrics, estimate, mismatch_metrics
+from megarl.gate import Gate, require_version
 from megarl.interfaces import Checkpoints, Critic, Policy
 from megarl.samples.collect import SampleSource
 from megarl.samples.validation import Validation
@@ -48,10 +49,18 @@ class Progress:
     kl: KL  # the controller of the KL penalty in the reward
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: nothing was validated yet
+    mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first iterations
 
     def state(self, step: int, metrics: Metrics) -> State:
         """What a checkpoint of `step` finished steps keeps."""
-        return State(step=step, kl_coef=self.kl.coef, position=self.position, best=self.best, metrics=metrics)
+        return State(
+            step=step,
+            kl_coef=self.kl.coef,
+            position=self.position,
+            best=self.best,
+            metrics=metrics,
+            mismatches=self.mismatches,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class Job:
     actor: Policy
     reference: Policy | None  # None: nothing asks for its log-probabilities
     critic: Critic | None  # None: the advantages come from groups
+    gate: Gate | None  # None: the samples need not be those of the weights that learn, as in a replay
     algorithm: AlgorithmSection
     schedule: Schedule
     validation: Validation | None
@@ -115,8 +125,15 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
     """One iteration; returns its metrics and what the next one starts from."""
     collected, kl = job.samples.collect(progress.position, timers, step=step), progress.kl
     scored, baselines = collected.judged()
+    require_version(scored, step=step)
     with timers("old_log_prob"):
         old = job.actor.infer(scored)
+    mismatch, mismatches = mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask), progress.mismatches
+    if job.gate and scored.rollout_log_probs is not None:
+        verdict = job.gate.judge(scored, old.log_probs, mismatches, step=step)
+        scored, old = scored.select(verdict.rows), old.select(verdict.rows)
+        baselines = None if baselines is None else baselines[verdict.rows]
+        mismatch, mismatches = mismatch | verdict.metrics, verdict.healthy
     with timers("ref"):
         ref_log_probs = job.reference.infer(scored).log_probs if job.reference else None
     with timers("values"):
@@ -143,8 +160,8 @@ def iterate(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple
         with timers("update_actor"):
             metrics |= job.actor.update(experience, step=step)
 
-    metrics |= mismatch_metrics(old.log_probs, scored.rollout_log_probs, scored.mask)
     metrics["actor/entropy"] = float(old.entropy[scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
-    metrics["reward/masked_rate"] = 1.0 - len(scored) / len(collected.scored)
-    return metrics | collected.metrics, replace(progress, kl=kl, position=collected.position)
+    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
+    going_on = replace(progress, kl=kl, position=collected.position, mismatches=mismatches)
+    return metrics | mismatch | collected.metrics, going_on

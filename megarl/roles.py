@@ -127,10 +127,10 @@ class Sampler:
 
         if due:
             with timers("sync_check"):
-                with self.engine.awake(sync):
+                with self.engine.awake(sync, version=step):
                     answers = self.check.ask(step=step)
                 metrics = self.check.compare(answers)
-        with self.engine.awake(sync):
+        with self.engine.awake(sync, version=step):
             yield metrics
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:

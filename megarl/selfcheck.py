@@ -15,19 +15,23 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt, Prompts, Rollouts
+from megarl.distributed.exchange import together
 from megarl.learner.learner import Budget, Learner
+from megarl.reshard.checksums import checksum
 from megarl.rollout.answers import as_rollouts
-from megarl.rollout.config import SyncSection
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.limits import Limits
 from megarl.rollout.sampling import GREEDY
 
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.sync"
+NUM_WEIGHTS = 2  # different weights of the trainer, whose syncs are checked in any case
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 136  # more than a block of the prefix cache: 128 tokens on CPU, 16 on CUDA
 RESPONSE_TOKENS = 16
 
+Fingerprint = list[list[int]]  # by rank and parameter
 Answer = tuple[list[int], list[float]]  # tokens of one sample and their log-probabilities
 
 
@@ -75,27 +79,37 @@ class Seen:
 
 
 class SelfCheck:
-    """The checks of one run; each remembers the one before."""
+    """The checks of one job; each remembers the one before."""
 
-    def __init__(self, section: SyncSection, engine: RolloutEngine, actor: Learner, budget: Budget) -> None:
-        self._section, self._engine, self._budget = section, engine, budget
+    def __init__(
+        self, limits: Limits, engine: RolloutEngine, actor: Learner, budget: Budget, *, check_every: int
+    ) -> None:
+        self._limits, self._engine, self._budget, self._check_every = limits, engine, budget, check_every
         self._actor = replace(actor, temperature=1.0)
         self._prompts, self._num_tokens = fixed_prompts(
             actor.architecture.vocab_size, max_model_len=engine.max_model_len
         )
         self._last_step: int | None = None
         self._before: Seen | None = None
+        self._checked: list[Fingerprint] = []  # of different weights, up to `NUM_WEIGHTS`
 
     def is_due(self, step: int) -> bool:
-        """Whether the sync after `step` finished steps is to be checked: the first one is, and as configured."""
-        if self._last_step is None:
+        """Whether the sync after `step` finished steps is to be checked. Collective.
+
+        It is due as often as configured, and for the first weights of the job and the first that differ from them:
+        some faults show only when weights change, which they do not while a critic warms up or a learning rate is 0.
+        """
+        if step == self._last_step:
+            return False
+        if self._check_every > 0 and step % self._check_every == 0:
             return True
-        every = self._section.check_every
-        return every > 0 and step % every == 0 and step != self._last_step
+        return len(self._checked) < NUM_WEIGHTS and self._fingerprint() not in self._checked
 
     def ask(self, *, step: int) -> Rollouts:
         """The engine's part, right after a sync; what it says is for `compare`."""
         self._last_step = step
+        if len(self._checked) < NUM_WEIGHTS and (weights := self._fingerprint()) not in self._checked:
+            self._checked.append(weights)
         return ask(self._engine, self._prompts, max_tokens=self._num_tokens)
 
     def compare(self, answers: Rollouts) -> dict[str, float]:
@@ -106,7 +120,7 @@ class SelfCheck:
             tokens, each of the replica where it is largest.
 
         Raises:
-            ValueError: on all ranks alike, where the mean is above `logprob_stop`, or where the trainer has moved since
+            ValueError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has moved since
                 the check before and a replica of the engine has not.
         """
         says = self._actor.infer(answers, self._budget).log_probs
@@ -114,12 +128,12 @@ class SelfCheck:
         seen = Seen(_by_sample(answers, answers.rollout_log_probs), _by_sample(answers, says))
         means, largest = probability_differences(answers, says, num_replicas=self._engine.num_replicas)
         mean = float(means.max())
-        if not mean <= self._section.logprob_warn:  # NaN counts as too much
+        if not mean <= self._limits.probs_warn:  # NaN counts as too much
             message = self._disagreement(mean, int(means.argmax()))
-            if not mean <= self._section.logprob_stop:
-                raise ValueError(f"{message} (more than {KEY}.logprob_stop={self._section.logprob_stop})")
+            if not mean <= self._limits.probs_stop:
+                raise ValueError(f"{message} (more than {KEY}.logprob_stop={self._limits.probs_stop:.3g})")
             if dist.get_rank() == 0:
-                logger.warning("%s (more than %s.logprob_warn=%s)", message, KEY, self._section.logprob_warn)
+                logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self._limits.probs_warn)
         if self._before and (stale := stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas)):
             named = ", ".join(map(self._engine.name, stale))
             raise ValueError(
@@ -129,6 +143,11 @@ class SelfCheck:
             )
         self._before = seen
         return {"sync/check_probs_diff_mean": mean, "sync/check_probs_diff_max": float(largest.max())}
+
+    def _fingerprint(self) -> Fingerprint:
+        """What tells the trainer's weights from others: the checksums of all parameters of all ranks. Collective."""
+        with self._actor.weights() as tensors:
+            return together(lambda: [int(checksum(tensor, tensor.dtype)) for tensor in tensors.values()])
 
     def _disagreement(self, mean: float, replica: int) -> str:
         name = self._engine.name(replica)

@@ -26,6 +26,7 @@ from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
 from megarl.platform.secrets import Parser
+from megarl.rollout.limits import Limits
 from megarl.tracking.config import TrainerSection
 
 
@@ -79,7 +80,9 @@ def verify(arguments: Arguments, launch: Launch) -> None:
     with scratch_directory() as scratch:
         subject = Subject.build(arguments.config, scratch, launch)
         found = look(subject, scratch)
-        limit = arguments.config.actor_rollout_ref.rollout.sync.logprob_stop
+        policy = arguments.config.actor_rollout_ref
+        limits = Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
+        limit = limits.probs_stop
         report = together(lambda: found.report(probability_limit=limit))[0]  # rank 0 alone has asked transformers
     if launch.rank == 0:
         if arguments.as_json:

@@ -24,8 +24,11 @@ def prompts(lengths: Sequence[int]) -> Prompts:
     )
 
 
-def answer(asked: Prompts, lengths: Sequence[int]) -> Rollouts:
-    """Equally many responses to each prompt, of the given lengths; those of sample `i` count up from `10 * (i + 1)`."""
+def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollouts:
+    """Equally many responses to each prompt, of the given lengths; those of sample `i` count up from `10 * (i + 1)`.
+
+    `version` is that of the weights that drew them.
+    """
     per_prompt = len(lengths) // len(asked.prompts)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     tokens = 10 * (torch.arange(len(lengths))[:, None] + 1) + torch.arange(max(lengths))
@@ -36,4 +39,5 @@ def answer(asked: Prompts, lengths: Sequence[int]) -> Rollouts:
         mask=mask,
         rollout_log_probs=-1.0 * mask,
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        weight_versions=torch.full((len(lengths),), version),
     )

@@ -105,5 +105,16 @@ def mismatch_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     return {f"rollout_corr/{name}": value for name, value in (means | less_one).items()}
 
 
+def token_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`min(d^2, 1) / 2` of every token with `d = log_probs - rollout_log_probs`, and which tokens have one.
+
+    Returns:
+        `[B, T]` float64, zero elsewhere; `[B, T]` bool: under the mask, and finite on both sides.
+    """
+    difference = _log_ratio(log_probs, rollout_log_probs, mask)
+    judged = mask & difference.isfinite()
+    return masked(difference.square().clamp(max=1.0) / 2, judged), judged
+
+
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     return masked(log_probs, mask).double() - masked(rollout_log_probs, mask).double()

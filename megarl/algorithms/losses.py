@@ -26,6 +26,11 @@ class PolicyOutputs:
     entropy: Tensor  # [b, T] nats, of the whole next-token distribution
     kl: Tensor | None = None  # [b, T] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
+    def select(self, samples: Tensor) -> "PolicyOutputs":
+        """What it says about the given samples (int64 indices)."""
+        kl = None if self.kl is None else self.kl[samples]
+        return PolicyOutputs(log_probs=self.log_probs[samples], entropy=self.entropy[samples], kl=kl)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:

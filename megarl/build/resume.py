@@ -65,6 +65,8 @@ class Standing:
         state = State.read(checkpoint)
         if any(difference.judges_otherwise for difference in found):
             state = replace(state, best=None)
+        if not same_curve:
+            state = replace(state, mismatches=())  # those of another temperature, type or policy
         return cls(checkpoint=checkpoint, state=state, same_curve=same_curve)
 
     @property

@@ -14,6 +14,7 @@ from megarl.build.models import device_of, make_actor, make_critic, make_referen
 from megarl.build.resume import CONFIG_FILE, Standing, companions, mirror_of, nothing_left, resumed_checkpoint
 from megarl.build.sampling import (
     make_archive,
+    make_limits,
     make_sampler,
     make_scorer,
     make_tokenizer,
@@ -35,6 +36,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
+from megarl.gate import Gate
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
@@ -111,6 +113,9 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
     tracker = open_records(config, launch, standing, last_step=last_step)
     if config.data.filter_overlong_prompts and not standing.is_resumed:
         _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
+    gate = None if replay or not policy.rollout.compares else Gate(limits=make_limits(config))
+    if gate and launch.rank == 0:
+        print(gate)
     if engine:
         scorer = make_scorer(config, rules, mesh, tokenizer)
         sampler = make_sampler(config, engine, actor.learner, scorer, launch)
@@ -123,6 +128,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         actor=actor,
         reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
         critic=critic,
+        gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
         schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=standing.is_resumed),
         validation=validation,
@@ -148,7 +154,12 @@ def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, r
 def make_progress(config: Config, state: State, prompts: PromptStream) -> Progress:
     """What the first iteration starts from."""
     position = state.position or prompts.position_of(state.step)
-    return Progress(kl=make_kl_controller(config.algorithm.kl_ctrl, state), position=position, best=state.best)
+    return Progress(
+        kl=make_kl_controller(config.algorithm.kl_ctrl, state),
+        position=position,
+        best=state.best,
+        mismatches=state.mismatches,
+    )
 
 
 def make_kl_controller(section: KLControlSection, state: State) -> KL:

@@ -17,6 +17,7 @@ from megarl.reward_model import Reward, make_reward
 from megarl.rewards.scoring import Scorer
 from megarl.roles import Sampler
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.limits import Limits
 from megarl.rollout.sampling import stop_token_ids
 from megarl.samples.archive import Archive
 from megarl.samples.validation import Validation
@@ -81,9 +82,17 @@ def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: 
         actor=actor,
         reshard=Reshard(plan, device=actor.device),
         section=rollout,
-        check=SelfCheck(rollout.sync, engine, actor, make_budget(config, None)),
+        check=SelfCheck(
+            make_limits(config), engine, actor, make_budget(config, None), check_every=rollout.sync.check_every
+        ),
         finished=scorer.begin,
     )
+
+
+def make_limits(config: Config) -> Limits:
+    """How far engine and trainer may be apart."""
+    policy = config.actor_rollout_ref
+    return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
 
 
 def make_scorer(config: Config, rules: Scorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:

@@ -33,10 +33,15 @@ class State:
     position: Position | None = None  # of the next prompt; None: one batch was taken for each step
     best: Best | None = None  # None: nothing was validated
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step: a crash may come before its records
+    mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first iterations
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
         """The state that a checkpoint was saved in."""
         state = json.loads((checkpoint / "state.json").read_text())
         position, best = state.pop("position", None), state.pop("best", None)
-        return cls(**state, position=position and Position(**position), best=best and Best(**best))
+        return cls(
+            **state | {"mismatches": tuple(state.get("mismatches", ()))},
+            position=position and Position(**position),
+            best=best and Best(**best),
+        )

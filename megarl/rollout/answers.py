@@ -36,6 +36,7 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
         mask=torch.arange(padded.shape[1]) < lengths[:, None],
         rollout_log_probs=_log_probs(generations),
         truncated=torch.tensor([generation.truncated for generation in generations]),
+        weight_versions=torch.tensor([generation.weight_version for generation in generations]),
     )
 
 

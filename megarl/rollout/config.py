@@ -43,11 +43,21 @@ class SyncSection:
     two_level: bool = False
     """What several ranks of a node need from outside comes to one of them, which passes it on."""
     check_every: CountFromZero = 0
-    """Iterations between self-checks of the sync; 0 = only on start and resume."""
-    logprob_warn: Fraction = 0.005
-    """Mean difference between the token probabilities of engine and trainer above which a self-check warns."""
-    logprob_stop: Fraction = 0.01
-    """The same above which it stops the run."""
+    """Iterations between self-checks of the sync; 0 = only the first two syncs of different weights, after a start and
+    after a resume."""
+    logprob_warn: Fraction | None = None
+    """Mean difference between the token probabilities of engine and trainer above which a self-check warns; null =
+    half of logprob_stop."""
+    logprob_stop: Fraction | None = None
+    """The same above which it stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in float32."""
+    mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
+    """Mismatch of an iteration, the mean of min(d^2, 1) / 2 over its tokens with d the difference of the
+    log-probabilities, above which the run stops before it learns; null = 0.0156 in bfloat16, 2.4e-07 if both compute in
+    float32; 0.5 = never."""
+    mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = 10.0
+    """The same, as a multiple of the median of the run's first 8 iterations."""
+    mismatch_share: Fraction = 0.05
+    """Share of an iteration's samples that may be left out for a mismatch of their own, before the run stops."""
 
 
 @section

@@ -74,6 +74,7 @@ class RolloutEngine:
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
+        self._version = 0
         self._may_compile = not (on_cpu and section.enforce_eager)
         arguments = llm_arguments(
             section,
@@ -123,8 +124,10 @@ class RolloutEngine:
         return self._weights
 
     @contextmanager
-    def awake(self, sync: Callable[["EngineWeights"], None]) -> Iterator["RolloutEngine"]:
+    def awake(self, sync: Callable[["EngineWeights"], None], *, version: int = 0) -> Iterator["RolloutEngine"]:
         """Take memory, let `sync` write all weights, and generate within; then give the memory back.
+
+        `version` names the weights: how many steps of the run are finished.
 
         Memory comes in the order it is needed, weights before KV cache, so that the trainer can still hold its own
         weights during the sync. RuntimeError where the sync left a parameter unwritten. After an error within the block
@@ -133,6 +136,7 @@ class RolloutEngine:
         self._wake("weights")
         with self._weights.update():
             sync(self._weights)
+        self._version = version
         self._wake("kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
@@ -197,7 +201,7 @@ class RolloutEngine:
 
         def read(number: int, output: Any) -> Generation:
             position, _ = asked[number]
-            return read_output(output, position=position, prompt=prompts[position])
+            return read_output(output, position=position, prompt=prompts[position], weight_version=self._version)
 
         def tell(number: int, output: Any) -> None:
             if finished and number % self.tp_size == self.tp_rank:

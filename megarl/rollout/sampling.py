@@ -30,6 +30,7 @@ class Generation:
     log_probs: list[float] | None  # of each token under the distribution it was drawn from; None = not asked for
     truncated: bool  # met the length limit before a stop token
     num_cached: int = 0  # tokens of the prompt whose keys the engine had already
+    weight_version: int = 0  # steps that were finished when a sync brought the weights that drew it
 
 
 def request_seed(seed: int, *, step: int, prompt_index: int, sample: int) -> int:
@@ -73,7 +74,7 @@ def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequ
     )
 
 
-def read_output(output: Any, *, position: int, prompt: Prompt) -> Generation:
+def read_output(output: Any, *, position: int, prompt: Prompt, weight_version: int) -> Generation:
     """The sample in a vLLM RequestOutput; RuntimeError where it is missing, empty, cut off or not a number.
 
     Or where it answers another prompt.
@@ -92,4 +93,5 @@ def read_output(output: Any, *, position: int, prompt: Prompt) -> Generation:
         if len(log_probs) != len(sample.token_ids) or any(value != value for value in log_probs):
             raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
     truncated = sample.finish_reason == "length"
-    return Generation(position, list(sample.token_ids), log_probs, truncated, output.num_cached_tokens or 0)
+    num_cached = output.num_cached_tokens or 0
+    return Generation(position, list(sample.token_ids), log_probs, truncated, num_cached, weight_version)

@@ -41,6 +41,7 @@ SAMPLE_COLUMNS = {
     "response_ids": pa.list_(pa.int32()),
     "rollout_log_probs": pa.list_(pa.float32()),  # null where the engine was not asked for them
     "truncated": pa.bool_(),
+    "weight_version": pa.int64(),  # steps that were finished when a sync brought the weights that drew it
     "score": pa.float32(),  # null where the reward failed
     "accuracy": pa.float32(),
     "failure": pa.string(),  # why there is no score, null where there is one
@@ -147,6 +148,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
     baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
+    versions = table["weight_version"]
     responses = _padded(table["response_ids"], mask, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
@@ -156,6 +158,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         mask=mask,
         rollout_log_probs=_padded(table["rollout_log_probs"], mask, torch.float32),
         truncated=torch.tensor(table["truncated"].to_pylist()),
+        weight_versions=None if versions.null_count else torch.from_numpy(versions.to_numpy().copy()),
         texts=table["response"].to_pylist(),
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
@@ -196,6 +199,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
         "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
         "truncated": scored.truncated.tolist(),
+        "weight_version": [None] * num if scored.weight_versions is None else scored.weight_versions.numpy(),
         "score": _numbers(scored.scores),
         "failure": scored.failures or [None] * num,
         "accuracy": _numbers(scored.accuracies),

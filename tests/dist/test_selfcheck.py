@@ -53,6 +53,7 @@ class Pair:
         from megarl.reshard.planner import plan_between
         from megarl.roles import Sampler
         from megarl.rollout.config import RolloutSection, SyncSection
+        from megarl.rollout.limits import Limits
         from megarl.selfcheck import SelfCheck
 
         held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
@@ -69,7 +70,11 @@ class Pair:
             reshard=Reshard(plan, device=self.learner.device),
             section=RolloutSection(),
             check=SelfCheck(
-                SyncSection(check_every=1), self.engine, self.learner, Budget(max_tokens=800, max_sequences=None)
+                Limits.of(SyncSection(), "float32"),
+                self.engine,
+                self.learner,
+                Budget(max_tokens=800, max_sequences=None),
+                check_every=1,
             ),
             finished=lambda prompt, token_ids: None,
         )

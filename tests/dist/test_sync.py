@@ -67,6 +67,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.reshard.planner import plan_between
     from megarl.roles import Sampler
     from megarl.rollout.config import RolloutSection, SyncSection
+    from megarl.rollout.limits import Limits
     from megarl.selfcheck import SelfCheck
     from megarl.tracking.timers import Timers
 
@@ -82,7 +83,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
         actor=learner,
         reshard=Reshard(plan, device=learner.device),
         section=RolloutSection(tensor_model_parallel_size=engine.tp_size, **SAMPLING),
-        check=SelfCheck(SyncSection(check_every=2, logprob_stop=1e-5), engine, learner, budget),
+        check=SelfCheck(Limits.of(SyncSection(logprob_stop=1e-5), "float32"), engine, learner, budget, check_every=3),
         finished=lambda prompt, token_ids: told.append((prompt.index, list(token_ids))),
     )
     rounds, asked = [], Prompts(prompts=PROMPTS)
@@ -99,7 +100,8 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
                 again, greedy = sampler.generate(asked, step=step, batch=1), sampler.greedy(asked, step=step)
                 assert not torch.equal(again.responses, rollouts.responses)
                 assert torch.equal(greedy.responses, sampler.validate(asked, step=step).responses)
-        assert bool(metrics) == (step != 1), "checked at the start and every second step"
+        assert bool(metrics) == (step < 2), "checked are the first weights and the first that differ"
+        assert rollouts.weight_versions.tolist() == [step] * len(rollouts)
         before = learner.infer(rollouts, budget)
         learner.update([rollouts], SFTObjective(), budget)
         after = learner.infer(rollouts, budget)

@@ -19,13 +19,17 @@ from megarl.batch import Experience, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed import signals
+from megarl.gate import Gate, MismatchError
 from megarl.loop import Job, Progress, Schedule, train
+from megarl.rollout.limits import Limits
 from megarl.samples.collect import Collector
 from megarl.samples.validation import Validation
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
+from tests.ranks import world_of_one
 from tests.records import answer, prompts
 
+LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
 
 
@@ -63,7 +67,7 @@ class World:
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
         self.diary.calls.append(f"generate {step}")
-        return answer(prompts, LENGTHS)
+        return answer(prompts, LENGTHS, version=step)
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         self.diary.calls.append(f"greedy {step}")
@@ -163,6 +167,7 @@ def run(
         "actor": (Measured if exact else Policy)(diary, "actor", says=-1.0),
         "reference": Policy(diary, "reference", says=-1.25),
         "critic": Critic(diary, "critic", says=0.5),
+        "gate": Gate(limits=LIMITS),
         "algorithm": algorithm,
         "schedule": Schedule(**schedule | {key: value for key, value in changes.items() if key in schedule}),
         "validation": Validation(prompts=world, sampler=world, scorer=world, tracker=records, num_shown=2),
@@ -319,6 +324,70 @@ def test_a_divergence_that_is_not_finite_spoils_no_later_step_and_no_checkpoint(
     assert math.isnan(diary.logged[2]["actor/reward_kl_penalty"])
     assert math.isfinite(diary.logged[3]["critic/rewards/mean"])
     assert [state.kl_coef for state in diary.saved.values()] == pytest.approx([0.1 * 1.08, 0.1 * 1.08, 0.1 * 1.08**2])
+
+
+class Drifting(Policy):
+    """Thinks otherwise than the engine of `drifted` samples, from its second reading on."""
+
+    def __init__(self, diary: Diary, drifted: slice) -> None:
+        super().__init__(diary, "actor", says=-1.0)
+        self.drifted = drifted
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        outputs = super().infer(batch)
+        if self.diary.calls.count("actor.infer") > 1:
+            outputs.log_probs[self.drifted] *= 1.5
+        return outputs
+
+
+LONG = [12, 9, 10, 11]
+
+
+class LongAnswers(World):
+    """Draws more tokens than may disagree in a sample."""
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        return answer(prompts, LONG, version=step)
+
+
+class Stale(World):
+    """Its engine has the weights of the start for ever."""
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        return answer(prompts, LENGTHS)
+
+
+def drawn_by(world: World) -> Collector:
+    return Collector(prompts=world, sampler=world, scorer=world, algorithm=AlgorithmSection())
+
+
+def test_nothing_learns_from_an_iteration_that_the_engine_did_not_draw_from_the_trainers_probabilities() -> None:
+    diary = Diary()
+    actor, samples = Drifting(diary, slice(None)), drawn_by(LongAnswers(diary))
+    with pytest.raises(MismatchError, match=r"the samples of iteration 2 .* 4 of 4 samples are far out \(rows 0, 1 "):
+        run(diary=diary, actor=actor, samples=samples, save_freq=1)
+    assert diary.steps_of("critic.update") == diary.steps_of("actor.update") == [0]
+    assert list(diary.saved) == [1]
+    assert diary.saved[1].mismatches == (0.0,)
+
+
+def test_a_sample_that_is_far_out_teaches_nothing_and_is_counted() -> None:
+    diary = Diary()
+    actor, samples = Drifting(diary, slice(0, 1)), drawn_by(LongAnswers(diary))
+    with world_of_one():
+        run(diary=diary, actor=actor, samples=samples, algorithm=AlgorithmSection(use_kl_in_reward=False))
+    assert diary.steps_of("actor.update") == [0, 1, 2]
+    assert [diary.logged[step]["training/rollout_mismatch_left_out"] for step in (1, 2, 3)] == [0.0, 0.25, 0.25]
+    assert [diary.logged[step]["critic/score/min"] for step in (1, 2, 3)] == [0.0, 1.0, 1.0]  # it is sample 0
+    assert diary.logged[2]["training/rollout_mismatch"] == 0.0
+    assert diary.logged[2]["training/rollout_probs_diff_max"] > 0.1  # of all samples
+
+
+def test_samples_of_other_weights_than_the_trainers_are_refused() -> None:
+    diary = Diary()
+    with pytest.raises(MismatchError, match="the weights after 1 finished steps, but the engine drew rows 0, 1 of the"):
+        run(diary=diary, samples=drawn_by(Stale(diary)))
+    assert diary.steps_of("actor.update") == [0]
 
 
 def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:

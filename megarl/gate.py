@@ -1,0 +1,143 @@
+"""Whether the engine that drew an iteration's samples computes as the trainer does: judged before anything learns.
+
+With d = log p_trainer - log p_engine, the mismatch of a sampled token is min(d^2, 1) / 2, and that of several tokens is
+their mean without the `FREE_TOKENS` largest. While d is small it estimates KL(engine || trainer), as `exp(d) - d - 1`
+does (http://joschu.net/blog/kl-approx.html). It is bounded, and free of its extremes, because rounding may let a router
+send a token elsewhere, which then differs wholly.
+
+A sample is far out if its mismatch is above `FAR_OUT` times the limit of the iteration: nothing learns from it. An
+iteration fails if too many samples are far out, or if the mismatch of the others is above the limit. The limit is
+`growth` times the median of the run's first `WINDOW` iterations that passed, and at most `stop`.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.algorithms.correction import token_mismatch
+from megarl.batch import Rollouts
+from megarl.rollout.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+KEY = "actor_rollout_ref.rollout.sync"
+WINDOW = 8  # iterations of which the median is taken
+FAR_OUT = 4.0
+FREE_TOKENS = 2
+LEAST = 1e-3  # of `stop`: the limit is not lower, however well the first iterations agreed
+MOST_NAMED = 8  # rows of the data set
+
+
+class MismatchError(ValueError):
+    """The samples of an iteration are not the trainer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gate says of an iteration that passes."""
+
+    rows: Tensor  # [K] int64: the samples to learn from
+    healthy: tuple[float, ...]  # mismatches of the run's first iterations, for the gate of the next one
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What the samples of an iteration must pass."""
+
+    limits: Limits
+
+    def __str__(self) -> str:
+        limits = self.limits
+        return (
+            f"the samples of each iteration must agree with the trainer: mismatch at most {limits.mismatch_stop:.3g} "
+            f"and {limits.mismatch_growth:g} times that of the first iterations; at most {limits.mismatch_share:.0%} "
+            f"of them are left out for a mismatch of their own ({KEY}.mismatch_*)"
+        )
+
+    def limit(self, healthy: Sequence[float]) -> float:
+        """The highest mismatch of an iteration, after those in `healthy`."""
+        stop = self.limits.mismatch_stop
+        return min(stop, max(self.limits.mismatch_growth * median(healthy), LEAST * stop)) if healthy else stop
+
+    def judge(self, rollouts: Rollouts, log_probs: Tensor, healthy: Sequence[float], *, step: int) -> Verdict:
+        """Judge the samples that were drawn after `step` finished steps.
+
+        Args:
+            rollouts: `B` samples, with the engine's log-probabilities.
+            log_probs: `[B, T]` float32 of the trainer; those that are not finite are not judged.
+            healthy: mismatches of the run's first iterations.
+            step: names the iteration.
+
+        Raises:
+            MismatchError: on all ranks alike, as records are; nothing may learn from the samples.
+        """
+        assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
+        limit = self.limit(healthy)
+        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, rollouts.mask)
+        kept = _means(mismatch, judged) <= FAR_OUT * limit
+        left_out = 1.0 - float(kept.double().mean())
+        level = float(_means(mismatch[kept].view(1, -1), judged[kept].view(1, -1)))
+        if left_out > self.limits.mismatch_share or level > limit or not kept.any():
+            level = float(_means(mismatch.view(1, -1), judged.view(1, -1)))
+            raise MismatchError(_failure(rollouts, level, kept, limit, step=step))
+        if left_out and dist.get_rank() == 0:
+            logger.warning(
+                "nothing learns from %d samples of iteration %d, to which engine and trainer give other probabilities: "
+                "%s",
+                int((~kept).sum()),
+                step + 1,
+                _rows(rollouts, ~kept),
+            )
+        return Verdict(
+            rows=kept.nonzero()[:, 0],
+            healthy=(*healthy, level)[:WINDOW] if judged[kept].any() else tuple(healthy),
+            metrics={
+                "training/rollout_mismatch": level,
+                "training/rollout_mismatch_limit": limit,
+                "training/rollout_mismatch_left_out": left_out,
+            },
+        )
+
+
+def require_version(rollouts: Rollouts, *, step: int) -> None:
+    """Refuse samples of other weights than those after `step` finished steps.
+
+    Raises:
+        MismatchError: naming the rows and the versions.
+    """
+    versions = rollouts.weight_versions
+    if versions is not None and (wrong := versions != step).any():
+        raise MismatchError(
+            f"the trainer has the weights after {step} finished steps, but the engine drew {_rows(rollouts, wrong)} "
+            f"with those after {', '.join(map(str, versions[wrong].unique().tolist()))}: the sync before them did not "
+            "take place. Nothing has learnt from them"
+        )
+
+
+def _means(mismatch: Tensor, judged: Tensor) -> Tensor:
+    """[n] means of the judged of `[n, m]` tokens, the `FREE_TOKENS` largest left out; 0 for too few tokens."""
+    largest = mismatch.topk(min(FREE_TOKENS, mismatch.shape[1])).values.sum(-1)
+    return (mismatch.sum(-1) - largest).clamp(min=0.0) / (judged.sum(-1) - FREE_TOKENS).clamp(min=1)
+
+
+def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, step: int) -> str:
+    far_out = f"{int((~kept).sum())} of {len(kept)} samples are far out"
+    named = "" if kept.all() else f" ({_rows(rollouts, ~kept)})"
+    return (
+        f"the engine did not draw the samples of iteration {step + 1} from the trainer's probabilities: their mismatch "
+        f"is {level:.3g}, the limit {limit:.3g}, and {far_out}{named}. Nothing has learnt from them. Look at what may "
+        f"have changed: the weights in the engine ({KEY}.check_every=1 compares every byte of every sync), the "
+        "temperature, keys of a prefix that were kept (rollout.enable_prefix_caching=false keeps none). "
+        "`python -m megarl.verify MODEL_DIR` tries the sync alone. If engine and trainer are sound, raise "
+        f"{KEY}.mismatch_stop, mismatch_growth or mismatch_share"
+    )
+
+
+def _rows(rollouts: Rollouts, samples: Tensor) -> str:
+    rows = list(dict.fromkeys(rollouts.prompt_of(sample).index for sample in samples.nonzero()[:, 0].tolist()))
+    return f"rows {', '.join(map(str, rows[:MOST_NAMED]))}{' ...' if len(rows) > MOST_NAMED else ''} of the data"
