@@ -117,7 +117,7 @@ def summarize(out: Path, seconds: float) -> None:
     from megarl.tracking.plot import plot_curves
 
     rows = read_jsonl(out / "ppo" / "metrics.jsonl")
-    scores = [row["val/test_score/countdown"] for row in rows if "val/test_score/countdown" in row]
+    scores = [row["val/test_score/countdown/bare"] for row in rows if "val/test_score/countdown/bare" in row]
     summary = {
         "val_score_first": scores[0],
         "val_score_last": scores[-1],

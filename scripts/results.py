@@ -37,7 +37,7 @@ ALGORITHMS = {
 }
 SAMPLES, UPDATES, GROUP = 384, 2, 8  # answers a step (those of one batch), updates of the policy; answers to a prompt
 OWN_ACTOR_KEYS = ("clip_", "loss_agg_mode", "policy_loss", "use_kl_loss", "kl_loss_")  # beginnings
-VAL_SCORE = "val/test_score/countdown"
+VAL_SCORE = "val/test_score/countdown/bare"
 
 
 @dataclass(frozen=True, kw_only=True)

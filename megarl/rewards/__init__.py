@@ -1,4 +1,4 @@
-"""The rule-based rewards, by the data source of the row, and which answer each of them judges in a response."""
+"""The rule-based rewards, which of them judges the rows of a data source, and which answer it judges in a response."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,13 @@ from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multi
 
 REWARDS = {
     "countdown": countdown.compute_score,
+    "countdown/bare": countdown.compute_score_bare,
     "format": format.compute_score,
     "gsm8k": gsm8k.compute_score,
     "gsm8k/flexible": gsm8k.compute_score_flexible,
     "knights_knaves": knights_knaves.compute_score,
     "math": math.compute_score,
+    "math_dapo": math.compute_score_dapo,
     "multiply": multiply.compute_score,
     "openai/gsm8k": gsm8k.compute_score,
     "svamp": gsm8k.compute_score,
@@ -19,10 +21,12 @@ REWARDS = {
 
 ANSWERS = {
     "countdown": countdown.answer_in,
+    "countdown/bare": countdown.answer_in_bare,
     "gsm8k": gsm8k.answer_in,
     "gsm8k/flexible": gsm8k.answer_in_flexible,
     "knights_knaves": knights_knaves.answer_in,
     "math": math.answer_in,
+    "math_dapo": math.answer_in_dapo,
     "multiply": multiply.answer_in,
     "openai/gsm8k": gsm8k.answer_in,
     "svamp": gsm8k.answer_in,
@@ -30,16 +34,49 @@ ANSWERS = {
 }
 """text -> answer: equal for responses that say the same, '' where there is none. `format` judges no answer."""
 
+SOURCES = {
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "Jiayi-Pan/Countdown-Tasks-3to4": "countdown",
+    "lighteval/MATH": "math",
+    "math_dapo_reasoning": "math_dapo",
+    "numina_amc_aime": "math",
+    "numina_aops_forum": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "numina_synthetic_amc": "math",
+    "numina_synthetic_math": "math",
+}
+"""Further data sources that files made for other trainers carry, and the rule that judges their rows."""
+
+PREFIXES = {
+    "aime": "math_dapo",
+    "arithmetic": "multiply",
+    "countdown": "countdown",
+    "multiply": "multiply",
+    "yolo/arithmetic": "multiply",
+    "yolo/multiply": "multiply",
+}
+"""The same by what the name of the data source begins with; a name above comes first."""
+
+
+def rule_of(data_source: str) -> str | None:
+    """Name the rule in `REWARDS` that judges the rows of `data_source`; None where there is none."""
+    if data_source in REWARDS:
+        return data_source
+    prefixes = (rule for prefix, rule in PREFIXES.items() if data_source.startswith(prefix))
+    return SOURCES.get(data_source) or next(prefixes, None)
+
 
 def reward_of(data_source: str) -> Callable[..., float] | None:
     """The reward of the rows of `data_source`, None where there is none."""
     if data_source.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.compute_score
-    return REWARDS.get(data_source)
+    return REWARDS.get(rule_of(data_source) or "")
 
 
 def answers_of(data_source: str) -> Callable[[str], str] | None:
     """What finds the answer in a response to a row of `data_source`, None where its reward judges none."""
     if data_source.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.answer_in
-    return ANSWERS.get(data_source)
+    return ANSWERS.get(rule_of(data_source) or "")

@@ -1,125 +1,117 @@
-"""Countdown: reach a target with the given numbers, each used once, by + - * / and parentheses.
+"""Countdown: reach a target with the given numbers, each used once. The ground truth is `{target, numbers}`.
 
-The ground truth is `{target, numbers}`, and the scores are those of TinyZero. Answers are parsed, never evaluated as
-code, in exact fractions, and every bound below keeps a hostile answer cheap.
+`countdown` gives what TinyZero's `countdown.compute_score` gives: the last line has to hold the expression in
+`<answer>` tags. `countdown/bare` is for tiny models that write the expression alone.
 """
 
+import operator
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.tags import answer_of
+from megarl.rewards.arithmetic import Operations, read
+from megarl.rewards.tags import answer_of, last_of_pairs
 
 CORRECT = 1.0
 WELL_FORMED = 0.1
-"""For an answer in its tags, or an expression that parses, which does not solve the problem."""
+"""For an answer in its tags, or a bare expression, which does not solve the problem."""
 
-MAX_CHARACTERS = 256
-MAX_DEPTH = 16
-MAX_DIGITS = 12
+TOLERANCE = 1e-5
+"""By how much less than this a value, which is a float where it was divided, may miss the target."""
+MAX_BITS = 100_000
+"""Of a power: a larger one counts as no value."""
 
-_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
+Number = int | float | complex
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score a response: its last `<answer>...</answer>`, or where it has none, its last line that is not empty."""
+    """Score what stands in the last `<answer>...</answer>` of the last line; 0.0 where there is none."""
+    answer = _tagged(solution_str)
+    return 0.0 if answer is None else _score(answer, ground_truth)
+
+
+def compute_score_bare(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> float:
+    """Score the last `<answer>...</answer>`, or without tags the last line that is not empty, if it is arithmetic."""
     answer, tagged = answer_of(solution_str)
-    try:
-        value, numbers = evaluate(answer)
-    except ValueError:
-        return WELL_FORMED if tagged else 0.0
-    solved = value == ground_truth["target"] and sorted(numbers) == sorted(ground_truth["numbers"])
-    return CORRECT if solved else WELL_FORMED
+    return _score(answer, ground_truth) if tagged or _expression(answer) else 0.0
 
 
 def answer_in(text: str) -> str:
     """The expression that is scored, without spaces; '' where it is none."""
-    expression, _ = answer_of(text)
+    return _expression(_tagged(text) or "")
+
+
+def answer_in_bare(text: str) -> str:
+    """The bare expression that is scored, without spaces; '' where it is none."""
+    return _expression(answer_of(text)[0])
+
+
+def evaluate(text: str) -> tuple[Number, list[int]]:
+    """The value of an arithmetic expression in Python, and the whole numbers in it: 3.5 has 3 and 5.
+
+    Raises ValueError where Python gives no number, and past the bounds.
+    """
     try:
-        evaluate(expression)
+        return read(text, _PYTHON), [int(digits) for digits in re.findall("[0-9]+", text)]
+    except (ArithmeticError, TypeError) as error:  # complex numbers have no //
+        raise ValueError(f"no value: {error}") from error
+
+
+def _tagged(text: str) -> str | None:
+    return last_of_pairs(text.rpartition("\n")[2])
+
+
+def _expression(text: str) -> str:
+    try:
+        evaluate(text)
     except ValueError:
         return ""
-    return "".join(expression.split())
+    return "".join(text.split())
 
 
-def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """The value of an arithmetic expression and the numbers in it.
-
-    Raises ValueError for anything but integers, + - * / and parentheses, for a division by zero, and past the bounds.
-    """
-    parser = _Parser(_tokens(text))
-    value = parser.sum(depth=0)
-    if parser.next is not None:
-        raise ValueError(f"{parser.next!r} is not expected here")
-    return value, parser.numbers
+def _score(answer: str, truth: Any) -> float:
+    target, given = truth["target"], sorted(truth["numbers"])
+    try:
+        value, numbers = evaluate(answer)
+    except ValueError:
+        return WELL_FORMED
+    return CORRECT if sorted(numbers) == given and _is_near(value, target) else WELL_FORMED
 
 
-def _tokens(text: str) -> list[str]:
-    text = text.strip()
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"longer than {MAX_CHARACTERS} characters")
-    tokens, position = [], 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None or len(match[1]) > MAX_DIGITS:
-            raise ValueError(f"not arithmetic from {text[position:]!r}")
-        tokens.append(match[1])
-        position = match.end()
-    return tokens
+def _is_near(value: Number, target: float) -> bool:
+    try:
+        return bool(abs(value - target) < TOLERANCE)
+    except OverflowError:  # of an integer beyond all floats
+        return False
 
 
-class _Parser:
-    """Recursive descent: sum = product {(+|-) product}; product = factor {(*|/) factor}; factor = [-] (int | (sum))."""
+def _number(text: str) -> Number:
+    if "e" in text or "E" in text:
+        raise ValueError(f"{text} is written with an exponent")
+    return float(text) if "." in text else int(text)
 
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._position = 0
-        self.numbers: list[int] = []
 
-    @property
-    def next(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
+def _power(base: Any, exponent: Any) -> Number:
+    are_whole = isinstance(base, int) and isinstance(exponent, int)
+    if are_whole and abs(base) > 1 and base.bit_length() * exponent > MAX_BITS:
+        raise ValueError("a power too large")
+    power: Number = base**exponent
+    return power
 
-    def sum(self, *, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self.next in ("+", "-"):
-            value = value + self._product(depth) if self._take() == "+" else value - self._product(depth)
-        return value
 
-    def _product(self, depth: int) -> Fraction:
-        value = self._factor(depth)
-        while self.next in ("*", "/"):
-            if self._take() == "*":
-                value *= self._factor(depth)
-                continue
-            divisor = self._factor(depth)
-            if divisor == 0:
-                raise ValueError("division by zero")
-            value /= divisor
-        return value
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        token = self._take()
-        if token == "-":
-            return -self._factor(depth + 1)
-        if token == "(":
-            value = self.sum(depth=depth + 1)
-            if self._take() != ")":
-                raise ValueError("a parenthesis is not closed")
-            return value
-        if not token.isdigit():
-            raise ValueError(f"{token!r} is not a number")
-        self.numbers.append(int(token))
-        return Fraction(self.numbers[-1])
-
-    def _take(self) -> str:
-        token = self.next
-        if token is None:
-            raise ValueError("the expression ends too early")
-        self._position += 1
-        return token
+_PYTHON: Operations[Any] = Operations(
+    number=_number,
+    unary={"+": operator.pos, "-": operator.neg},
+    binary={
+        "+": operator.add,
+        "-": operator.sub,
+        "*": operator.mul,
+        "/": operator.truediv,
+        "//": operator.floordiv,
+        "**": _power,
+    },
+)

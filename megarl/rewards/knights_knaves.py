@@ -1,6 +1,7 @@
 """Knights and knaves: who always tells the truth and who always lies.
 
-The ground truth is `{names, is_knight}`, two lists of the same length. A response has to give every person one role.
+The ground truth is `{names, is_knight}`, two lists of the same length. A response has to give every person one role, in
+sentences that claim roles and nothing else: a sentence with a condition, a negation or a reason claims none.
 """
 
 import re
@@ -13,7 +14,15 @@ CORRECT = 1.0
 WELL_FORMED = 0.1
 """For an answer in its tags that gives every person one role, but not all of them the right one."""
 
-_ROLE = re.compile(r"\b([^\W\d_]+)\s+is\s+(?:an?\s+|the\s+)?(knight|knave)\b", re.IGNORECASE)
+_MARKUP = str.maketrans("", "", "*_`#\"'$")
+_SENTENCES = re.compile(r"[.;!\n]")
+_CLAUSES = re.compile(r",|&| and | while | but |(?<= )(?=\([0-9]{1,3}\))")
+_CLAIM = re.compile(
+    r"(?:(?:so|thus|hence|therefore|finally|and|while|but|(?:the |my )?(?:final )?answer(?: is)?)(?: ?: ?| |$))?"
+    r"(?:- )?(?:\(?[0-9]{1,3}\) ?)?(?:([^\W\d_]+) is (?:an? |the )?(knight|knave))?",
+    re.IGNORECASE,
+)
+"""A clause: perhaps an opening word, perhaps a number, perhaps the role of a person."""
 
 
 def compute_score(
@@ -39,4 +48,12 @@ def answer_in(text: str) -> str:
 
 
 def _roles(words: str) -> set[tuple[str, bool]]:
-    return {(name.lower(), role.lower() == "knight") for name, role in _ROLE.findall(words)}
+    """The roles that sentences claim, by lower-case names."""
+    return {role for sentence in _SENTENCES.split(words.translate(_MARKUP)) for role in _claimed(sentence)}
+
+
+def _claimed(sentence: str) -> list[tuple[str, bool]]:
+    clauses = [_CLAIM.fullmatch(clause.strip()) for clause in _CLAUSES.split(" ".join(sentence.split()))]
+    if None in clauses:
+        return []
+    return [(clause[1].lower(), clause[2].lower() == "knight") for clause in clauses if clause and clause[1]]

@@ -1,111 +1,162 @@
-"""MATH: the last `\\boxed{...}` of the response and the ground truth are the same mathematical object.
+"""MATH: the answer in the last `\\boxed{...}` is the ground truth, by math-verify's own reading of both.
 
-math-verify decides, reading both as LaTeX by a grammar, of which only numerals reach sympy's parser. Its other reader,
-for plain expressions, gives that parser whole expressions, which ends in Python's `eval`; it is not used. An answer is
-evaluated only in the vocabulary below and with small exponents, because computing `9^{9^{9}}` or a factorial cannot be
-interrupted; any other answer counts where it is the ground truth letter by letter.
+Sympy computes what math-verify reads, and a tower of powers may take any time and memory. The process that calls this
+rule bounds both (`megarl.rewards.keeper`), so math-verify's own timers, which are signals, are off.
+Sympy reads numerals, and math-verify reads arithmetic in plain text, by Python's `eval`. Here a parser of our own reads
+both. `docs/rewards.md` lists where the verdict is not math-verify's.
 """
 
+import logging
 import re
-import threading
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
-MAX_CHARACTERS = 400
-MAX_EXPONENT = 10_000
-"""Bound on the product of all the numbers that stand in exponents."""
-MAX_EXPONENT_OF_GROUP = 20
-"""The same for exponents of what is in parentheses or braces, which may have to be multiplied out."""
-MAX_DIGITS = 60
-TIMEOUT_S = 5
+from megarl.rewards.arithmetic import Operations, read
 
-_COMMAND = re.compile(
-    "frac|dfrac|tfrac|sqrt|pi|theta|alpha|beta|cdot|times|div|pm|mp|infty|cup|cap|in|ln|log|sin|cos|tan|cot|sec|csc|"
-    "arcsin|arccos|arctan|le|ge|leq|geq|lt|gt|ne|neq|left|right|text|mathrm|begin|end|circ|emptyset|mathbb"
+MAX_CHARACTERS = 1000
+"""Of an answer that is compared: six times the longest of MATH. Math-verify's time grows faster than the length."""
+
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BARE = re.compile(r"(?=[-+.(\[|\d\\]|[a-zA-Z](?![a-zA-Z]))([^$\n]*)")
+_CLOSES_MATHEMATICS = re.compile(r"\\[)\]]")
+_SAID = re.compile(r"answer\s*:[\s*]*([^\n]+)", re.IGNORECASE)
+_NEUTRAL = re.compile(  # what changes how an expression looks and not what it says
+    r"(?<!\\)\\(?P<space>[!,;: ]|q?quad(?![a-zA-Z]))|\\(?:left|right|displaystyle)(?![a-zA-Z])"
+    r"|\\[dtc](?P<frac>frac)(?![a-zA-Z])"
 )
-_SCIENTIFIC = re.compile(r"[0-9.][eE][-+]?[0-9]")
-_THOUSANDS = re.compile(r"(?<=[0-9]),\\!(?=[0-9]{3})")
-_SPACES = re.compile(r"\\[!,;: ]|\\q?quad(?![a-zA-Z])|\s+|~")
-_SHORTHAND = re.compile(r"\\([dt])frac(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])")
-_EXPONENT = re.compile(r"\^(\{[^{}^]*\}|\{-?\\[dt]?frac\{[0-9]+\}\{[0-9]+\}\}|[0-9a-zA-Z]|\\circ)(?!\^)")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\\,|\{,\})(?=[0-9]{3})")
+_SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where the content of the last `\\boxed{...}` equals the ground truth, else 0.0."""
-    answer = last_boxed(solution_str)
-    return float(answer is not None and equal(answer, str(ground_truth)))
+    """1.0 where what stands in the last `\\boxed{...}` equals the ground truth, else 0.0."""
+    return _score(last_boxed(solution_str), ground_truth)
+
+
+def compute_score_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+) -> float:
+    """1.0 where what follows the last `Answer:` on its line equals the ground truth, else 0.0.
+
+    A box there counts alone; in a response without `Answer:`, the last box counts.
+    """
+    return _score(said(solution_str), ground_truth)
 
 
 def answer_in(text: str) -> str:
-    """The content that is compared, letter by letter: equal values may look different; '' where there is none."""
-    return _letters(_tidy(last_boxed(text) or ""))
+    """The answer that is compared, without what only changes its looks; '' where there is none."""
+    return _plain(last_boxed(text) or "")
+
+
+def answer_in_dapo(text: str) -> str:
+    """The same of a response that says its answer after `Answer:`."""
+    return _plain(said(text) or "")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}`, whose braces have to be closed."""
-    start = max(text.rfind(opening) for opening in ("\\boxed{", "\\fbox{"))
-    if start < 0:
-        return None
-    start = text.index("{", start)
-    depth = 0
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + 1 : position].strip()
+    """What stands in the last `\\boxed{...}` or `\\fbox{...}` that is closed and not empty; None where there is none.
+
+    Without braces, as in `$\\boxed 5$`, it is what follows up to the end of the formula or the line. Takes linear time.
+    """
+    closings = _closings(text)
+    end = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        if text.startswith("{", box.end()):
+            found = text[box.end() + 1 : closings.get(box.end(), 0)]
+        else:
+            bare = _BARE.match(text, box.end(), end)
+            found = _CLOSES_MATHEMATICS.split(bare[1], maxsplit=1)[0].rstrip(" .") if bare else ""
+        if found.strip():
+            return found.strip()
+        end = box.start()
     return None
 
 
+def said(text: str) -> str | None:
+    """What follows the last `Answer:` on its line, or where that is nowhere the last box."""
+    lines = _SAID.findall(text)
+    if not lines:
+        return last_boxed(text)
+    return last_boxed(lines[-1]) or lines[-1].strip(" *$").rstrip(".").rstrip(" *$")
+
+
 def equal(answer: str, truth: str) -> bool:
-    """Whether two LaTeX expressions say the same."""
+    """Whether math-verify takes an answer in LaTeX for the ground truth. Nothing bounds its time."""
     if len(answer) > MAX_CHARACTERS:
         return False
-    answer, truth = _tidy(answer), _tidy(truth)
-    if _letters(answer) == _letters(truth):
-        return True
-    return cheap(answer) and cheap(truth) and _same_value(answer, truth)
+    library = load()
+    with _no_eval():
+        gold, found = (library.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+        return bool(library.verify(gold, found, timeout_seconds=None))
 
 
-def cheap(latex: str) -> bool:
-    """Whether evaluating an expression takes a bounded time: no factorials, towers of powers or unknown commands."""
-    text = latex.replace(" ", "")
-    exponents = _EXPONENT.findall(text)
-    if len(exponents) != text.count("^") or "!" in text or "**" in text or _SCIENTIFIC.search(text):
-        return False
-    known = all(_COMMAND.fullmatch(command) for command in re.findall(r"\\([a-zA-Z]+)", latex))
-    if not known or re.search(rf"[0-9]{{{MAX_DIGITS}}}", text):
-        return False
-    of_groups = re.findall(r"(?<=[)}\]])" + _EXPONENT.pattern, text)
-    return _product(exponents) <= MAX_EXPONENT and _product(of_groups) <= MAX_EXPONENT_OF_GROUP
+@cache
+def load() -> ModuleType:
+    """Import math-verify, which takes a second, and what it imports when it is first called."""
+    import_module("sympy.physics.units")  # with names that are read by `parse_expr`, as `_no_eval` does not
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
+    return import_module("math_verify")
 
 
-def _product(exponents: list[str]) -> int:
-    return prod(int(number) or 1 for part in exponents for number in re.findall("[0-9]+", part))
+def _score(answer: str | None, truth: Any) -> float:
+    return float(answer is not None and equal(answer, str(truth)))
 
 
-def _tidy(latex: str) -> str:
-    return _SPACES.sub(" ", _THOUSANDS.sub("", latex)).strip().rstrip(".")
+def _closings(text: str) -> dict[int, int]:
+    """The place of the closing brace, by that of the opening one; `\\{` and `\\}` are none."""
+    closings, opened = dict[int, int](), list[int]()
+    for token in _BRACES.finditer(text):
+        if token[0] == "{":
+            opened.append(token.start())
+        elif token[0] == "}" and opened:
+            closings[opened.pop()] = token.start()
+    return closings
 
 
-def _letters(latex: str) -> str:
-    return _SHORTHAND.sub(lambda match: "\\frac" if match[1] else "", latex).replace(" ", "")
+def _plain(latex: str) -> str:
+    latex = _THOUSANDS.sub("", latex).replace("~", " ")
+    latex = _NEUTRAL.sub(lambda match: "\\frac" if match["frac"] else " " * bool(match["space"]), latex)
+    return _SPACE.sub("", " ".join(latex.split())).rstrip(".")
 
 
-def _same_value(answer: str, truth: str) -> bool:
-    # symbolic algebra takes a second to import, and only this reward needs it
-    from math_verify import LatexExtractionConfig, parse, verify
+@contextmanager
+def _no_eval() -> Iterator[None]:
+    """Have sympy and math-verify read plain text by `_term` instead of `parse_expr`, which ends in `eval`."""
+    with ExitStack() as stack:
+        for name in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser"):
+            stack.enter_context(patch.object(import_module(name), "parse_expr", _term))
+        yield
 
-    # its timer is a signal, which Python gives to the main thread alone
-    seconds = TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    gold, found = (
-        parse(
-            f"\\boxed{{{text}}}",
-            extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-            fallback_mode="no_fallback",
-            parsing_timeout=seconds,
-        )
-        for text in (truth, answer)
+
+def _term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:
+    """Arithmetic as a term of sympy. Raises ValueError for anything else."""
+    import sympy
+
+    add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))
+
+    def minus(term: Any) -> Any:
+        return -term if term.is_Number else multiply(-1, term)
+
+    return read(
+        text,
+        Operations(
+            number=lambda digits: sympy.Integer(int(digits)) if digits.isdigit() else sympy.Float(digits),
+            unary={"+": lambda term: term, "-": minus},
+            binary={
+                "+": add,
+                "-": lambda left, right: add(left, minus(right)),
+                "*": multiply,
+                "/": lambda left, right: multiply(left, power(right, -1)),
+                "//": lambda left, right: left // right,
+                "**": power,
+            },
+        ),
     )
-    return bool(gold and found) and bool(verify(gold, found, timeout_seconds=seconds))

@@ -1,4 +1,8 @@
-"""Multiply: the product of two integers. The ground truth is the product, and the scores are those of TinyZero."""
+"""Multiply: the product of two integers. The ground truth is the product.
+
+The scores are those of TinyZero's `multiply.compute_score`, which reads less: only answers in tags that are nothing but
+digits with a sign.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +14,9 @@ CORRECT = 1.0
 WELL_FORMED = 0.1
 """For an integer in answer tags that is not the product."""
 
-# the bound keeps a hostile answer cheap; thousands may be set apart by commas
-_INTEGER = re.compile(r"-?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})")
+# the bound keeps a hostile answer cheap; thousands may be set apart by commas, and decimals be zeros
+_INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})(?:\.0{0,40})?")
+_AROUND = " \t\r\n$*"  # money, mathematics and bold type
 
 
 def compute_score(
@@ -35,5 +40,7 @@ def answer_in(text: str) -> str:
 def _integer(text: str) -> tuple[int | None, bool]:
     """The integer and whether it is in answer tags."""
     words, tagged = answer_of(text)
-    number = words.rpartition("=")[2].strip()
-    return (int(number.replace(",", "")) if _INTEGER.fullmatch(number) else None), tagged
+    number = words.rpartition("=")[2].rstrip(_AROUND + ".").lstrip(_AROUND)
+    if not _INTEGER.fullmatch(number):
+        return None, tagged
+    return int(number.partition(".")[0].replace(",", "")), tagged

@@ -1,8 +1,9 @@
 """reasoning-gym: any of its procedural tasks, scored by the task itself (Stojanovski et al. 2025, arXiv 2505.24760).
 
 The data source is `reasoning_gym/NAME`, the ground truth the task's own answer; `extra_info` has what else its scorer
-reads, as JSON: `metadata` of the problem (see `to_json`) and `config` of the task. Tasks whose scorer would run a
-response, or the data file, as code are refused. Needs `pip install reasoning-gym==0.1.25`.
+reads, as JSON: `metadata` of the problem (see `to_json`) and `config` of the task. A task is refused if its scorer
+would run a response or the data file as code, or takes one and the same answer for right on every problem. Needs
+`pip install reasoning-gym==0.1.25`.
 """
 
 import importlib
@@ -20,11 +21,15 @@ REMEDY = "needs `pip install reasoning-gym==0.1.25`"
 _EVAL = "its scorer gives the response to Python's eval"
 _SYMPY = "its scorer gives the response to sympy's parse_expr, which ends in Python's eval"
 _DATA = "its scorer gives the data file to Python's eval"
+_WON = "is right to its scorer, whatever the problem"
 REFUSED: Mapping[str, str] = {
     "binary_matrix": _EVAL,
     "bitwise_arithmetic": _DATA,
+    "coin_flip": f"its scorer compares the first digits, so that the answer 0 {_WON}",
+    "complex_arithmetic": f"the answer nan {_WON}",
     "composite": "it is other tasks mixed: prepare each of them, and name all their files",
     "countdown": f"{_SYMPY}; megarl has a countdown task of its own",
+    "game_of_life_halting": f"any word {_WON}",
     "intermediate_integration": _SYMPY,
     "n_queens": _EVAL,
     "number_sorting": _DATA,

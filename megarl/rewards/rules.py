@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megarl.platform.secrets import READ_CHARACTERS, beginning
-from megarl.rewards import REWARDS, answers_of, reward_of
+from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
 from megarl.rewards.reasoning_gym import PREFIX
 
@@ -73,8 +73,8 @@ class Rules:
         """Import what built-in rules import when they are first called: seconds that no response should pay for."""
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
         with suppress(ImportError):  # the rule says what is missing
-            if "math" in names and "math_verify" not in sys.modules:
-                math_rule.equal("\\frac{1}{2}", "0.5")
+            if any((rule_of(name) or "").startswith("math") for name in names):
+                math_rule.load()
             if any(name.startswith(PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 

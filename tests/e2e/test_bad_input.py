@@ -201,6 +201,7 @@ def test_a_reward_that_always_raises_stops_every_rank_and_names_a_sample(workspa
     assert "Traceback" not in output
     for rank in (0, 1):
         message = (
-            "the reward fails on all 16 responses; the reward failed on sample 0 (data source 'countdown', data row "
+            "the reward fails on all 16 responses; the reward failed on sample 0 "
+            "(data source 'countdown/bare', data row "
         )
         assert f"megarl: rank {rank}: {message}" in output

@@ -139,11 +139,11 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     assert run.data.params["actor_rollout_ref.rollout.response_length"] == str(MAX_RESPONSE_LENGTH)  # resolved
     for name in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/entropy", "timing_s/gen"):
         assert [metric.step for metric in client.get_metric_history(run.info.run_id, name)] == [1, 2], name
-    [score] = client.get_metric_history(run.info.run_id, "val/test_score/countdown")
+    [score] = client.get_metric_history(run.info.run_id, "val/test_score/countdown/bare")
     assert score.step == 2
-    mean, best = (run.data.metrics[f"val/countdown/{name}"] for name in ("mean_at_2", "best_at_2/mean"))
+    mean, best = (run.data.metrics[f"val/countdown/bare/{name}"] for name in ("mean_at_2", "best_at_2/mean"))
     assert best >= mean == score.value
-    assert mean <= run.data.metrics["val/countdown/maj_at_2"] <= best  # of two different answers one is drawn
+    assert mean <= run.data.metrics["val/countdown/bare/maj_at_2"] <= best  # of two different answers one is drawn
     assert run.data.metrics["training/rollout_probs_diff_max"] < 0.05  # bfloat16
     tables = [file.path for file in client.list_artifacts(run.info.run_id, "val")]
     assert tables == ["val/generations.json"]
@@ -182,7 +182,7 @@ def test_a_run_that_died_goes_on_as_if_it_had_not(resumed_run: tuple[Path, dict[
     run_dir, before = resumed_run
     after = metrics_of(run_dir)
     assert list(after) == [0, 1, 2, 3]
-    validation = "val/test_score/countdown"
+    validation = "val/test_score/countdown/bare"
     assert validation in after[3]
     assert validation in before[2]  # then it was the last step
     for step in (0, 1, 2):
@@ -263,9 +263,9 @@ def test_evaluate_scores_the_checkpoint_under_another_split(
         timeout_s=LAUNCH_S,
     )
     [line] = [line for line in output.splitlines() if line.startswith("{")]
-    score = metrics_of(run_dir)[3]["val/test_score/countdown"]
+    score = metrics_of(run_dir)[3]["val/test_score/countdown/bare"]
     found = json.loads(line)
-    assert (found["step"], found["val/test_score/countdown"]) == (3, pytest.approx(score))
+    assert (found["step"], found["val/test_score/countdown/bare"]) == (3, pytest.approx(score))
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")

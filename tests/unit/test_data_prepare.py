@@ -57,7 +57,7 @@ def test_countdown_splits_are_distinct_and_scored_as_solved(
     for row in splits["sft"]:
         numbers, target = row["prompt"].removesuffix(" :").split(" = ")
         truth = {"target": int(target), "numbers": [int(number) for number in numbers.split()]}
-        assert REWARDS["countdown"]("countdown", row["response"], truth, {}) == 1.0
+        assert REWARDS["countdown/bare"]("countdown/bare", row["response"], truth, {}) == 1.0
 
     again = prepare(monkeypatch, tmp_path / "more", "countdown", "--train", "300", "--val", "50")
     assert again["val"] == splits["val"]  # more training data leaves the validation as it is
@@ -87,10 +87,11 @@ def test_countdown_templates_are_read_and_their_responses_solve(
     for index in range(len(prompts)):
         numbers = prompts[index].ground_truth["numbers"]
         assert (" " if template == "plain" else ", ").join(map(str, numbers)) in prompts[index].text
-    assert prompts[0].data_source == "countdown"
+    source = prompts[0].data_source
+    assert source == ("countdown/bare" if template == "plain" else "countdown")
     problem = countdown.Problem(numbers=(3, 5, 8), target=16, solution="3+5+8")
     truth = {"target": 16, "numbers": [3, 5, 8]}
-    assert REWARDS["countdown"]("countdown", countdown.response(problem, template), truth, {}) == 1.0
+    assert REWARDS[source](source, countdown.response(problem, template), truth, {}) == 1.0
     assert len(splits["sft"]) == 2
 
 

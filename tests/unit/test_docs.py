@@ -13,7 +13,7 @@ from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.learner.config import ActorSection, PolicyLossSection
-from megarl.rewards import REWARDS
+from megarl.rewards import PREFIXES, REWARDS, SOURCES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([DOCS.parent / "README.md", *DOCS.rglob("*.md")])
@@ -88,3 +88,10 @@ def test_every_built_in_reward_is_in_the_table() -> None:
     tables = [line for line in (DOCS / "rewards.md").read_text().splitlines() if line.startswith("|")]
     named = {name for line in tables for name in re.findall(r"`([\w/]+)`", line.split("|")[1])}
     assert named >= REWARDS.keys()
+
+
+def test_every_further_data_source_is_in_the_table() -> None:
+    table = (DOCS / "rewards.md").read_text().split("Files that were made for other trainers")[1].split("###")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    named = {name: rule.strip(" `") for names, rule in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert named == SOURCES | {f"{prefix}...": rule for prefix, rule in PREFIXES.items()}

@@ -2,10 +2,11 @@
 
 import pytest
 
-from megarl.rewards import ANSWERS, REWARDS, answers_of
+from megarl.rewards import ANSWERS, REWARDS, answers_of, reward_of, rule_of
 
 GROUND_TRUTHS = {
     "countdown": {"target": 8, "numbers": [3, 5]},
+    "countdown/bare": {"target": 8, "numbers": [3, 5]},
     "knights_knaves": {"names": ["Ann", "Bob"], "is_knight": [True, False]},
 }
 
@@ -24,7 +25,11 @@ GROUND_TRUTHS = {
         ("math", r"\boxed{10,\!000}", "10000"),
         ("math", "10000", ""),
         ("countdown", "<answer> 3 + 5 </answer>", "3+5"),
-        ("countdown", "let me see\n(3+ 5)", "(3+5)"),
+        ("countdown", "let me see\n(3+ 5)", ""),
+        ("countdown", "<answer>3+5</answer>\nyes", ""),
+        ("countdown/bare", "let me see\n(3+ 5)", "(3+5)"),
+        ("countdown/bare", "<answer>3+5</answer>\nyes", "3+5"),
+        ("math_dapo", "Answer: $10$\n", "10"),
         ("countdown", "<answer>three and five</answer>", ""),
         ("multiply", "<answer>12 * 3 = 1,036</answer>", "1036"),
         ("multiply", "12 * 3 = 0036", "36"),
@@ -51,3 +56,29 @@ def test_every_rule_that_judges_an_answer_has_one() -> None:
 def test_responses_without_an_answer_are_not_right(source: str) -> None:
     assert ANSWERS[source]("") == ""
     assert REWARDS[source](source, "", GROUND_TRUTHS.get(source, "8"), {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("numina_olympiads", "math"),
+        ("math_dapo", "math_dapo"),
+        ("aime2024", "math_dapo"),
+        ("aime_2025_dapo", "math_dapo"),
+        ("countdown_3to4", "countdown"),
+        ("countdown/bare", "countdown/bare"),
+        ("yolo/arithmetic-3_digit", "multiply"),
+        ("yolo/multiply-3_digit", "multiply"),
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("codecontests", None),
+        ("MATH", None),
+        ("", None),
+    ],
+)
+def test_the_rule_of_a_data_source(source: str, rule: str | None) -> None:
+    assert rule_of(source) == rule
+    assert reward_of(source) is (None if rule is None else REWARDS[rule])
+    assert answers_of(source) is (None if rule is None else ANSWERS[rule])

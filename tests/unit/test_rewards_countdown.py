@@ -1,130 +1,174 @@
-"""Countdown: exact arithmetic, every number once, and nothing a model can write is ever run or slow."""
+"""Countdown: the scores of the reference trainer, from a parser that runs nothing a model writes and is never slow."""
 
-import ast
 import re
-from fractions import Fraction
+import warnings
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards import REWARDS
-from megarl.rewards.countdown import CORRECT, MAX_CHARACTERS, WELL_FORMED, compute_score, evaluate
+from megarl.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH
+from megarl.rewards.countdown import CORRECT, WELL_FORMED, compute_score, compute_score_bare, evaluate
 
 TRUTH = {"target": 23, "numbers": [2, 3, 7]}
 
 
-def score(response: str) -> float:
-    return compute_score("countdown", response, TRUTH, {})
+def score(response: str, truth: dict[str, Any] = TRUTH) -> float:
+    return compute_score("countdown", response, truth, {})
+
+
+def bare(response: str, truth: dict[str, Any] = TRUTH) -> float:
+    return compute_score_bare("countdown/bare", response, truth, {})
 
 
 @pytest.mark.parametrize(
-    "response",
+    ("response", "expected", "expected_bare"),
     [
-        "3*7+2",
-        " 2 + (7 * 3) ",
-        "Let me see.\nThree sevens and two:\n(7*3)+2\n\n",
-        "<think>7*3 is 21</think>\n<answer>7 * 3 + 2</answer>",
-        "<answer>1+1</answer> no, <answer>\n(2)+3*7\n</answer> is right",
-        "-(-2-3*7)",
+        ("<answer>3*7+2</answer>", 1.0, 1.0),
+        ("<think>7*3 is 21</think>\n<answer> 7 * 3 + 2 </answer>", 1.0, 1.0),
+        ("<think>I use <answer> tags</think>\n<answer>(7*3)+2</answer>", 1.0, 1.0),
+        ("<think>I use <answer> tags</think><answer>(7*3)+2</answer>", 0.1, 1.0),
+        ("<answer>1+1</answer> no, <answer>(2)+3*7</answer> is right", 1.0, 1.0),
+        ("<answer>3*7+2</answer>\n", 0.0, 1.0),
+        ("<answer>3*7+2</answer>\nThat is it.", 0.0, 1.0),
+        ("<answer>\n3*7+2\n</answer>", 0.0, 1.0),
+        ("<answer>3*7+2 = 23</answer>", 0.1, 0.1),
+        ("<answer>the answer is 23</answer>", 0.1, 0.1),
+        ("<answer></answer>", 0.1, 0.1),
+        ("<answer>3*7-2</answer>", 0.1, 0.1),
+        ("<answer>7+7+7+2</answer>", 0.1, 0.1),
+        ("<answer>3*7+2+0</answer>", 0.1, 0.1),
+        ("<answer>2+21</answer>", 0.1, 0.1),
+        ("<answer>23</answer>", 0.1, 0.1),
+        ("<answer>+3*7--2</answer>", 1.0, 1.0),
+        ("<answer>3.*7.+2</answer>", 1.0, 1.0),
+        ("<answer>03*7+2</answer>", 0.1, 0.1),
+        ("<answer>3*7+2", 0.0, 0.0),
+        ("3*7+2</answer>", 0.0, 0.0),
+        ("Let me see.\nThree sevens and two:\n(7*3)+2\n\n", 0.0, 1.0),
+        ("3*7+2", 0.0, 1.0),
+        ("-(-2-3*7)", 0.0, 1.0),
+        ("3*7-2", 0.0, 0.1),
+        ("3*7+2 = 23", 0.0, 0.0),
+        ("3 7 2", 0.0, 0.0),
+        ("(3*7+2", 0.0, 0.0),
+        ("I think", 0.0, 0.0),
+        ("", 0.0, 0.0),
     ],
 )
-def test_solutions(response: str) -> None:
-    assert score(response) == CORRECT
+def test_scores_by_hand(response: str, expected: float, expected_bare: float) -> None:
+    assert (score(response), bare(response)) == (expected, expected_bare)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "3*7-2",  # another value
-        "23",  # the target itself is not given
-        "3*7+1+1",
-        "7+7+7+2",  # a number twice
-        "3*7+2+0",
-        "2+21",
-        "<answer>3*7+2 = 23</answer>",  # tagged: an attempt, though not an expression
-        "<answer>the answer is 23</answer>",
-        "3*7+2\n<answer>2</answer>",
-    ],
+def test_powers_whole_division_and_floats_count_as_in_python() -> None:
+    assert score("<answer>2**3</answer>", {"target": 8, "numbers": [2, 3]}) == CORRECT
+    assert score("<answer>7//2</answer>", {"target": 3, "numbers": [2, 7]}) == CORRECT
+    assert score("<answer>8/(3-8/3)</answer>", {"target": 24, "numbers": [3, 3, 8, 8]}) == CORRECT  # 23.999999999999986
+    assert score("<answer>2.5+3</answer>", {"target": 5.5, "numbers": [2, 3, 5]}) == CORRECT
+    assert score("<answer>1/99999</answer>", {"target": 0, "numbers": [1, 99999]}) == WELL_FORMED
+
+
+def by_eval(line: str, truth: dict[str, Any]) -> float:
+    """The reference trainer's rule from its description, with Python's `eval`."""
+    tagged = re.findall("<answer>(.*?)</answer>", line)
+    if not tagged:
+        return 0.0
+    expression = tagged[-1].strip()
+    if sorted(int(digits) for digits in re.findall(r"\d+", expression)) != sorted(truth["numbers"]):
+        return 0.1
+    try:
+        if not re.fullmatch(r"[\d+\-*/().\s]+", expression):
+            return 0.1
+        return 1.0 if abs(eval(expression, {"__builtins__": None}, {}) - truth["target"]) < 1e-5 else 0.1
+    except Exception:
+        return 0.1
+
+
+TOKENS = [
+    "1",
+    "2",
+    "3",
+    "0",
+    "7",
+    "05",
+    "3.",
+    ".5",
+    "+",
+    "-",
+    "*",
+    "/",
+    "//",
+    "**",
+    "(",
+    ")",
+    ".",
+    " ",
+    "\t",
+    "\r",
+    "\u0663",
+]
+SMALL_POWERS = re.compile(r"\*\*.*\*\*|\*\*[^*]*[0-9]{4}")  # what eval computes in time
+
+
+@settings(max_examples=3000)
+@given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join).filter(lambda text: not SMALL_POWERS.search(text)))
+def test_expressions_score_as_by_eval(expression: str) -> None:
+    numbers = [int(digits) for digits in re.findall(r"\d+", expression)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # 3(4) may be meant as a product
+        try:
+            target = eval(expression.strip(), {"__builtins__": None}, {})
+        except Exception:
+            target = 5
+        truth = {"target": target if isinstance(target, int | float) else 5, "numbers": numbers}
+        response = f"<answer>{expression}</answer>"
+        assert score(response, truth) == by_eval(response, truth)
+
+
+@given(
+    st.lists(st.sampled_from(["<answer>", "</answer>", "3*7+2", "2", "\n", " ", "<answer>3*7+2</answer>"]), max_size=9)
 )
-def test_attempts(response: str) -> None:
-    assert score(response) == WELL_FORMED
-
-
-@pytest.mark.parametrize(
-    "response", ["", "   \n", "I think", "3*7+2 = 23", "3*7+", "3**2", "7//3", "2.3", "3 7 2", "(3*7+2"]
-)
-def test_neither(response: str) -> None:
-    assert score(response) == 0.0
+def test_responses_score_as_by_eval(pieces: list[str]) -> None:
+    response = "".join(pieces)
+    assert score(response) == by_eval(response.split("\n")[-1], TRUTH)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "__import__('os')",
-        "9" * 13,
-        "(" * 20 + "1" + ")" * 20,
-        "-" * 30 + "1",
+        "(" * 2 * MAX_DEPTH + "1" + ")" * 2 * MAX_DEPTH,
+        "-" * 2 * MAX_DEPTH + "1",
         "1+" * MAX_CHARACTERS + "1",
+        "9**9**9",
+        "9**(9**9)",
+        "(9**9999)**9999",
         "1/(3-3)",
+        "0**-1",
         "²",
         "1e9",
         "0x10",
         "()",
+        "...",
+        "3(4)",
         ")",
         "",
     ],
 )
-def test_what_is_not_arithmetic_or_not_bounded_is_refused(text: str) -> None:
+def test_what_is_no_number_or_not_bounded_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         evaluate(text)
-
-
-def test_division_is_exact() -> None:
-    assert compute_score("countdown", "8/(3-8/3)", {"target": 24, "numbers": [3, 3, 8, 8]}, None) == CORRECT
-    assert evaluate("1/3")[0] == Fraction(1, 3)
-
-
-EXPRESSIONS = st.recursive(
-    st.integers(0, 50).map(str),
-    lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({parts[0]} {parts[1]}{parts[2]})"),
-        st.tuples(inner, st.sampled_from("+-*"), inner).map("".join),
-    ),
-    max_leaves=8,
-)
-
-
-def exact(node: ast.expr) -> Fraction:
-    """The brute-force twin: Python's own grammar, in fractions."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)  # type: ignore[arg-type]
-    assert isinstance(node, ast.BinOp)
-    left, right = exact(node.left), exact(node.right)
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    return left * right if isinstance(node.op, ast.Mult) else left / right
-
-
-@given(EXPRESSIONS)
-def test_values_are_those_of_python_in_fractions(text: str) -> None:
-    try:
-        expected = exact(ast.parse(text, mode="eval").body)
-    except ZeroDivisionError:
-        with pytest.raises(ValueError, match="zero"):
-            evaluate(text)
-        return
-    value, numbers = evaluate(text)
-    assert value == expected
-    assert numbers == [int(number) for number in re.findall("[0-9]+", text)]
+    assert score(f"<answer>{text}</answer>") == WELL_FORMED
 
 
 @given(st.text(alphabet="0123456789+-*/() \n<answer>.", max_size=400))
 def test_any_text_has_one_of_three_scores(text: str) -> None:
     assert score(text) in (0.0, WELL_FORMED, CORRECT)
+    assert bare(text) in (0.0, WELL_FORMED, CORRECT)
 
 
-def test_it_is_registered() -> None:
+def test_both_are_registered() -> None:
     assert REWARDS["countdown"] is compute_score
+    assert REWARDS["countdown/bare"] is compute_score_bare

@@ -23,7 +23,8 @@ def custom(tmp_path: Path, source: str, **changes: Any) -> Rules:
 
 def test_the_data_source_picks_the_built_in_reward() -> None:
     reward = Rules().load()
-    found = [reward(**ROW, solution_str=text) for text in ("3+5", "5 - 3", "nothing", "5+3")]
+    texts = ("<answer>3+5</answer>", "<answer>5 - 3</answer>", "nothing", "<answer>5+3</answer>")
+    found = [reward(**ROW, solution_str=text) for text in texts]
     assert [verdict.numbers["score"] for verdict in found] == [1.0, 0.1, 0.0, 1.0]
     assert [verdict.pred for verdict in found] == ["3+5", "5-3", "", "5+3"]
 
@@ -80,7 +81,7 @@ def test_rules_are_summed_with_their_weights_and_the_first_says_what_is_right(tm
         **{"score": 1.0 + 0.25 - 1.5, "acc": 1.0},
     }
     assert reward(**ROW, solution_str=right) == (numbers, "3+5")
-    assert reward(**ROW, solution_str="5-3").numbers["acc"] == 0.1
+    assert reward(**ROW, solution_str="<answer>5-3</answer>").numbers["acc"] == 0.1
     first = custom(tmp_path, source, weights={"custom": 1.0, "format": 1.0}).load()
     assert first(**ROW, solution_str=right) == (
         {"custom": 3.0, "format": 1.0, "calls": 2.0, "score": 4.0, "acc": 0.5},

@@ -156,7 +156,7 @@ def _distinct(arguments: argparse.Namespace, total: int) -> Iterator[Problem]:
 
 def _row(problem: Problem, template: str, split: str, index: int) -> dict[str, Any]:
     return {
-        "data_source": "countdown",
+        "data_source": "countdown/bare" if template == "plain" else "countdown",
         "prompt": prompt(problem, template),
         "ability": "math",
         "reward_model": {
