@@ -1,0 +1,73 @@
+"""Every rule reads a response in linear time: what a quadratic one would need hours for is read at once."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megarl.rewards import ANSWERS, REWARDS, answers_of
+from tests.programs import ROOT
+
+CHARACTERS = 200_000
+LIMIT_S = 10
+"""For one response; at this length, a linear reader takes tenths of a second, and a quadratic one minutes."""
+TAGS = ["<answer>", "</answer>", "\n", " ", "1"]
+TOKENS = {
+    "countdown": [*TAGS, "+(", "*"],
+    "countdown/bare": [*TAGS, "+(", "*"],
+    "format": ["<think>", "</think>", "<answer>", "</answer>", " "],
+    "gsm8k": ["#", "#### ", " ", "1", ",", ".", "$", "-"],
+    "gsm8k/flexible": ["1", ",", ".", "$", "-", " "],
+    "knights_knaves": ["<answer>", "</answer>", " ", " and ", "Ann is a knight", "(1) "],
+    "math": ["\\boxed{", "\\boxed ", "{", "}", "\\", "1,\\!000"],
+    "math_dapo": ["answer", ":", "Answer: 1", " ", "\n", "\\boxed{"],
+    "multiply": [*TAGS, "=", "1,111", "$", "."],
+    "reasoning_gym/chain_sum": [*TAGS, "a"],
+}
+TRUTHS = {
+    "countdown": {"target": 8, "numbers": [3, 5]},
+    "countdown/bare": {"target": 8, "numbers": [3, 5]},
+    "knights_knaves": {"names": ["Ann", "Bob"], "is_knight": [True, False]},
+}
+
+
+def responses(tokens: list[str]) -> list[str]:
+    """Each token and each pair of tokens again and again, and each pair one after the other."""
+
+    def fill(text: str, share: float = 1.0) -> str:
+        return text * int(CHARACTERS * share / len(text))
+
+    found = [fill(token) for token in tokens]
+    found += [fill(first + second) for first, second in itertools.combinations(tokens, 2)]
+    return found + [fill(first, 0.5) + fill(second, 0.5) for first, second in itertools.permutations(tokens, 2)]
+
+
+def read_all(source: str) -> None:
+    """Score each of them; the kernel ends this process where one takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not to be put off until a regular expression has ended
+    for response in responses(TOKENS[source]):
+        print(repr(response[:30]), repr(response[-30:]), flush=True)
+        signal.alarm(LIMIT_S)
+        if answer_of := answers_of(source):
+            answer_of(response)
+        if source in REWARDS:
+            REWARDS[source](source, response, TRUTHS.get(source, "8"), {})
+        signal.alarm(0)
+
+
+@pytest.mark.parametrize("source", TOKENS)
+def test_a_long_response_is_read_in_time(source: str) -> None:
+    script = f"from tests.unit.test_rewards_linear import read_all; read_all({source!r})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, f"ended by signal {-done.returncode} at {done.stdout[-200:]}{done.stderr[-2000:]}"
+
+
+def test_every_rule_is_among_them() -> None:
+    tried = {function for name in TOKENS for function in (REWARDS.get(name), ANSWERS.get(name))}
+    assert set(REWARDS.values()) | set(ANSWERS.values()) <= tried
