@@ -25,10 +25,11 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
 from megarl.platform.versions import running
+from megarl.tracking import mlflow, wandb
 from megarl.tracking.config import TrainerSection
-from megarl.tracking.mlflow import RUN_ID_FILE
 
 CONFIG_FILE, VERSIONS_FILE, MODELS_FILE, CODE_FILE = "config.yaml", "versions.json", "models.json", "code.json"
+RUN_ID_FILES = (mlflow.RUN_ID_FILE, wandb.RUN_ID_FILE)
 MAX_SHOWN = 80  # characters of a value
 RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
@@ -48,7 +49,7 @@ class Standing:
         Args:
             config: of the run.
             goes_on: the job goes on with the run, so that the directory sets aside what is not of its past (see
-                `entered_checkpoint`) and takes over the MLflow run of the checkpoint.
+                `entered_checkpoint`) and takes over the checkpoint's runs at MLflow and W&B.
         """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
@@ -152,7 +153,7 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
 def companions(
     config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, MLflow's run.
+    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, its runs at trackers.
 
     `code` is what `own_code` said when the run began: its files may have changed since.
     """
@@ -162,8 +163,8 @@ def companions(
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
     }
-    run_id = Path(config.trainer.default_local_dir) / RUN_ID_FILE
-    return texts | ({RUN_ID_FILE: run_id.read_text()} if run_id.is_file() else {})
+    run_dir = Path(config.trainer.default_local_dir)
+    return texts | {name: (run_dir / name).read_text() for name in RUN_ID_FILES if (run_dir / name).is_file()}
 
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
@@ -218,17 +219,17 @@ def _cut(value: Any) -> str:
 
 
 def _is_foreign(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the run's directory has an MLflow run of its own, which is not the one of the checkpoint."""
-    kept, own = checkpoint / RUN_ID_FILE, run_dir / RUN_ID_FILE
-    return kept.is_file() and own.is_file() and kept.read_text() != own.read_text()
+    """Whether the run's directory has a run of its own at a tracker, which is not the one of the checkpoint."""
+    pairs = [(checkpoint / name, run_dir / name) for name in RUN_ID_FILES]
+    return any(kept.is_file() and own.is_file() and kept.read_text() != own.read_text() for kept, own in pairs)
 
 
 def _adopt_run_id(checkpoint: Path, run_dir: Path) -> None:
-    """Let the MLflow run of the checkpoint go on where the run's directory does not name one, as on an empty disk."""
-    kept, own = checkpoint / RUN_ID_FILE, run_dir / RUN_ID_FILE
-    if kept.is_file() and not own.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(kept, own)
+    """Let the trackers' runs of the checkpoint go on if the run's directory names none, as on an empty disk."""
+    for name in RUN_ID_FILES:
+        if (checkpoint / name).is_file() and not (run_dir / name).exists():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, run_dir / name)
 
 
 def nothing_left(run_dir: Path, step: int, last_step: int) -> str:

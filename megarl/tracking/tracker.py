@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 from megarl.distributed.signals import Stopped
 from megarl.tracking.console import Console
+from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
+from megarl.tracking.wandb import Wandb
 
 Row = Mapping[str, Any]
 
@@ -93,7 +95,7 @@ def make_tracker(
     resume_metrics: Mapping[str, float] | None = None,
     same_curve: bool = True,
 ) -> Tracker:
-    """The trackers called `names` (`console`, `jsonl`, `mlflow`), or none unless `is_main`.
+    """The trackers called `names` (`console`, `jsonl`, `mlflow`, `tensorboard`, `wandb`), or none unless `is_main`.
 
     `params` is the resolved config. A run that goes on after `resume_step` continues its records, and what they hold of
     later steps is dropped; with None records of an earlier run in `run_dir` are replaced. `resume_metrics` are those of
@@ -125,6 +127,22 @@ def make_tracker(
                     same_curve=same_curve,
                 )
             )
+        elif name == "tensorboard":
+            from megarl.tracking.tensorboard import TensorBoard  # as for mlflow
+
+            board = TensorBoard(run_dir, params=params, resume_step=resume_step, resume_metrics=resume_metrics)
+            trackers.append(Guarded(board, "TensorBoard"))
+        elif name == "wandb":
+            run = Wandb(
+                run_dir=run_dir,
+                project=project,
+                experiment=experiment,
+                params=params,
+                resume_step=resume_step,
+                resume_metrics=resume_metrics,
+                same_curve=same_curve,
+            )
+            trackers.append(Guarded(run, "W&B"))
         else:
-            raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow")
+            raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     return Trackers(trackers)

@@ -1,0 +1,85 @@
+"""TensorBoard: event files in the run's directory, with metrics as scalars and tables as text."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from torch.utils.tensorboard import SummaryWriter
+
+from megarl.tracking.names import Ending
+
+DIRECTORY = "tensorboard"
+PARAMS, SUMMARY = "config", "summary"
+MAX_CELL = 2000  # characters of a sample shown
+
+
+class TensorBoard:
+    """`tensorboard/` in the run's directory; an event is in its file when `log` returns.
+
+    After a resume TensorBoard shows events of steps later than `resume_step` no more, because those steps are run
+    again, and `resume_metrics` become the events of that step if it has none. Without `resume_step` the files of an
+    earlier run are replaced. OSError if the disk takes no events.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        params: Mapping[str, Any],
+        resume_step: int | None = None,
+        resume_metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        directory = run_dir / DIRECTORY
+        if resume_step is None and directory.exists():
+            shutil.rmtree(directory)
+        last = _last_step(directory)
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        shown = yaml.safe_dump(dict(params), sort_keys=False, allow_unicode=True)
+        self._writer.add_text(PARAMS, _indented(shown), resume_step or 0)
+        if resume_step is not None and resume_metrics and last < resume_step:
+            self.log(resume_metrics, step=resume_step)
+        self._writer.flush()
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Write the rows as one Markdown table."""
+        if rows:
+            lines = [rows[0], dict.fromkeys(rows[0], "---"), *rows]
+            cells = [list(rows[0]), *([_cell(value) for value in line.values()] for line in lines[1:])]
+            self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+            self._writer.flush()
+
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+        """Write how the run ended, with its summary, and close the file."""
+        lines = [f"run {ending}", *("  ".join(f"{key}={value}" for key, value in row.items()) for row in summary_rows)]
+        self._writer.add_text(SUMMARY, _indented("\n".join(lines)))
+        self._writer.close()
+
+
+def _last_step(directory: Path) -> int:
+    """Return the last step that earlier event files have, -1 if they have none."""
+    files = sorted(directory.glob("events.out.tfevents.*"))
+    return max((event.step for file in files[-1:] for event in EventFileLoader(str(file)).Load()), default=-1)
+
+
+def _indented(text: str) -> str:
+    """Return Markdown that shows `text` as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _cell(value: Any) -> str:
+    """Return one line of a Markdown cell: what Markdown or HTML would read is escaped, a long text is cut."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."
+    for character, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(character, written)
+    return text

@@ -1,0 +1,175 @@
+"""Weights & Biases: the run's configuration, its metrics by step, and its tables.
+
+The records of a process lie in a file of the run's directory until the process has finished its part of the run: W&B's
+own file takes them late, and a killed process would lose them. The next process that goes on in the directory sends
+them first.
+"""
+
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.platform.files import write_whole
+from megarl.tracking.names import Ending
+from megarl.tracking.outbox import Outbox, Record
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_FILE = "wandb_run_id"
+UNFINISHED_FILE = "wandb_unfinished.jsonl"
+START_S = 30.0  # that a start waits for a server
+CLOSE_S = 120.0  # that an end waits until all is uploaded
+QUIET = {  # read when wandb is imported
+    "WANDB_ERROR_REPORTING": "false",  # its crashes are not sent to its makers
+}
+
+
+class Wandb:
+    """One run, online if WANDB_API_KEY is set (or WANDB_MODE says so) and a server answers, else in `run_dir/wandb`.
+
+    With a `resume_step` the run whose id lies in `run_dir` goes on, and steps that it has are not sent twice. If it has
+    later steps that will have other numbers now (not `same_curve`), a new run begins: W&B can take nothing back. A part
+    that was recorded offline is uploaded by `wandb sync --append`, and so is what a server did not take in `CLOSE_S`.
+    ValueError if W&B cannot even record offline.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        project: str,
+        experiment: str,
+        params: Mapping[str, Any],
+        resume_step: int | None = None,
+        resume_metrics: Mapping[str, float] | None = None,
+        same_curve: bool = True,
+    ) -> None:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        import wandb  # takes a second, and only one rank needs it
+
+        self._library = wandb
+        self._run_dir = run_dir
+        self._outbox = Outbox(run_dir / UNFINISHED_FILE)
+        self._finished = -1  # the last step of the parts of the run that were finished
+        run_id = self._run_id(resume_step, same_curve)
+        for record in self._outbox.records():  # of processes that were killed: all they recorded is sent again
+            if record["kind"] == "part":
+                shutil.rmtree(record["directory"], ignore_errors=True)
+        self._run = self._begin(run_id, project, experiment, params)
+        write_whole(run_dir / RUN_ID_FILE, run_id.encode())
+        unfinished = [record for record in self._outbox.records() if record["kind"] != "part"]
+        if self._run.offline:
+            self._outbox.put({"kind": "part", "directory": str(Path(self._run.dir).parent)})
+        self._last = self._finished
+        for record in unfinished:
+            self._send(record)
+        if resume_step is not None and resume_metrics and self._last < resume_step:
+            self.log(resume_metrics, step=resume_step)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record the metrics of a step."""
+        self._record({"kind": "metrics", "step": step, "time": time.time(), "values": dict(metrics)})
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Record the rows as the table `name` of that step."""
+        if rows:
+            content = [[_cell(value) for value in row.values()] for row in rows]
+            self._record({"kind": "table", "step": step, "name": name, "columns": list(rows[0]), "rows": content})
+
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+        """Finish this part of the run with how it ended; wait for uploads, but not for ever."""
+        for row in summary_rows:
+            self._run.summary.update({key: _cell(value) for key, value in row.items()})
+        if ending == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if ending == "finished" else 1)
+        # Only with the end of W&B's own process all is in its file.
+        ending_process = threading.Thread(target=self._library.teardown, name="wandb", daemon=True)
+        ending_process.start()
+        ending_process.join(CLOSE_S)
+        if ending_process.is_alive():
+            logger.warning("W&B did not take all records: they are in %s", self._run_dir / "wandb")
+        else:
+            self._outbox.cut(lambda record: False)
+            self._outbox.put({"kind": "finished", "step": self._last})
+        self._outbox.close()
+
+    def _run_id(self, resume_step: int | None, same_curve: bool) -> str:
+        """Return the id of the run that goes on, or a new one, and drop what is not part of its past."""
+        file = self._run_dir / RUN_ID_FILE
+        if resume_step is None or not file.is_file():
+            self._outbox.cut(lambda record: False)
+            return uuid.uuid4().hex[:8]
+        run_id, kept = file.read_text().strip(), list(self._outbox.records())
+        if not same_curve and max((record.get("step", -1) for record in kept), default=-1) > resume_step:
+            logger.warning("the W&B run %s has steps after %d that will differ, a new one begins", run_id, resume_step)
+            run_id, kept = uuid.uuid4().hex[:8], [record for record in kept if record["kind"] != "finished"]
+        self._outbox.cut(lambda record: False)
+        for record in kept:
+            if record["kind"] == "finished":
+                self._finished = record["step"]
+            if record["kind"] in ("finished", "part") or record["step"] <= resume_step:
+                self._outbox.put(record)
+        return run_id
+
+    def _begin(self, run_id: str, project: str, experiment: str, params: Mapping[str, Any]) -> Any:
+        has_key = bool(os.environ.get("WANDB_API_KEY"))
+        mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
+        options: dict[str, Any] = {"project": project, "name": experiment, "id": run_id, "config": dict(params)}
+        if mode == "online":
+            try:
+                return self._library.init(**options, resume="allow", settings=self._settings(mode))
+            except Exception as error:  # whatever its client raises, the run can do without a server
+                logger.warning("W&B does not answer, its records are kept in %s: %s", self._run_dir / "wandb", error)
+                self._library.teardown()  # its process holds the run that it could not open
+        else:
+            logger.warning("W&B records offline in %s; `wandb sync --append` uploads it", self._run_dir / "wandb")
+        try:
+            return self._library.init(**options, settings=self._settings("offline"))
+        except Exception as error:
+            raise ValueError(f"trainer.logger: wandb cannot record in {self._run_dir}: {error}") from error
+
+    def _settings(self, mode: str) -> Any:
+        """Return settings under which W&B sees what it is told, and nothing of the process, its arguments or host."""
+        return self._library.Settings(
+            mode=mode,
+            root_dir=str(self._run_dir),
+            init_timeout=START_S,
+            finish_timeout=CLOSE_S,
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+
+    def _record(self, record: Record) -> None:
+        self._outbox.put(record)
+        self._send(record)
+
+    def _send(self, record: Record) -> None:
+        """Give W&B a record, unless the run has its step."""
+        step = record["step"]
+        if record["kind"] == "finished" or step <= self._finished or step < self._run.starting_step:
+            return
+        if record["kind"] == "metrics":
+            self._run.log(record["values"] | {"_timestamp": record["time"]}, step=step)
+        else:
+            table = self._library.Table(columns=record["columns"], data=record["rows"], allow_mixed_types=True)
+            self._run.log({record["name"]: table}, step=step)
+        self._last = max(self._last, step)
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) or value is None else str(value)

@@ -1,0 +1,149 @@
+"""Weights & Biases without a network: its own files, read back through its own reader."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.wandb import RUN_ID_FILE, UNFINISHED_FILE
+
+PARAMS = {"data": {"seed": 1}, "trainer": {"logger": ["wandb"]}}
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+
+
+def tracker(run_dir: Path, **options: Any) -> Tracker:
+    arguments: dict[str, Any] = {"project": "p", "experiment": "e", "params": PARAMS, "total_steps": 9, "is_main": True}
+    return make_tracker(["wandb"], run_dir=run_dir, **(arguments | options))
+
+
+def records(run_dir: Path) -> Iterator[Any]:
+    """Yield W&B's records of all parts of a run, in the order in which `wandb sync` reads them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while data := store.scan_data():
+            record = Record()
+            record.ParseFromString(data)
+            yield record
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    rows = [record.history for record in records(run_dir) if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["_step"], row["loss"]) for row in history(run_dir) if "loss" in row]
+
+
+def log(tracker: Tracker, *steps: int, scale: float = 1.0) -> None:
+    for step in steps:
+        tracker.log({"loss": step * scale, "val-core/countdown/mean@1": 0.5}, step=step)
+
+
+def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_told(tmp_path: Path) -> None:
+    run = tracker(tmp_path)
+    log(run, 1, 2)
+    run.log_table("val/generations", [{"prompt": "3 5 é", "score": 1.0}, {"prompt": "b", "score": 0.0}], step=2)
+    run.close([{"exported": "runs/hf"}])
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
+    assert {row["val-core/countdown/mean@1"] for row in history(tmp_path)} == {0.5}
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_2_*.table.json")
+    content = json.loads(table.read_text())
+    assert (content["columns"], content["data"]) == (["prompt", "score"], [["3 5 é", 1.0], ["b", 0.0]])
+    (opened,) = [record.run for record in records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    config = {item.key: json.loads(item.value_json) for item in opened.config.update}
+    assert {name: value for name, value in config.items() if name != "_wandb"} == PARAMS
+    assert (opened.project, opened.display_name, opened.run_id) == ("p", "e", (tmp_path / RUN_ID_FILE).read_text())
+    said = "".join(map(str, records(tmp_path)))
+    assert sys.argv[0] not in said and str(Path.cwd()) not in said
+
+
+def killed_at_four(run_dir: Path) -> None:
+    """Record four steps in a process that is killed."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from tests.unit.test_tracking_wandb import log, tracker\n"
+        "log(tracker(Path(sys.argv[1])), 1, 2, 3, 4); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
+    killed_at_four(tmp_path)
+    run_id = (tmp_path / RUN_ID_FILE).read_text()
+    again = tracker(tmp_path, resume_step=2)
+    log(again, 3, 4, 5)
+    again.close()
+    assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
+    assert (tmp_path / RUN_ID_FILE).read_text() == run_id
+    last = tracker(tmp_path, resume_step=4)  # ended after the checkpoint: steps that are there are not sent again
+    log(last, 5, 6)
+    last.close()
+    assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5, 6)]
+    assert {record.run.run_id for record in records(tmp_path) if record.WhichOneof("record_type") == "run"} == {run_id}
+
+
+def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> None:
+    run = tracker(tmp_path)
+    log(run, 1, 2, 3)
+    run.close(ending="stopped")
+    run_id = (tmp_path / RUN_ID_FILE).read_text()
+    other = tracker(tmp_path, resume_step=2, same_curve=False, resume_metrics={"loss": 2.0})
+    log(other, 3, scale=10)
+    other.close()
+    assert (tmp_path / RUN_ID_FILE).read_text() != run_id
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.0), (3, 30.0)]
+    tracker(tmp_path).close()  # a new run in the same place
+    assert read_jsonl(tmp_path / UNFINISHED_FILE) == [{"kind": "finished", "step": -1}]
+
+
+def test_a_server_that_does_not_answer_costs_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setattr("megarl.tracking.wandb.START_S", 1.0)
+    with caplog.at_level(logging.WARNING):
+        run = tracker(tmp_path)
+    assert "W&B does not answer" in caplog.text
+    log(run, 1, 2)
+    run.close()
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"0123456789" * 2 not in written
+
+
+def test_a_tracker_that_fails_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    run = tracker(tmp_path)
+    wandb.teardown()  # its process is gone
+    with caplog.at_level(logging.WARNING):
+        log(run, 1, 2)
+        run.close()
+    assert caplog.text.count("W&B takes no records, training goes on") == 1
+    assert [row["step"] for row in read_jsonl(tmp_path / UNFINISHED_FILE) if row["kind"] == "metrics"] == [1, 2]
+    again = tracker(tmp_path, resume_step=2)
+    again.close()
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
