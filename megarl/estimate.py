@@ -194,7 +194,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, ma
 
 
 def _spread(name: str, x: Tensor) -> Metrics:
-    x = x.to(torch.float32)
+    x = x.double()  # the sum of finite scores may be too large for float32
     return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
 
 

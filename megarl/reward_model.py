@@ -92,9 +92,20 @@ class ModelScorer:
         given = self.weight * given
         if self.rules is None:
             texts = _of_each(len(rollouts), lambda sample: self.tokenizer.decode(rollouts.response_ids(sample)))
-            return rollouts.extend(Scored, texts=texts, scores=given, accuracies=given), metrics
+            return _finite(rollouts.extend(Scored, texts=texts, scores=given, accuracies=given)), metrics
         scored, others = self.rules.score(rollouts)
-        return replace(scored, scores=scored.scores + given), metrics | others
+        return _finite(replace(scored, scores=scored.scores + given)), metrics | others
+
+
+def _finite(scored: Scored) -> Scored:
+    """The record itself. FloatingPointError if weights make a score too large for float32."""
+    odd = (scored.judged() & ~scored.scores.isfinite()).nonzero()[:, 0].tolist()
+    if odd:
+        raise FloatingPointError(
+            f"reward_model.weights: the weighted scores of sample {odd[0]} come to {float(scored.scores[odd[0]])} in "
+            "float32: choose smaller weights"
+        )
+    return scored
 
 
 Reward = Scorer | ModelScorer

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -186,6 +187,23 @@ def says_a_giant() -> str:
 def says_many_numbers() -> dict[str, Any]:
     odd = {"text": "no number", "nan": float("nan")}
     return {"score": 1, "acc": True} | odd | {f"n {number}": number for number in range(9999)}
+
+
+def ends_what_it_starts() -> float:
+    """How many of its programs and forks end by the signals that this process does not heed."""
+    ended = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        with subprocess.Popen(["sleep", "1000"]) as program:
+            program.send_signal(number)
+            ended += program.wait() == -number
+        if (fork := os.fork()) == 0:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
+                time.sleep(1000)
+            os._exit(number)
+        _, status = os.waitpid(fork, 0)
+        ended += abs(os.waitstatus_to_exitcode(status)) == number
+    return float(ended)
 
 
 def has_no_words() -> None:

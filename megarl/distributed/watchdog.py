@@ -79,6 +79,16 @@ def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[in
     return _watchdog.note(**{name: value for name, value in news.items() if value is not None})
 
 
+def note_progress() -> None:
+    """This rank has come further within its phase: it has the whole time of a phase from now.
+
+    Only for progress that all ranks note: those that began the fewest phases are behind, and phases are not counted
+    here.
+    """
+    if _watchdog:
+        _watchdog.note_progress()
+
+
 class Watchdog:
     """Ends the job when this rank stays in one phase for `timeout_s` seconds."""
 
@@ -101,9 +111,13 @@ class Watchdog:
         """This rank has come further than the phase that is returned; it has `timeout_s` seconds from now."""
         before = self._place.phase
         self._place = replace(self._place, num_phases=self._place.num_phases + 1, **news)
+        self.note_progress()
+        return before
+
+    def note_progress(self) -> None:
+        """This rank has `timeout_s` seconds from now."""
         self._since = time.monotonic()
         self._arm_last_resort()
-        return before
 
     def stop(self) -> None:
         """Watch no longer."""

@@ -20,10 +20,12 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from megarl.platform.secrets import redact
-from megarl.rewards.rules import Rules
+from megarl.rewards.rules import Rules, is_number
 from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
 
+UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that end neither a keeper nor its worker; the programs that a reward starts hear them."""
 START_S = 120.0
 """How long a worker may take to load its rules, and what built-in ones import when they are first called."""
 CLEAN_S = 5.0
@@ -33,7 +35,8 @@ MAX_PROCESSES = 64
 MAX_ANSWER = 1 << 16
 _POLL_S = 0.1
 _PIECE = 1 << 16  # all that a pipe holds
-_TAIL = 1 << 14  # far more than is shown: half a secret is not found
+_TAIL = 1 << 14  # what is kept of it
+_MARGIN = 1 << 12  # of a longer output so much of the tail is not shown, as half a secret is not found
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
 
 
@@ -81,9 +84,8 @@ class Keeper:
 
     def judge(self, arguments: Any) -> dict[str, Any]:
         """The `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
-        is_fresh = self._worker is None
         answer = self._try(arguments)
-        if self._is_lost and answer["fault"] == "error" and not is_fresh:  # perhaps of what an earlier response did
+        if self._is_lost and answer["fault"] == "error":  # perhaps by what an earlier response did, or from outside
             self.end(within_s=CLEAN_S)
             answer = self._try(arguments)
         return answer
@@ -165,7 +167,7 @@ class Keeper:
             case {"id": found, "error": str(detail)} if found == number:
                 return {"fault": "error", "detail": detail}
             case {"id": found, "numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
-                if found == number and all(isinstance(value, float) for value in numbers.values()):
+                if found == number and all(isinstance(value, float) and is_number(value) for value in numbers.values()):
                     return {"numbers": numbers, "pred": pred}
         raise Lost("error", "its process gave an answer that is none")
 
@@ -230,6 +232,8 @@ def _how_it_ended(pid: int) -> str:
 
 def _last_lines(printed: bytes) -> str:
     text = redact(printed.decode(errors="replace"))
+    if len(printed) == _TAIL:
+        text = text[_MARGIN:]
     lines = [line.strip()[-_SHOWN_CHARACTERS:] for line in text.split("\n") if line.strip()]
     return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
 
@@ -246,8 +250,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
     signal.signal(signal.SIGHUP, leave)  # it raises nothing: that could cut short what a hang-up has begun to end
     die_with_parent(signal.SIGHUP, parent=int(argv[1]))
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm tells every process of a job to end; the rank decides when
+    for number in UNHEARD:  # launchers tell every process of a job to end; the rank decides when
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # the rank has blocked them until here
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
     try:

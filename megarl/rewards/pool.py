@@ -5,23 +5,26 @@ given and what comes back is text and numbers; nothing of it is run or unpickled
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.rewards.keeper import CLEAN_S, START_S
+from megarl.rewards.keeper import CLEAN_S, START_S, UNHEARD
 from megarl.rewards.rules import Numbers, Rules
 from megarl.rewards.wire import Inbox, encode
 
+MAX_KEEPERS = 2
+"""How many keepers a response may lose; something else may have ended the first."""
 PATIENCE_S = 0.25
 """How long a response waits for a process before another one is started."""
 _MAX_ANSWER = 1 << 20
@@ -70,9 +73,20 @@ class Pool:
 
     def wait(self, futures: Sequence[Future[Outcome]]) -> list[Outcome]:
         """Their outcomes, when all are there."""
-        while wait(futures, timeout=PATIENCE_S).not_done:
-            self._grow()
+        while self.count_pending(futures, within_s=PATIENCE_S):
+            pass
         return [future.result() for future in futures]
+
+    def count_pending(self, futures: Sequence[Future[Outcome]], *, within_s: float) -> int:
+        """Wait for outcomes for `within_s` seconds at most; how many are not there then."""
+        deadline = time.monotonic() + within_s
+        while True:
+            pending = wait(futures, timeout=max(0.0, min(PATIENCE_S, deadline - time.monotonic()))).not_done
+            if not pending:
+                return 0
+            self._grow()
+            if time.monotonic() >= deadline:
+                return len(pending)
 
     def close(self) -> None:
         """End all processes; what has not begun is given up."""
@@ -95,17 +109,27 @@ class Pool:
         keeper = None
         while task := self._next():
             _, arguments, future = task
+            keeper, outcome = self._judge(keeper, arguments)
+            future.set_result(outcome)
+        if keeper:
+            keeper.close()
+
+    def _judge(self, keeper: "_Keeper | None", arguments: Any) -> "tuple[_Keeper | None, Outcome]":
+        """The outcome of a response, and the keeper for the next response; a keeper that is gone is replaced once."""
+        failures = list[str]()
+        while len(failures) < MAX_KEEPERS:
             try:
                 keeper = keeper or _Keeper(self._rules, self._limits)
-                future.set_result(keeper.judge(arguments))
+                return keeper, keeper.judge(arguments)
             except Exception as error:  # whatever it is, somebody waits for the outcome
-                detail = f"the process that watches over rewards failed ({type(error).__name__}: {error})"
-                future.set_result(Outcome(seconds=0.0, fault="error", detail=detail))
+                failures.append(f"{type(error).__name__}: {error}")
                 if keeper:
                     keeper.close()
                 keeper = None
-        if keeper:
-            keeper.close()
+                if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has had its time
+                    break
+        detail = f"the process that watches over rewards failed ({failures[-1]})"
+        return None, Outcome(seconds=0.0, fault="error", detail=detail)
 
     def _next(self) -> tuple[float, Any, Future[Outcome]] | None:
         with self._changed:
@@ -120,7 +144,7 @@ class _Keeper:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_ANSWER)
-        with theirs:
+        with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks them when its handlers stand
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
@@ -145,6 +169,16 @@ class _Keeper:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLEAN_S)
+
+
+@contextmanager
+def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Within the block, signals wait; for this thread, and for the processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _search_path() -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -85,10 +86,13 @@ class Rules:
     def _sum(self, parts: Mapping[str, Verdict]) -> Verdict:
         assert self.weights is not None
         first = next(iter(parts.values())).numbers
+        score = sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items())
+        if not is_number(score):
+            raise TypeError(f"the weighted sum of the scores is {score}, which is no finite number in float32")
         numbers = {name: number for part in parts.values() for name, number in part.numbers.items()}
         numbers |= {
             **{name: part.numbers["score"] for name, part in parts.items()},
-            "score": sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items()),
+            "score": score,
             "acc": first.get("acc", first["score"]),
         }
         return Verdict(numbers, next((part.pred for part in parts.values() if part.pred is not None), None))
@@ -137,12 +141,13 @@ def as_verdict(result: Any) -> Verdict:
 def as_numbers(result: Any) -> Numbers:
     """The numbers in what a reward returned; what else a mapping holds is left out.
 
-    Raises TypeError where the score, or an `acc` that is there, is no finite number.
+    Raises TypeError if the score, or an `acc` that is there, is no finite number in float32.
     """
     values = result if isinstance(result, Mapping) else {"score": result}
-    if not _is_number(values.get("score")) or not _is_number(values.get("acc", 0.0)):
-        shown = beginning(_GIANTS.repr(result), _SHOWN_CHARACTERS)
-        raise TypeError(f"a reward returns a finite number or a dict with one under 'score', not {shown}")
+    if not is_number(values.get("score")) or not is_number(values.get("acc", 0.0)):
+        raise TypeError(
+            f"a reward returns a finite number or a dict with one under 'score', not {_shown(result)} (as float32)"
+        )
     numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
     for name, number in _others(values):
         if len(numbers) == MAX_NUMBERS + 2:
@@ -153,12 +158,23 @@ def as_numbers(result: Any) -> Numbers:
 
 def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
-        if isinstance(key, str) and _is_number(value):
+        if isinstance(key, str) and is_number(value):
             yield _NOT_IN_NAMES.sub("_", key[:_MAX_NAME]), float(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _shown(result: Any) -> str:
+    try:
+        return beginning(_GIANTS.repr(result), _SHOWN_CHARACTERS)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return "an integer of too many digits"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that float32 holds: scores are float32 on the rank."""
+    try:
+        return isinstance(value, Real) and math.isfinite(c_float(float(value)).value)
+    except OverflowError:  # an integer beyond float64
+        return False
 
 
 def _load_custom(path: Path, name: str) -> RewardFn:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt, Rollouts, Scored
+from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -22,6 +23,7 @@ from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.wire import pack
 
+ROUND_S = 1.0
 SHOWN_CHARACTERS = 120
 NUM_WARNINGS = 3
 MAX_METRICS = 32
@@ -135,13 +137,25 @@ class Scorer:
 
     def _gather(self, begun: Mapping[int, Begun]) -> dict[int, tuple[str, Outcome]]:
         """Text and outcome of what any rank has begun, by sample."""
+        self._wait([response.outcome for response in begun.values()])
 
-        def wait() -> dict[int, tuple[str, Outcome]]:
+        def tell() -> dict[int, tuple[str, Outcome]]:
             outcomes = self.pool.wait([response.outcome for response in begun.values()])
             texts = [response.text for response in begun.values()]
             return dict(zip(begun, zip(texts, outcomes, strict=True), strict=True))
 
-        return {sample: judged for part in together(wait) for sample, judged in part.items()}
+        return {sample: judged for part in together(tell) for sample, judged in part.items()}
+
+    def _wait(self, futures: Sequence[Future[Outcome]]) -> None:
+        """Return on all ranks when every rank has its outcomes. Each outcome is progress of all ranks.
+
+        Ranks meet every second: a rank that is done would see no progress of the others while it waits in a collective.
+        """
+        before = None
+        while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
+            if pending != before:
+                watchdog.note_progress()
+            before = pending
 
     def _report(self, scored: Scored, outcomes: Sequence[Outcome]) -> None:
         messages, on_failure = first_failures(scored), self.section.on_failure

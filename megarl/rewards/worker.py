@@ -25,8 +25,7 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # it hears no SIGTERM, as its keeper; what it forks does
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=_hear_signals)
     _redirect(output)
     bound_memory(max_memory)
     try:
@@ -48,6 +47,13 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
         connection.sendall(encode({"id": request["id"], **answer}))
         if not is_sound:
             os._exit(1)  # the keeper replaces it
+
+
+def _hear_signals() -> None:
+    """Let what a reward forks end by the signals that this process leaves to its keeper."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _answer(reward: Callable[..., Verdict], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:

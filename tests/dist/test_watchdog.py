@@ -14,7 +14,7 @@ from tests.dist.test_distributed_launch import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults, pytest.mark.timeout(1500)]
 END_S = 1200  # a machine may have other work; what is timed is in stalled.py
-WAYS = ("none", "stop", "sleep", "sleep-begun", "lock", "apart")
+WAYS = ("none", "stop", "sleep", "sleep-begun", "lock", "apart", "slow-rewards", "hung-rewards")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,19 @@ def reports(directory: Path) -> dict[int, dict[str, object]]:
     return {report["rank"]: report for report in found}
 
 
-def test_a_job_that_goes_on_is_left_alone(ended: dict[str, tuple[int, str, Path]]) -> None:
-    code, _, directory = ended["none"]
-    assert code == 0
+@pytest.mark.parametrize("how", ["none", "slow-rewards"])
+def test_a_job_that_goes_on_is_left_alone(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
+    code, errors, directory = ended[how]
+    assert code == 0, errors
     assert not directory.exists()
+
+
+def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) -> None:
+    code, errors, directory = ended["hung-rewards"]
+    assert code == EXIT_CODE, errors
+    behind, waiting = errors.split("Behind:")[1].split("waiting:")
+    assert "rank 1 on " in behind and "step 1, phase reward, at megarl/rewards/" in behind
+    assert "rank 0 on " in waiting
 
 
 @pytest.mark.parametrize("how", ["stop", "lock"])

@@ -6,21 +6,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock
 from decimal import Decimal
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.platform.processes import descendants
-from megarl.rewards.keeper import MAX_PROCESSES
+from megarl.rewards.keeper import _TAIL, MAX_PROCESSES, _last_lines
 from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import MAX_NUMBERS, Rules
 from megarl.rewards.wire import pack, unpack
-from tests.hostile_rewards import counts_the_escaped
+from tests.hostile_rewards import SECRET, counts_the_escaped
 from tests.programs import ROOT
 
 TIMEOUT_S = 3.0
@@ -48,11 +50,18 @@ FAILS = {
     "says_infinity": ("error", "not inf"),
     "says_nothing": ("error", "not None"),
     "says_text": ("error", "not '1.0'"),
-    "says_too_much": ("error", "OverflowError"),
+    "says_too_much": ("error", "not an integer of too many digits (as float32)"),
     "says_a_giant": ("error", "not 'xxx"),
     "has_no_words": ("error", "SilentError"),
 }
-SUCCEEDS = {"good": 1.0, "forks": 0.25, "lets_escape": 0.5, "says_many_numbers": 1.0, "prints_a_gigabyte": 0.5}
+SUCCEEDS = {
+    "good": 1.0,
+    "forks": 0.25,
+    "lets_escape": 0.5,
+    "says_many_numbers": 1.0,
+    "prints_a_gigabyte": 0.5,
+    "ends_what_it_starts": 6.0,
+}
 
 
 def arguments(behaviour: str) -> Any:
@@ -145,6 +154,51 @@ def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> 
     outcomes_of(pool, *["hears_nothing"] * 3)
     assert 2 <= len(pool._threads) <= 4
     pool.close()
+
+
+def test_signals_from_the_start_on_lose_no_reward() -> None:
+    """A launcher tells every process of a job to end: keepers that start, workers that load, and those at work."""
+    pools, before, is_over = [make_pool(num_workers=1, timeout_s=100.0) for _ in range(4)], {*descendants()}, Event()
+
+    def storm() -> None:
+        while not is_over.is_set():
+            for pid in {*descendants()} - before:
+                for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            time.sleep(0.001)
+
+    thread = Thread(target=storm)
+    thread.start()
+    futures = [[pool.submit(arguments(behaviour)) for behaviour in ("good", "waits", "good")] for pool in pools]
+    found = [outcome for pool, asked in zip(pools, futures, strict=True) for outcome in pool.wait(asked)]
+    is_over.set()
+    thread.join()
+    for pool in pools:
+        pool.close()
+    assert [outcome.numbers.get("score") for outcome in found] == [1.0] * 12, found
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: int) -> None:
+    """The keeper, or the worker below it: both are the first of their pool."""
+    pool, before = make_pool(num_workers=1, timeout_s=100.0), {*descendants()}
+    future = pool.submit(arguments("waits"))
+    while len(below := [pid for pid in descendants() if pid not in before]) < 2:
+        assert not future.done()
+    os.kill(below[place], signal.SIGKILL)
+    (outcome,) = pool.wait([future])
+    pool.close()
+    assert (outcome.fault, outcome.numbers) == (None, {"score": 1.0})
+
+
+def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:
+    for cut in range(1, len(SECRET)):
+        later = f"\n{'y' * 8000}\n{'z' * (_TAIL - 8002 - cut)}"
+        printed = f"{'x' * 100} {SECRET}{later}".encode()[-_TAIL:]
+        assert printed.startswith(SECRET[-cut:].encode() + b"\n")
+        assert "y" * 100 in _last_lines(printed)
+        assert SECRET[-cut:] not in _last_lines(printed)
 
 
 RANK = """

@@ -1,13 +1,25 @@
 """From functions to numbers: the built-in rewards, the user's own, their weighted sum, and the metrics of a batch."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megarl.batch import Rollouts, Scored
+from megarl.platform.secrets import READ_CHARACTERS, redact
+from megarl.reward_model import ModelScorer
 from megarl.rewards.pool import Outcome
-from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, known_data_source
-from megarl.rewards.scoring import MAX_METRICS, metrics_of
+from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_verdict, known_data_source
+from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, first_failures, metrics_of
+from tests.records import answer, prompts
 
 ROW: dict[str, Any] = {
     "data_source": "countdown",
@@ -69,6 +81,78 @@ def test_what_is_no_number_is_refused(result: Any) -> None:
 def test_an_accuracy_that_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match="not {'acc': nan, 'score': 1}"):
         as_numbers({"score": 1, "acc": float("nan")})
+
+
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(-(10**400), 10**400),
+    st.sampled_from([1e300, 3.4e38, 3.5e38, -3.5e38, np.float64(1e39), np.float32("inf"), Fraction(10**50), True]),
+)
+
+
+@given(score=NUMBERS, others=st.dictionaries(st.sampled_from(["acc", "format", "length"]), NUMBERS))
+def test_every_number_that_is_taken_is_finite_in_float32(score: Any, others: dict[str, Any]) -> None:
+    def holds(value: Any) -> bool:
+        try:
+            return bool(torch.tensor(float(value), dtype=torch.float32).isfinite())
+        except OverflowError:
+            return False
+
+    given_numbers = {"score": score} | others
+    if not holds(score) or not holds(others.get("acc", 0.0)):
+        with pytest.raises(TypeError, match=r"not .* \(as float32\)"):
+            as_numbers(given_numbers)
+    else:
+        assert as_numbers(given_numbers) == {
+            name: float(value) for name, value in given_numbers.items() if holds(value)
+        }
+
+
+@given(st.lists(st.tuples(st.floats(-1e30, 1e30), st.floats(-3e38, 3e38)), min_size=1, max_size=3))
+def test_a_weighted_sum_is_finite_in_float32_or_a_fault(parts: list[tuple[float, float]]) -> None:
+    rules = Rules(weights={str(place): weight for place, (weight, _) in enumerate(parts)})
+    verdicts = {str(place): as_verdict(score) for place, (_, score) in enumerate(parts)}
+    total = sum(weight * score for weight, score in parts)
+    if math.isfinite(torch.tensor(total, dtype=torch.float32)):
+        assert rules._sum(verdicts).numbers["score"] == total
+    else:
+        with pytest.raises(TypeError, match="the weighted sum of the scores is .*, which is no finite number in float"):
+            rules._sum(verdicts)
+
+
+def test_a_weighted_model_score_beyond_float32_is_named() -> None:
+    class Model:
+        def score(self, rollouts: Rollouts) -> torch.Tensor:
+            return torch.tensor([1.0, 2e8])
+
+    class Ids:
+        def decode(self, ids: Sequence[int]) -> str:
+            return ""
+
+    scorer = ModelScorer(model=cast(Any, Model()), weight=1e30, rules=None, tokenizer=cast(Any, Ids()))
+    scored, _ = scorer.score(answer(prompts([1]), [1, 1]))
+    assert scored.scores.isfinite().all()
+    with pytest.raises(FloatingPointError, match=r"reward_model.weights: the weighted scores of sample 1 come to inf"):
+        replace(scorer, weight=1e31).score(answer(prompts([1]), [1, 1]))
+
+
+def test_of_a_giant_response_a_bounded_piece_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, searched = "hf_" + "a1B2" * 8, list[int]()
+
+    def counting(text: str) -> str:
+        searched.append(len(text))
+        return redact(text)
+
+    monkeypatch.setattr("megarl.platform.secrets.redact", counting)
+    for start in range(SHOWN_CHARACTERS - len(secret), SHOWN_CHARACTERS + 1):
+        text = "x" * (start - 1) + " " + secret + " " + "y" * 10**6
+        scored = answer(prompts([1]), [1]).extend(
+            Scored, texts=[text], scores=torch.full((1,), math.nan), accuracies=torch.zeros(1), failures=["why"]
+        )
+        (message,) = first_failures(scored)
+        assert "a1B2" not in message
+        assert len(message) < 300
+    assert max(searched) <= READ_CHARACTERS
 
 
 def test_rules_are_summed_with_their_weights_and_the_first_says_what_is_right(tmp_path: Path) -> None:
