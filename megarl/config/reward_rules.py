@@ -1,6 +1,7 @@
-"""What must hold of the neural reward model, with the remedy where it does not."""
+"""What must hold of rewards and of the neural reward model, with the remedy where it does not."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.config.checks import length_faults, path_faults, reward_faults
 from megarl.config.faults import Fault
@@ -8,6 +9,7 @@ from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
 from megarl.config.rule import Facts, Rule, rule
+from megarl.rewards.signature import fault_in_file
 
 
 @rule(f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
@@ -33,6 +35,25 @@ def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
         )
     elif section.rules:
         yield from reward_faults(section.rules, custom)
+
+
+@rule("custom_reward_function")
+def _custom_function(config: Config, facts: Facts) -> Iterator[Fault]:
+    custom = config.custom_reward_function
+    path = Path(custom.path or "")
+    if facts.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name)):
+        yield Fault(path="custom_reward_function.name", message=fault)
+
+
+@rule(f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
+def _reward_time(config: Config, facts: Facts) -> Iterator[Fault]:
+    seconds, phase = config.reward_model.timeout_s, config.trainer.phase_timeout_s
+    if seconds >= phase:
+        yield Fault(
+            path=f"{REWARD}.timeout_s",
+            message=f"{seconds:g} s for one response reach trainer.phase_timeout_s={phase:g}, after which a run "
+            "without progress ends: raise the latter",
+        )
 
 
 @rule(REWARD, "data.max_prompt_length", "data.max_response_length")
@@ -76,4 +97,10 @@ def _reward_model_cut(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from follower_cut(config, config.reward_model.model, config.reward_model.megatron, REWARD)
 
 
-REWARD_RULES: tuple[Rule[Config], ...] = (_weights, _reward_model, _reward_model_cut)
+REWARD_RULES: tuple[Rule[Config], ...] = (
+    _weights,
+    _custom_function,
+    _reward_time,
+    _reward_model,
+    _reward_model_cut,
+)

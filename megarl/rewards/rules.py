@@ -20,6 +20,7 @@ from megarl.platform.secrets import READ_CHARACTERS, beginning
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
 from megarl.rewards.reasoning_gym import PREFIX
+from megarl.rewards.signature import fault_of, missing
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
@@ -182,9 +183,9 @@ def _load_custom(path: Path, name: str) -> RewardFn:
     reward = getattr(module, name, None)
     if not callable(reward):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"custom_reward_function.name: {path} has no function {name!r}; it has {', '.join(own) or 'none'}"
-        )
+        raise ValueError(f"custom_reward_function.name: {missing(path, name, own)}")
+    if fault := fault_of(reward, path, name):
+        raise ValueError(f"custom_reward_function.name: {fault}")
     loaded: RewardFn = reward
     return loaded
 

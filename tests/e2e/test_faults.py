@@ -121,7 +121,7 @@ def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iter
     arguments = {name: hang_arguments(workspace, root / "run") for name, root in roots.items()}
     sleepy = roots["sleepy_reward"] / "reward.py"
     sleepy.write_text(SLEEPY_REWARD)
-    arguments["sleepy_reward"] += [f"custom_reward_function.path={sleepy}", "reward_model.timeout_s=4000"]
+    arguments["sleepy_reward"] += [f"custom_reward_function.path={sleepy}", "reward_model.timeout_s=1700"]
     stops = {phase: Fault(rank=1, phase=phase, kind="stop", patience_s=PATIENCE_S) for phase in STOPPED}
     slow = {  # all ranks have to report in time, on whatever machine
         "asleep": Fault(rank=1, phase="update_actor", kind="sleep", patience_s=6 * PATIENCE_S),

@@ -59,7 +59,7 @@ def test_faults_with_their_remedies(enabled: list[str], changes: list[str], key:
 
 
 def test_a_custom_function_beside_it_has_to_be_weighed(enabled: list[str], tmp_path: Path) -> None:
-    (tmp_path / "own.py").touch()
+    (tmp_path / "own.py").write_text("def compute_score(**_): return 1.0\n")
     custom = f"custom_reward_function.path={tmp_path}/own.py"
     assert "custom: 0.5" in faults(enabled, custom)[f"{REWARD}.weights"]
     assert not faults(enabled, custom, f"{REWARD}.weights={{model: 1.0, custom: 0.5}}")

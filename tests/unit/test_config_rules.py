@@ -234,6 +234,12 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (["data.max_prompt_id_length=8"], "data.max_prompt_id_length", "set data.prompt_id_key"),
         (["data.tokenizer=./nothere"], "data.tokenizer", "no such file"),
         (["custom_reward_function.path=nothere.py"], "custom_reward_function.path", "no such file"),
+        (
+            ["custom_reward_function.path=scripts/rewards/sentiment.py", "custom_reward_function.name=goood"],
+            "custom_reward_function.name",
+            "has no function 'goood'; it has ",
+        ),
+        (["reward_model.timeout_s=1800"], "reward_model.timeout_s", "1800 s for one response reach"),
         (["reward_model.weights={}"], "reward_model.weights", "is empty"),
         (
             ["reward_model.weights.maths=1"],

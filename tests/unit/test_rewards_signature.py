@@ -1,0 +1,111 @@
+"""A function of the user's is taken if and only if the call of a reward works, and no file is run to find that out."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rewards.rules import Rules
+from megarl.rewards.signature import ARGUMENTS, fault_in_file, fault_of
+
+NAMES = [*ARGUMENTS, "prompt", "tokens"]
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> str:
+    """The parameters of a function, of every kind and in the order that Python wants."""
+    names = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
+    cuts = sorted(draw(st.integers(0, len(names))) for _ in range(2))
+    only, both, keyword = names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]
+    positional = [*only, *both]
+    first_default = draw(st.integers(0, len(positional)))
+    parts = [name if place < first_default else f"{name}=0" for place, name in enumerate(positional)]
+    if only:
+        parts.insert(len(only), "/")
+    if draw(st.booleans()):
+        parts.append("*args")
+    elif keyword:
+        parts.append("*")
+    parts += [name + draw(st.sampled_from(["", "=0"])) for name in keyword]
+    return ", ".join([*parts, *draw(st.sampled_from([[], ["**others"]]))])
+
+
+@given(parameters())
+def test_a_signature_is_taken_if_and_only_if_the_call_works(tmp_path_factory: pytest.TempPathFactory, of: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "mine.py"
+    path.write_text(f"def compute_score({of}): return 1.0\nraise AssertionError('the file is run')\n")
+    function = eval(f"lambda {of}: 1.0")  # noqa: S307 - our own text
+    try:
+        works = function(**dict.fromkeys(ARGUMENTS)) == 1.0
+    except TypeError:
+        works = False
+    fault = fault_in_file(path, "compute_score")
+    assert (fault is None) == works, of
+    assert fault_of(function, path, "compute_score") == fault
+
+
+CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("def f(prompt, completion): ...", "f does not take data_source, solution_str, ground_truth, extra_info as a"),
+        ("def f(prompt, **others): ...", f"f needs prompt, which is not given: it is called as {CALL}; **kwargs takes"),
+        (
+            "def f(solution_str, ground_truth, k): ...",
+            "not take data_source, extra_info as a keyword and needs k, which",
+        ),
+        ("def f(data_source, /, **others): ...", "f needs data_source, which is not given"),
+        ("async def f(**others): ...", "f is asynchronous"),
+        ("def g(): ...\nimport os.path as h\nx, *y = 1, 2", "has no function 'f'; it has g, x, y"),
+        ("", "has no function 'f'; it has none"),
+        ("def f(", "fails to load: SyntaxError"),
+        ("\0", "fails to load: "),
+        ("(" * 10**5, "fails to load: "),
+    ],
+)
+def test_what_is_wrong_is_said_once_for_the_file_and_for_the_rank(source: str, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    found = fault_in_file(path, "f")
+    assert found is not None and fault in found
+    with pytest.raises(ValueError, match=r"^custom_reward_function\."):
+        Rules(path=str(path), name="f").load()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from functools import cache\n@cache\ndef f(prompt): ...",
+        "from judges import f",
+        "from judges import *",
+        "f = partial(g, 1)",
+        "class f:\n    def __new__(cls, **others): ...",
+        "if fast:\n    def f(prompt): ...",
+        "def f(prompt): ...\ndef f(**others): ...",
+        "globals()['f'] = print",
+        "def __getattr__(name): ...",
+        "for f in judges: pass",
+    ],
+)
+def test_what_only_running_the_file_can_tell_is_left_to_the_ranks(source: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert fault_in_file(tmp_path / "mine.py", "f") is None
+
+
+def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    bodies = ("def g({}): return 1.0\nf = g", "class C:\n    def __call__(self, {}): ...\nf = C()")
+    for body, works in product(bodies, (False, True)):
+        path.write_text(body.format("**others" if works else "prompt"))
+        assert fault_in_file(path, "f") is None
+        if works:
+            Rules(path=str(path), name="f").load()
+        else:
+            with pytest.raises(ValueError, match="f does not take data_source.* and needs prompt, which is not given"):
+                Rules(path=str(path), name="f").load()
+    path.write_text("f = max")  # C code that does not know its signature
+    Rules(path=str(path), name="f").load()
