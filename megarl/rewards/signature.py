@@ -108,12 +108,13 @@ def _hides_names(tree: ast.Module) -> bool:
 
 def _signature(arguments: ast.arguments) -> Signature:
     """The same as `inspect.signature` says of the function, without annotations and values of defaults."""
-    positional = [(argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
-    positional += [(argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
-    first_default = len(positional) - len(arguments.defaults)
+    kinds = {argument.arg: Parameter.POSITIONAL_ONLY for argument in arguments.posonlyargs} | {
+        argument.arg: Parameter.POSITIONAL_OR_KEYWORD for argument in arguments.args
+    }
+    first_default = len(kinds) - len(arguments.defaults)
     parameters = [
         Parameter(name, kind, default=Parameter.empty if place < first_default else None)
-        for place, (name, kind) in enumerate(positional)
+        for place, (name, kind) in enumerate(kinds.items())
     ]
     if arguments.vararg:
         parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
