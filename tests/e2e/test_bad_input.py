@@ -128,9 +128,9 @@ def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:
     )
 
 
-def reward_without_function(workspace: Workspace, directory: Path) -> tuple[str, str]:
-    (path := directory / "mine.py").write_text("def score(): ...\n")
-    return f"custom_reward_function.path={path}", f"{path} has no function 'compute_score'; it has score"
+def reward_of_other_arguments(workspace: Workspace, directory: Path) -> tuple[str, str]:
+    (path := directory / "mine.py").write_text("def score(prompt): ...\ncompute_score = score\n")
+    return f"custom_reward_function.path={path}", f"{path}: compute_score does not take data_source, solution_str, "
 
 
 def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:
@@ -147,7 +147,7 @@ def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:
         too_long,
         too_few,
         small_vocabulary,
-        reward_without_function,
+        reward_of_other_arguments,
     ],
 )
 def test_bad_files_are_named_before_any_engine_starts(
@@ -201,7 +201,7 @@ def test_a_reward_that_always_raises_stops_every_rank_and_names_a_sample(workspa
     assert "Traceback" not in output
     for rank in (0, 1):
         message = (
-            "the reward fails on all 16 responses; the reward failed on sample 0 "
-            "(data source 'countdown/bare', data row "
+            "the reward failed on 16 of 16 responses, more than half, so that the rest would teach something else: "
+            "the reward failed on sample 0 (data source 'countdown/bare', data row "
         )
         assert f"megarl: rank {rank}: {message}" in output

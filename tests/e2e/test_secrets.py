@@ -37,11 +37,14 @@ VARIABLES = {
 SECRETS = {*map(str.strip, VARIABLES.values()), USER, PASSWORD, quote(PASSWORD, safe=""), HUB, "planted99"}
 REWARD = """
 import os
+from itertools import count
+
+calls = count()
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("asking the judge with", os.environ["JUDGE_API_KEY"])
     others = {"key": os.environ["OPENAI_KEY"].strip(), "login": os.environ["DB_CREDENTIALS"]}
-    if len(solution_str) % 2:
+    if next(calls) == 0:  # of each process
         raise PermissionError(f"the judge does not know {os.environ['JUDGE_API_KEY']}, {others}")
     return {"score": 1.0, "pred": f"{others}"}
 """
