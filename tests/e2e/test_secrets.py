@@ -130,6 +130,7 @@ def test_secrets_and_code_that_are_planted(
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
     assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir / "mlflow.db"]
     assert "compute_score of " in texts[run_dir / "mlflow.db"]
+    assert f"the judge does not know {BLOT}" in texts[run_dir / "samples" / "step_1.parquet"]
 
     for secret in SECRETS:
         assert secret not in output
