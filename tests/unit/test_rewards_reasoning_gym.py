@@ -1,5 +1,6 @@
-"""reasoning-gym: prepared by name, scored by its own rules, and no response is ever run as code."""
+"""reasoning-gym: prepared by name, scored by its own rules, won by no constant, and no response is ever run as code."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from megarl.data.prepare.__main__ import main
 from megarl.rewards import reward_of
 from megarl.rewards.reasoning_gym import REFUSED, compute_score, from_json, load_task, to_json
 
-gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
 
 HOSTILE = (
     "__import__('os').mkdir({path!r})",
@@ -22,6 +23,32 @@ HOSTILE = (
     "9**9**9",
     "(" * 500,
 )
+CONSTANTS = (
+    "nan",
+    "0",
+    "1",
+    "-1",
+    "0.5",
+    "inf",
+    "1e999",
+    "",
+    "banana",
+    "A",
+    "Yes",
+    "None",
+    "True",
+    "False",
+    "[]",
+    "{}",
+    "()",
+)
+NUM_PROBLEMS = 16
+SLOW = {"knight_swap": 2}  # tasks that take seconds to make a problem
+UNEARNED = 0.5
+"""What a constant may score on average, beyond the share of problems whose own answer it is:
+`True` may be right by chance. Some tasks give a part of a point for what is nearly right, the most of it
+polynomial_equations: 0.4 for `0`."""
+FACTORY = importlib.import_module("reasoning_gym.factory")
 SCORE_EVERYTHING = """
 import json, sys
 from reasoning_gym.factory import DATASETS
@@ -110,7 +137,7 @@ def test_settings_reach_the_task_and_its_scorer(monkeypatch: pytest.MonkeyPatch,
         (["chain_summ"], "has no task 'chain_summ'; it has"),
         (["chain_sum", "--set", "terms=3"], "does not take"),
         (["chain_sum", "--set", "min_terms"], "--set min_terms: write KEY=VALUE"),
-        (["coin_flip", "--set", "min_trials=1", "max_trials=1"], "were asked for: ask for fewer, or --set other sizes"),
+        (["chain_sum", "--set", "max_terms=2", "max_digits=1"], "were asked for: ask for fewer, or --set other sizes"),
     ],
 )
 def test_what_cannot_be_had_is_said(
@@ -126,9 +153,7 @@ def test_what_cannot_be_had_is_said(
 
 
 def test_every_refused_task_exists() -> None:
-    from reasoning_gym.factory import DATASETS
-
-    assert REFUSED.keys() <= DATASETS.keys()
+    assert REFUSED.keys() <= FACTORY.DATASETS.keys()
     for name in REFUSED:
         with pytest.raises(ValueError, match=f"{name} is refused"):
             load_task(name, "{}")
@@ -145,3 +170,37 @@ def test_no_scorer_runs_a_response_as_code(tmp_path: Path) -> None:
     assert ["spiral_matrix", "exec"] in found["noticed"]
     assert found["scored"] > 80 * len(hostile)
     assert not (tmp_path / "made").exists()
+
+
+def unearned(name: str) -> dict[str, float]:
+    """What each constant, and the prompt itself, scores on average beyond the share of problems that it solves."""
+    number = SLOW.get(name, NUM_PROBLEMS)
+    task = FACTORY.create_dataset(name, seed=1, size=number)
+    problems = [task[index] for index in range(number)]
+
+    def excess(answer: str, problem: dict[str, Any]) -> float:
+        try:
+            score = float(task.score_answer(answer, problem))
+        except Exception:  # a reward that failed
+            return 0.0
+        return score - (str(problem["answer"]).strip().lower() == answer.lower())
+
+    answers = [(constant, [constant] * number) for constant in CONSTANTS]
+    answers.append(("the prompt", [problem["question"] for problem in problems]))
+    return {
+        constant: sum(excess(answer, problem) for answer, problem in zip(given, problems, strict=True)) / number
+        for constant, given in answers
+    }
+
+
+@pytest.mark.parametrize("name", sorted(FACTORY.DATASETS.keys() - REFUSED))
+def test_no_constant_wins(name: str) -> None:
+    assert {constant: share for constant, share in unearned(name).items() if not share <= UNEARNED} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "constant"), [("coin_flip", "0"), ("complex_arithmetic", "nan"), ("game_of_life_halting", "banana")]
+)
+def test_tasks_that_a_constant_wins_are_refused(name: str, constant: str) -> None:
+    assert unearned(name)[constant] > UNEARNED
+    assert name in REFUSED
