@@ -74,7 +74,7 @@ def _expression(text: str) -> str:
 
 
 def _score(answer: str, truth: Any) -> float:
-    target, given = truth["target"], sorted(truth["numbers"])
+    target, given = float(truth["target"]), sorted(map(int, truth["numbers"]))
     try:
         value, numbers = evaluate(answer)
     except ValueError:

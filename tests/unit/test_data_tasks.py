@@ -173,6 +173,14 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"reward_model": {"style": "x", "ground_truth": "5"}}, "reward_model.style: 'x' is none of rule, model"),
         ({"reward_model": {"style": "rule", "ground_truth": "five"}}, "reward_model.ground_truth: 'five' does not"),
         ({"data_source": "countdown"}, "reward_model.ground_truth: '5' does not suit the reward of 'countdown'"),
+        (
+            {"data_source": "countdown", "reward_model": {"ground_truth": {"target": "five", "numbers": [2, 3]}}},
+            "reward_model.ground_truth: {'target': 'five', 'numbers': [2, 3]} does not suit the reward of 'countdown'",
+        ),
+        (
+            {"data_source": "countdown/bare", "reward_model": {"ground_truth": {"target": 5, "numbers": ["two"]}}},
+            "reward_model.ground_truth: {'target': 5, 'numbers': ['two']} does not suit the reward of 'countdown/bare'",
+        ),
         ({"extra_info": "x"}, "extra_info: a struct is expected, not 'x'"),
     ],
 )

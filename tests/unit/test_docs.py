@@ -14,6 +14,7 @@ from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.learner.config import ActorSection, PolicyLossSection
 from megarl.rewards import PREFIXES, REWARDS, SOURCES
+from megarl.rewards.reasoning_gym import REFUSED
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([DOCS.parent / "README.md", *DOCS.rglob("*.md")])
@@ -95,3 +96,9 @@ def test_every_further_data_source_is_in_the_table() -> None:
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     named = {name: rule.strip(" `") for names, rule in rows for name in re.findall(r"`([^`]+)`", names)}
     assert named == SOURCES | {f"{prefix}...": rule for prefix, rule in PREFIXES.items()}
+
+
+def test_every_refused_task_is_in_the_table() -> None:
+    table = (DOCS / "data.md").read_text().split("| refused | because |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == REFUSED.keys()

@@ -11,8 +11,8 @@ ROLES = ("system", "user", "assistant", "tool")
 STYLES = ("rule", "model")
 PAIR = ("chosen", "rejected")
 
-_PROBE = "#### 0\n\\boxed{0}\n<answer>0</answer>"
-"""An answer in the format of every built-in reward, so that the reward looks at the ground truth."""
+_PROBE = "#### 0\n<answer>0</answer>"
+"""An answer in the format of every built-in reward that asks something of the ground truth, so that it looks at it."""
 
 
 def faults(file: str) -> Iterator[str]:
