@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
@@ -178,6 +179,9 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path} has {f'no column {missing[0]!r}' if missing else 'no samples'}: give a dump of a run")
     if table["score"].is_null() != table["failure"].is_valid():
         raise ValueError(f"{path} has samples with neither a score nor a failure, or with both: it is damaged")
+    log_probs, tokens = table["rollout_log_probs"], table["response_ids"]
+    if log_probs.null_count < len(log_probs) and pc.list_value_length(log_probs) != pc.list_value_length(tokens):
+        raise ValueError(f"{path} has samples with more or fewer log-probabilities than tokens: it is damaged")
     return table
 
 
