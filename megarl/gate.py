@@ -1,9 +1,9 @@
 """Whether the engine that drew an iteration's samples computes as the trainer does: judged before anything learns.
 
 With d = log p_trainer - log p_engine, the mismatch of a sampled token is min(d^2, 1) / 2, and that of several tokens is
-their mean without the `FREE_TOKENS` largest. While d is small it estimates KL(engine || trainer), as `exp(d) - d - 1`
-does (http://joschu.net/blog/kl-approx.html). It is bounded, and free of its extremes, because rounding may let a router
-send a token elsewhere, which then differs wholly.
+their mean without the largest: one in a hundred, at least `FREE_TOKENS`. While d is small it estimates
+KL(engine || trainer), as `exp(d) - d - 1` does (http://joschu.net/blog/kl-approx.html). It is bounded, and free of its
+extremes, because rounding may let a router send a token elsewhere, in float32 too, and that token then differs wholly.
 
 A sample is far out if its mismatch is above `FAR_OUT` times the limit of the iteration: nothing learns from it. An
 iteration fails if too many samples are far out, or if the mismatch of the others is above the limit. The limit is
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,10 +82,9 @@ class Gate:
         mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, rollouts.mask)
         kept = _means(mismatch, judged) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
-        level = float(_means(mismatch[kept].view(1, -1), judged[kept].view(1, -1)))
+        level = _mean(mismatch[kept], judged[kept])
         if left_out > self.limits.mismatch_share or level > limit or not kept.any():
-            level = float(_means(mismatch.view(1, -1), judged.view(1, -1)))
-            raise MismatchError(_failure(rollouts, level, kept, limit, step=step))
+            raise MismatchError(_failure(rollouts, _mean(mismatch, judged), kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
                 "nothing learns from %d samples of iteration %d, to which engine and trainer give other probabilities: "
@@ -120,9 +120,18 @@ def require_version(rollouts: Rollouts, *, step: int) -> None:
 
 
 def _means(mismatch: Tensor, judged: Tensor) -> Tensor:
-    """[n] means of the judged of `[n, m]` tokens, the `FREE_TOKENS` largest left out; 0 for too few tokens."""
-    largest = mismatch.topk(min(FREE_TOKENS, mismatch.shape[1])).values.sum(-1)
-    return (mismatch.sum(-1) - largest).clamp(min=0.0) / (judged.sum(-1) - FREE_TOKENS).clamp(min=1)
+    """[n] means of the judged of `[n, m]` tokens without the largest; 0 for rows that have no others."""
+    counts = judged.sum(-1)
+    free = (counts // 100).clamp(min=FREE_TOKENS)
+    largest = mismatch.topk(min(int(free.max()), mismatch.shape[1])).values
+    largest = largest.where(torch.arange(largest.shape[1]) < free[:, None], 0.0)
+    return (mismatch.sum(-1) - largest.sum(-1)).clamp(min=0.0) / (counts - free).clamp(min=1)
+
+
+def _mean(mismatch: Tensor, judged: Tensor) -> float:
+    """The same of all judged tokens together."""
+    values = mismatch[judged].view(1, -1)
+    return float(_means(values, torch.ones_like(values, dtype=torch.bool)))
 
 
 def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, step: int) -> str:

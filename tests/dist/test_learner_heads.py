@@ -61,9 +61,9 @@ def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 
-def in_bfloat16() -> tuple[torch.Tensor, ...]:
+def in_bfloat16(device: str) -> tuple[torch.Tensor, ...]:
     """Of bfloat16 inputs with logits up to 40: numbers and gradients of the heads, and those of float64 softmaxes."""
-    hidden, weight, targets, upstream = example()
+    hidden, weight, targets, upstream = (tensor.to(device) for tensor in example())
     inputs = [(2 * hidden).bfloat16(), (2 * weight).bfloat16(), hidden.flip(0).bfloat16()]
     types = (torch.bfloat16, torch.float64)
     rounded, exact = ([x.to(dtype, copy=True).requires_grad_() for x in inputs] for dtype in types)
@@ -82,14 +82,18 @@ def in_bfloat16() -> tuple[torch.Tensor, ...]:
     for numbers in (found, wanted):
         (numbers * torch.stack([*upstream, upstream[0]])).sum().backward()
     gradients = [x.grad for x in (*rounded[:2], *exact[:2])]
-    return found.detach(), wanted.detach(), *gradients
+    return tuple(tensor.cpu() for tensor in (found.detach(), wanted.detach(), *gradients))
 
 
-def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(pool: RankPool) -> None:
-    [(found, wanted, *gradients)] = pool.run(1, in_bfloat16)
+def assert_not_rounded(found: torch.Tensor, wanted: torch.Tensor, *gradients: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=2e-5)
     for ours, theirs in zip(gradients[:2], gradients[2:], strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=2**-6, atol=2**-6 * float(theirs.abs().max()))
+
+
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(pool: RankPool) -> None:
+    [numbers] = pool.run(1, in_bfloat16, "cpu")
+    assert_not_rounded(*numbers)
 
 
 def test_no_tokens(pool: RankPool) -> None:

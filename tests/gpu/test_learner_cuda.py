@@ -1,4 +1,4 @@
-"""On a GPU: a reference that is offloaded between its readings gives the same exact divergence and gradient."""
+"""On a GPU: an offloaded reference gives the same exact divergence and gradient, and logits are not rounded."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 
 from megarl.learner.config import ActorSection
 from megarl.objectives import ActorObjective
+from tests.dist.test_learner_heads import assert_not_rounded, in_bfloat16
 from tests.dist.test_learner_split import experience
 from tests.learners import make_test_learner
 from tests.ranks import RankPool
@@ -31,6 +32,12 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     homes = {parameter.device.type for parameter in other.modules[0].parameters()}
     assert homes == {"cpu" if param_offload else "cuda"}
     return kl, metrics
+
+
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient() -> None:
+    with RankPool(1) as pool:
+        [numbers] = pool.run(1, in_bfloat16, "cuda")
+    assert_not_rounded(*numbers)
 
 
 def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path) -> None:
