@@ -1,9 +1,19 @@
-"""What the self-check makes of numbers: differences per replica, and replicas that stand still."""
+"""What the self-check makes of numbers: differences per replica, replicas that stand still, and when it is due."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from megarl.selfcheck import Seen, fixed_prompts, probability_differences, stale_replicas
+from megarl.rollout.config import SyncSection
+from megarl.rollout.limits import Limits
+from megarl.selfcheck import Seen, SelfCheck, fixed_prompts, probability_differences, stale_replicas
+from tests.ranks import world_of_one
 from tests.records import answer, prompts
 
 
@@ -53,3 +63,33 @@ def test_fixed_prompts_are_different_fit_the_engine_and_never_change(max_model_l
     for prompt in asked:
         assert 1 <= len(prompt.token_ids) <= max_model_len - num_tokens
         assert all(0 <= token < 211 for token in prompt.token_ids)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """As much of a learner as decides whether a check is due."""
+
+    tensor: torch.Tensor
+    temperature: float = 1.0
+    architecture: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=11))
+
+    @contextmanager
+    def weights(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"weight": self.tensor}
+
+
+@pytest.mark.parametrize(("check_every", "checked"), [(0, [0, 3]), (2, [0, 2, 3, 4]), (1, [0, 1, 2, 3, 4])])
+def test_the_first_two_different_weights_are_checked_whenever_they_come(check_every: int, checked: list[int]) -> None:
+    trainer = Trainer(torch.arange(6.0))
+    limits = Limits.of(SyncSection(), "float32")
+    due = []
+    with world_of_one(), patch("megarl.selfcheck.ask"):
+        check = SelfCheck(limits, SimpleNamespace(max_model_len=40), trainer, None, check_every=check_every)
+        for step in range(5):
+            if step >= 3:  # the actor learns, after a warm-up of the critic
+                trainer.tensor[0] += 1.0
+            for _ in range(2):  # a validation, and the iteration
+                if check.is_due(step):
+                    check.ask(step=step)
+                    due.append(step)
+    assert due == checked
