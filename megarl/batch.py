@@ -138,9 +138,7 @@ class Scored(Rollouts):
     scores: Tensor  # [B] float32; NaN where the reward failed
     accuracies: Tensor  # [B] float32: how right each response is; its score where the reward does not say (`acc`)
     answers: Sequence[str | None] | None = None  # length B: as which it counts in a majority, '' where it has none
-    failures: Sequence[str | None] | None = (
-        None  # length B: why there is no score, if there is none; None: all have one
-    )
+    failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: every sample has one
 
     def judged(self) -> Tensor:
         """[B] bool: which samples have a score."""
