@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.build.models import device_of, make_budget
 from megarl.config.root import Config
+from megarl.data.columns import Needs
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
@@ -39,7 +40,7 @@ def make_tokenizer(config: Config, source: Source) -> Tokenizer:
 def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
     """What the policy learns to answer."""
     data = config.data
-    dataset = PromptDataset(data, data.train_files, tokenizer)
+    dataset = PromptDataset(data, data.train_files, tokenizer, _needs(config))
     return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
@@ -48,8 +49,12 @@ def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | N
     data = config.data
     if data.val_files is None:
         return None
-    dataset = PromptDataset(data, data.val_files, tokenizer)
+    dataset = PromptDataset(data, data.val_files, tokenizer, _needs(config))
     return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
+
+
+def _needs(config: Config) -> Needs:
+    return Needs.of(config.reward_model.rules, config.custom_reward_function)
 
 
 def start_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:

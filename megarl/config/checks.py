@@ -177,7 +177,7 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value
         if key == "train_files" and not any(files):
-            yield Fault(path="data.train_files", message="is empty: name at least one parquet file")
+            yield Fault(path="data.train_files", message="is empty: name at least one data file")
         for file in filter(None, files):
             yield from file_faults(file, f"data.{key}")
     if data.tokenizer and data.tokenizer.startswith(("/", ".")):
@@ -204,7 +204,7 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
         )
 
 
-def file_faults(file: str, key: str, remedy: str = "give parquet files that exist") -> Iterator[Fault]:
+def file_faults(file: str, key: str, remedy: str = "give data files that exist") -> Iterator[Fault]:
     """What is local must be there; a URI must be of a kind that is opened."""
     yield from uri_faults(file, key) if "://" in file else path_faults(file, key, remedy)
 

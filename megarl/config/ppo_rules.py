@@ -1,6 +1,7 @@
 """What must hold between the sections of a run that learns from rewards, with the remedy where it does not."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.config.checks import (
     data_faults,
@@ -23,7 +24,9 @@ from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
+from megarl.data.columns import Needs, PromptColumns, first_faults
 from megarl.learner.config import CheckpointSection, MegatronSection
+from megarl.platform.uri import why_unopened
 
 POLICY = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -45,6 +48,20 @@ def _files(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from path_faults(
             config.custom_reward_function.path, "custom_reward_function.path", "give a Python file that exists"
         )
+
+
+@rule("data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
+def _rows(config: Config, facts: Facts) -> Iterator[Fault]:
+    """Columns and data sources are looked at before ranks start; each rank looks at whole rows later."""
+    if not facts.check_paths or facts.world_size is not None:
+        return
+    needs = Needs.of(config.reward_model.rules, config.custom_reward_function)
+    columns = PromptColumns(section=config.data, needs=needs)
+    for key, value in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        files = [value] if isinstance(value, str) else value or []
+        # what is not there or has no scheme that is known is a fault already
+        if there := [file for file in files if ("://" in file and not why_unopened(file)) or Path(file).is_file()]:
+            yield from (Fault(path=f"data.{key}", message=fault) for fault in first_faults(columns, there))
 
 
 @rule("data.prompt_id_key", "data.max_prompt_id_length")
@@ -292,6 +309,7 @@ def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
 
 PPO_RULES: tuple[Rule[Config], ...] = (
     _files,
+    _rows,
     _prompt_ids,
     _models,
     _launch,

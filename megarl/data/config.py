@@ -10,9 +10,10 @@ class DataSection:
     """`data.*` of PPO and GRPO: which prompts, how long, how many at a time."""
 
     train_files: str | list[str]
-    """Parquet file or files; a local path or any URI that pyarrow or fsspec opens (s3://, hdfs://, ...)."""
+    """Parquet or JSON file or files (.jsonl, .json, .gz and .zst of them); a local path or any URI that pyarrow or
+    fsspec opens (s3://, hdfs://, ...)."""
     val_files: str | list[str] | None = None
-    """Parquet file or files for validation; null = no validation."""
+    """File or files for validation, as `train_files`; null = no validation."""
     tokenizer: str | None = None
     """HF directory, HF id or SentencePiece `.model` file; null = the actor's."""
     prompt_key: str = "prompt"
@@ -39,7 +40,7 @@ class DataSection:
     """true = every prompt goes through the chat template, a string as one message of a user; false = the content of
     the messages is read as it is; null = lists of messages go through the template, if the tokenizer has one."""
     reward_fn_key: str = "data_source"
-    """Column whose value picks the rule-based reward."""
+    """Column whose value picks the rule-based reward; it may be missing if something else scores."""
     prompt_id_key: str | None = None
     """Column with an id of the prompt, carried to logs and dumps; null = none."""
     max_prompt_id_length: Length | None = None
@@ -55,9 +56,9 @@ class SupervisedDataSection:
     """`data.*` of every run that learns from files alone."""
 
     train_files: str | list[str]
-    """Parquet file or files; a local path or any URI that pyarrow or fsspec opens."""
+    """Parquet or JSON file or files; a local path or any URI that pyarrow or fsspec opens."""
     val_files: str | list[str] | None = None
-    """Parquet file or files that are reported on; null = none."""
+    """File or files that are reported on, as `train_files`; null = none."""
     tokenizer: str | None = None
     """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
     prompt_key: str = "prompt"

@@ -1,10 +1,12 @@
 """How a prompt becomes tokens: its messages through the chat template, or the text that it holds."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.data.tokenizer import Tokenizer
 from megarl.platform.secrets import redact
+
+if TYPE_CHECKING:
+    from megarl.data.tokenizer import Tokenizer  # prompts are checked where there is none
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_CHARACTERS = 1000
@@ -16,9 +18,7 @@ Message = dict[str, Any]
 def prompt_faults(prompt: object) -> Iterator[str]:
     """Say what is wrong with a prompt, which is a text or a list of messages `{role, content}`."""
     if isinstance(prompt, str):
-        yield from _text_faults("the text", prompt)
-        if not prompt:
-            yield "the text is empty"
+        yield from text_faults(prompt, may_be_empty=False)
     elif not isinstance(prompt, list) or not prompt:
         yield f"{prompt!r} is neither a text nor a list of messages {{role, content}}"
     else:
@@ -34,18 +34,24 @@ def _message_faults(message: object) -> Iterator[str]:
     if role not in ROLES:
         yield f"role {role!r} is none of {', '.join(ROLES)}"
     if isinstance(content, str):
-        yield from _text_faults("the content", content)
+        yield from text_faults(content)
     elif isinstance(content, list):
         yield "the content is a list of parts, and images, audio and video are not supported: give one text"
     elif content is not None or not message.get("tool_calls"):
-        yield f"the content {content!r} is not a text"
+        yield f"content: a text is expected, not {content!r}"
 
 
-def _text_faults(what: str, text: str) -> Iterator[str]:
+def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
+    """Say what is wrong with a text."""
+    if not isinstance(text, str):
+        yield f"a text is expected, not {text!r}"
+        return
+    if not text and not may_be_empty:
+        yield "the text is empty"
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        yield f"{what} has half a character (a lone surrogate) at place {error.start}: {text[error.start]!r}"
+        yield f"the text has half a character (a lone surrogate) at place {error.start}: {text[error.start]!r}"
 
 
 def plain_text(prompt: str | list[Message]) -> str:
@@ -53,7 +59,7 @@ def plain_text(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
 
 
-def as_messages(prompt: Any, tokenizer: Tokenizer) -> list[Message] | None:
+def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
     """Return the messages that go through the chat template of `tokenizer`; None if the prompt is read as a text.
 
     Raises:
@@ -66,7 +72,7 @@ def as_messages(prompt: Any, tokenizer: Tokenizer) -> list[Message] | None:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def encode_prompt(prompt: Any, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is told to read them.
 
     Raises:
@@ -82,7 +88,7 @@ def encode_prompt(prompt: Any, tokenizer: Tokenizer) -> list[int]:
     return token_ids
 
 
-def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
     """Describe for people how the model reads `what`: its text with special tokens, cut in the middle.
 
     Args:

@@ -1,22 +1,22 @@
-"""Pairs of prompt and response from parquet files, for supervised learning, as records the learner already knows."""
+"""Pairs of prompt and response from data files, for supervised learning, as records the learner already knows."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Prompt, Rollouts
 from megarl.data.config import SFTDataSection
-from megarl.data.messages import as_read, encode_prompt
+from megarl.data.look import look_through
+from megarl.data.messages import as_read, encode_prompt, text_faults
 from megarl.data.order import Order
-from megarl.data.parquet import Rows
+from megarl.data.rows import Rows
+from megarl.data.table import Row
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import in_shares
 
 
 class PairStream:
-    """The pairs of parquet files in batches: endless and shuffled by epoch for training, once through for validation.
+    """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
 
     A response is encoded without what the tokenizer puts around a text, and ends with its end-of-sequence token. Pairs
     are read and encoded when they are asked for, and all are looked through once, here, all ranks of a job together.
@@ -33,11 +33,12 @@ class PairStream:
     ) -> None:
         self._section, self._longest = section, longest
         self._tokenizer = tokenizer
-        self._rows = Rows(files, columns=(section.prompt_key, section.response_key))
+        remedies = {getattr(section, key): f"data.{key} names another" for key in ("prompt_key", "response_key")}
+        self._rows = Rows(files, columns=list(remedies), remedies=remedies)
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
-        in_shares(len(self._rows), self._look_through)
+        look_through(self._rows, lambda row: bool(self._encode(row)))
 
     @property
     def num_pairs(self) -> int:
@@ -58,7 +59,7 @@ class PairStream:
         """Describe for people how the model reads the first pair of a step."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
-        prompt_ids, response_ids = self._encode(row, rows[0])
+        prompt_ids, response_ids = self._encode(row)
         prompt = row[self._section.prompt_key]
         return as_read("the first prompt with its response", prompt, prompt_ids + response_ids, self._tokenizer)
 
@@ -66,23 +67,22 @@ class PairStream:
         """Every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _look_through(self, share: range) -> None:
-        for index, row in zip(share, self._rows.scan(share), strict=True):
-            self._encode(row, index)
-
-    def _encode(self, row: dict[str, Any], index: int) -> tuple[list[int], list[int]]:
-        """The ids of prompt and response."""
+    def _encode(self, row: Row) -> tuple[list[int], list[int]]:
+        """The ids of prompt and response; ValueError for a row that is no pair."""
         prompt, response = row[self._section.prompt_key], row[self._section.response_key]
+        for fault in text_faults(response):
+            raise ValueError(f"column {self._section.response_key}: {fault}")
         try:
-            if not isinstance(response, str):
-                raise ValueError(f"the response is not a text but {response!r}")
             prompt_ids = encode_prompt(prompt, self._tokenizer)
-            response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
-            length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
-            if length > limit:
-                raise ValueError(f"prompt and response have {length} tokens, {self._longest} is {limit}: raise it")
         except ValueError as error:
-            raise ValueError(f"{self._rows.place(index)}: {error}") from error
+            raise ValueError(f"column {self._section.prompt_key}: {error}") from error
+        response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
+        length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
+        if length > limit:
+            raise ValueError(
+                f"column {self._section.response_key}: prompt and response have {length} tokens, {self._longest} is "
+                f"{limit}: raise it"
+            )
         return prompt_ids, response_ids
 
     def _record(self, indices: Sequence[int]) -> Rollouts:
@@ -90,7 +90,7 @@ class PairStream:
         responses: list[torch.Tensor] = []
         for index in indices:
             row = self._rows[index]
-            prompt_ids, response_ids = self._encode(row, index)
+            prompt_ids, response_ids = self._encode(row)
             prompts.append(
                 Prompt(
                     index=index,

@@ -1,47 +1,49 @@
-"""Prompts from parquet files, in an order that is a pure function of seed and position.
+"""Prompts from data files, in an order that is a pure function of seed and position.
 
 Every rank reads the same files and takes the same prompts from the same position, with no messages; two integers say
 where a run stands. Only the first look at all rows, which tokenises every prompt, is shared out among the ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megarl.batch import Prompt, Prompts
+from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
+from megarl.data.look import look_through
 from megarl.data.messages import as_read, encode_prompt, plain_text
 from megarl.data.order import Chunk, Order, Position
-from megarl.data.parquet import Rows
+from megarl.data.table import Row
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import in_shares
-
-Row = dict[str, Any]
 
 
 class PromptDataset:
-    """The prompts of parquet files with columns `prompt, data_source, reward_model{ground_truth}[, extra_info]`.
+    """The prompts of data files, with what the reward compares responses with.
 
     The tokenizer says whether a prompt goes through the chat template; if not, its text is encoded with what the
-    tokenizer puts around a text. Prompts are read and tokenised when they are asked for; those to leave
-    out are looked for once, here, all ranks of a job together. `num_filtered` are left out.
-
-    Raises ValueError for a prompt longer than `max_prompt_length` unless the section says to cut it or to leave it
-    out, and for an id longer than `max_prompt_id_length`.
+    tokenizer puts around a text. Prompts are read and tokenised when they are asked for; all are looked at once, here,
+    all ranks of a job together. `num_filtered` are left out.
     """
 
-    def __init__(self, section: DataSection, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        section: DataSection,
+        files: str | Sequence[str],
+        tokenizer: Tokenizer,
+        needs: Needs = Needs(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """Open the files and look at every row; `needs` says what scoring reads of it. Collective.
+
+        Raises:
+            ValueError: a file cannot be read or lacks columns; rows are no prompts, lack what is needed, or are longer
+                than `max_prompt_length` unless the section says to cut them or to leave them out.
+        """
         self._section = section
         self._tokenizer = tokenizer
-        columns = [section.prompt_key, section.reward_fn_key, "reward_model"]
-        columns += [section.prompt_id_key] if section.prompt_id_key else []
-        self._rows = Rows(files, columns=columns, optional=["extra_info"])
-        self._measured = section.filter_overlong_prompts or section.truncation == "error"
-        self._kept: range | NDArray[np.int64] = range(len(self._rows))
-        if self._measured or section.max_prompt_id_length:
-            self._kept = np.concatenate(in_shares(len(self._rows), self._look_through))
+        self._columns = PromptColumns(section=section, needs=needs)
+        self._rows = self._columns.open(files)
+        self._kept = look_through(self._rows, self._stays)
         if not len(self._kept):
             raise ValueError(
                 f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: nothing is left; "
@@ -55,16 +57,16 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt:
         number = int(self._kept[index])
         row = self._rows[number]
-        token_ids = truncate(self._encode(row, number), self._section.max_prompt_length, self._section.truncation)
+        token_ids = truncate(self._encode(row), self._section.max_prompt_length, self._section.truncation)
         return Prompt(
             index=number,
             token_ids=token_ids,
             text=self._tokenizer.decode(token_ids),
-            data_source=str(row[self._section.reward_fn_key]),
-            ground_truth=self._ground_truth(row, number),
-            extra_info=(row.get("extra_info") or {}) | self._raw(row),
+            data_source=self._columns.source(row),
+            ground_truth=self._columns.ground_truth(row),
+            extra_info=self._columns.extra_info(row) | self._raw(row),
             raw_prompt=row[self._section.prompt_key],
-            prompt_id=self._prompt_id(row, number),
+            prompt_id=self._columns.prompt_id(row),
         )
 
     @property
@@ -79,27 +81,25 @@ class PromptDataset:
         """Describe for people how the model reads the first prompt."""
         return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
 
-    def _look_through(self, share: range) -> NDArray[np.int64]:
-        """The rows of a share that are not left out; ValueError for the first that must not be."""
-        rows = zip(share, self._rows.scan(share), strict=True)
-        return np.fromiter((number for number, row in rows if self._stays(row, number)), np.int64)
-
-    def _stays(self, row: Row, number: int) -> bool:
-        self._prompt_id(row, number)
-        limit = self._section.max_prompt_length
-        length = len(self._encode(row, number)) if self._measured else 0
-        if length > limit and not self._section.filter_overlong_prompts:
+    def _stays(self, row: Row) -> bool:
+        """Whether a row is not left out; ValueError for one that cannot be read."""
+        if faults := list(self._columns.faults(row)):
+            raise ValueError("; ".join(f"column {fault}" for fault in faults))
+        length, limit = len(self._encode(row)), self._section.max_prompt_length
+        if length <= limit or self._section.filter_overlong_prompts:
+            return length <= limit
+        if self._section.truncation == "error":
             raise ValueError(
-                f"{self._rows.place(number)}: the prompt has {length} tokens, data.max_prompt_length is {limit}: "
-                "raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+                f"column {self._section.prompt_key}: the prompt has {length} tokens, data.max_prompt_length is "
+                f"{limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
             )
-        return length <= limit
+        return True
 
-    def _encode(self, row: Row, number: int) -> list[int]:
+    def _encode(self, row: Row) -> list[int]:
         try:
             return encode_prompt(row[self._section.prompt_key], self._tokenizer)
         except ValueError as error:
-            raise ValueError(f"{self._rows.place(number)}, column {self._section.prompt_key}: {error}") from error
+            raise ValueError(f"column {self._section.prompt_key}: {error}") from error
 
     def _raw(self, row: Row) -> Row:
         """What reward functions are told of the prompt beside its answer."""
@@ -109,24 +109,6 @@ class PromptDataset:
         if self._section.return_raw_input_ids:
             told["raw_input_ids"] = self._tokenizer.encode(plain_text(prompt), add_special_tokens=False)
         return told
-
-    def _prompt_id(self, row: Row, number: int) -> str | None:
-        value = row[self._section.prompt_id_key] if self._section.prompt_id_key else None
-        if value is None:
-            return None
-        limit = self._section.max_prompt_id_length
-        if limit and len(str(value)) > limit:
-            raise ValueError(
-                f"{self._rows.place(number)}, column {self._section.prompt_id_key}: {value!r} has {len(str(value))} "
-                f"characters, data.max_prompt_id_length is {limit}: raise it"
-            )
-        return str(value)
-
-    def _ground_truth(self, row: Row, number: int) -> Any:
-        reward_model = row["reward_model"]
-        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-            raise ValueError(f"{self._rows.place(number)}: reward_model has no ground_truth: {reward_model!r}")
-        return reward_model["ground_truth"]
 
 
 def truncate(token_ids: list[int], limit: int, where: str) -> list[int]:

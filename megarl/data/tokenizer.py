@@ -11,7 +11,10 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from megarl.data.spm import load_sentencepiece
+from megarl.platform.deadline import computing_at_most
 
+TEMPLATE_SECONDS = 10.0
+"""What a chat template may compute for one conversation, in CPU time."""
 HALF = "\ufffd"  # what a tokenizer decodes a part of a character to
 
 
@@ -53,14 +56,20 @@ class Tokenizer:
         Unless it `is_complete`, they end where the assistant answers.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template refuses the conversation, fails on it or does not end.
         """
+        template = f"the chat template of {self._source}"
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=not is_complete, tokenize=True, return_dict=False
-            )
+            with computing_at_most(TEMPLATE_SECONDS):
+                ids: list[int] = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=not is_complete, tokenize=True, return_dict=False
+                )
         except TemplateError as error:
-            raise ValueError(f"the chat template of {self._source} refuses the messages: {error}") from error
+            raise ValueError(f"{template} refuses the messages: {error}") from error
+        except TimeoutError as error:
+            raise ValueError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
+        except Exception as error:  # a template may compute whatever it likes
+            raise ValueError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
         return ids
 
     def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:

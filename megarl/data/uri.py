@@ -1,9 +1,13 @@
 """Data files by the name a user gave them: a local path, or a URI of anything that pyarrow or fsspec opens."""
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.platform.uri import open_filesystem, out_of_reach
+
+_TAIL_BYTES = 1 << 16
+"""Of the end of a file, where parquet describes its contents: these bytes are part of what a file is known by."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,56 @@ class Location:
             raise ValueError(f"no such data file: {self.name}") from error
         except Exception as error:  # each filesystem has errors of its own
             raise out_of_reach(self.name, error) from error
+
+    def pin(self, source: Any) -> "Pinned":
+        """Return the file as it is now; `source` is the open file."""
+        return Pinned(self, self._mark(source))
+
+    def _mark(self, source: Any) -> "_Mark":
+        try:
+            size = source.size()
+            modified = self.filesystem.get_file_info(self.path).mtime_ns
+            source.seek(max(0, size - _TAIL_BYTES))
+            return _Mark(size, modified, zlib.crc32(source.read()))
+        except Exception as error:  # each filesystem has errors of its own
+            raise out_of_reach(self.name, error) from error
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a file is known by."""
+
+    size: int  # bytes
+    modified: int | None  # nanoseconds since 1970; None: the file system does not say
+    tail: int  # CRC-32 of the last bytes
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A file that must stay what it was; it is opened anew for each read, and may have gone or changed meanwhile."""
+
+    location: Location
+    _as_it_was: _Mark
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it."""
+        return self.location.name
+
+    def open(self) -> Any:
+        """Open the file again.
+
+        Raises:
+            ValueError: it has gone, or is not what it was.
+        """
+        try:
+            source = self.location.open()
+        except ValueError as error:
+            raise ValueError(f"{error}; it is read as long as the run goes on: bring it back, and resume") from error
+        if self.location._mark(source) != self._as_it_was:
+            source.close()
+            raise ValueError(f"{self.name} has changed since this run opened it: put it back, or start the run again")
+        return source
 
 
 def locate(name: str) -> Location:

@@ -177,7 +177,7 @@ class ActorSection:
     ptx_coef: Weight = 0.0
     """Weight of the loss of supervised pairs that every update learns from too (PPO-ptx)."""
     ptx_files: str | list[str] | None = None
-    """Parquet file or files with those pairs: the prompts in data.prompt_key, the answers in `response`."""
+    """Parquet or JSON file or files with those pairs: the prompts in data.prompt_key, the answers in `response`."""
     ptx_batch_size: Count | None = None
     """Pairs per optimizer step, over all ranks; null = as many as ppo_mini_batch_size prompts have samples."""
     ppo_epochs: Count = 1

@@ -53,7 +53,11 @@ def first_batch(file: str, model: str, changes: dict[str, Any]) -> tuple[int, li
 
 def test_ranks_find_overlong_prompts_together(pool: RankPool, model: str, tmp_path: Path) -> None:
     rows = [
-        {"prompt": "+ " * (40 if number in (3, 7, 8) else 2), "data_source": "x", "reward_model": {"ground_truth": "1"}}
+        {
+            "prompt": "+ " * (40 if number in (3, 7, 8) else 2),
+            "data_source": "gsm8k",
+            "reward_model": {"ground_truth": "1"},
+        }
         for number in range(10)
     ]
     write_rows(tmp_path / "train.parquet", rows)
@@ -62,9 +66,9 @@ def test_ranks_find_overlong_prompts_together(pool: RankPool, model: str, tmp_pa
     assert alone[0] == 3
     assert pool.run(3, first_batch, file, model, {"filter_overlong_prompts": True}) == [alone] * 3
     refused = pool.run(3, first_batch, file, model, {})
-    # rows 0 to 2 are the first rank's, 3 to 5 the second's; who has none of its own is told of the first
-    assert ["row 3: the prompt has" in words for words in refused] == [True, True, False]
-    assert "row 7: the prompt has" in refused[2]
+    assert refused == [first_batch(file, model, {})] * 3
+    named = [f"row {number}, column prompt: the prompt has" for number in (3, 7, 8)]
+    assert [words in line for words, line in zip(named, refused[0].splitlines(), strict=True)] == [True] * 3
 
 
 def pairs(file: str, model: str) -> str:
@@ -80,4 +84,4 @@ def test_ranks_find_overlong_pairs_together(pool: RankPool, model: str, tmp_path
     rows = [{"prompt": "1", "response": "+ " * (40 if number == 4 else 2)} for number in range(6)]
     write_rows(tmp_path / "sft.parquet", rows)
     refused = pool.run(3, pairs, str(tmp_path / "sft.parquet"), model)
-    assert all("sft.parquet, row 4: prompt and response have" in words for words in refused)
+    assert all("sft.parquet, row 4, column response: prompt and response have" in words for words in refused)

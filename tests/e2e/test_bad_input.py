@@ -92,7 +92,7 @@ def test_a_fault_that_one_host_alone_has_is_named_there(
 def without_a_column(workspace: Workspace, directory: Path) -> tuple[str, str]:
     table = pq.read_table(workspace.train).drop_columns(["reward_model"])
     pq.write_table(table, path := directory / "short.parquet")
-    return f"data.train_files={path}", f"{path} has no column 'reward_model'; it has data_source, prompt, ability"
+    return f"data.train_files={path}", f"{path} has no column 'reward_model' (custom_reward_function.path or"
 
 
 def empty(workspace: Workspace, directory: Path) -> tuple[str, str]:
@@ -110,7 +110,7 @@ def too_long(workspace: Workspace, directory: Path) -> tuple[str, str]:
     rows = pq.read_table(workspace.train).slice(0, 8).to_pylist()
     rows[5]["prompt"] = "1 + " * 80
     pq.write_table(pa.Table.from_pylist(rows), path := directory / "long.parquet")
-    return f"data.train_files={path}", f"{path}, row 5: the prompt has "
+    return f"data.train_files={path}", f"{path}, row 5, column prompt: the prompt has "
 
 
 def too_few(workspace: Workspace, directory: Path) -> tuple[str, str]:

@@ -8,8 +8,10 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
+from megarl.data.parquet import write_rows
 from tests.hollow import write_hollow
 
+ROW = {"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}}
 SIZES = {
     "model_type": "llama",
     "hidden_size": 48,
@@ -39,7 +41,7 @@ def make_model(directory: Path, **changes: Any) -> Path:
 def argv(tmp_path: Path) -> list[str]:
     """Arguments without a fault, with real files: a world of 8, one model as policy and as critic."""
     make_model(tmp_path / "model")
-    (tmp_path / "train.parquet").touch()
+    write_rows(tmp_path / "train.parquet", [ROW])
     return [
         f"data.train_files={tmp_path}/train.parquet",
         f"actor_rollout_ref.model.path={tmp_path}/model",
@@ -436,7 +438,29 @@ def test_whole_experts_need_not_be_cut(argv: list[str], tmp_path: Path) -> None:
 
 def test_uris_and_hub_ids_are_left_to_whoever_opens_them(argv: list[str]) -> None:
     remote = ["data.train_files=hdfs://host/train.parquet", "actor_rollout_ref.model.path=org/name-1.5B"]
-    assert faults(argv, *remote, "data.tokenizer=org/name") == {}
+    assert faults(argv, *remote, "data.tokenizer=org/name", world_size=8) == {}
+    assert faults(argv, *remote).keys() == {"data.train_files"}  # before a launch there is time to open it
+
+
+def test_columns_and_rules_are_looked_for_before_any_rank_starts(argv: list[str], tmp_path: Path) -> None:
+    lines = [ROW | {"data_source": source} for source in ("gsm8k", "sudoku", "chess", None)]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "bare.jsonl").write_text('{"question": "1 + 1"}')
+    (tmp_path / "own.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
+    files = [f"data.train_files=file://{tmp_path}/odd.jsonl", f"data.val_files={tmp_path}/bare.jsonl"]
+    found = faults(argv, *files)
+    unknown = found["data.train_files"].splitlines()
+    assert [line.partition(": ")[0] for line in unknown] == [
+        f"file://{tmp_path}/odd.jsonl, line {number}, column data_source" for number in (2, 3, 4)
+    ]
+    assert "no built-in reward for data source 'sudoku'" in unknown[0]
+    assert "is null" in unknown[2]
+    assert "no column 'prompt' (data.prompt_key names another), 'data_source' (" in found["data.val_files"]
+    assert "'reward_model' (custom_reward_function.path or a reward model needs none)" in found["data.val_files"]
+    own = [f"custom_reward_function.path={tmp_path}/own.py", f"data.train_files={tmp_path}/bare.jsonl"]
+    assert faults(argv, *own, "data.prompt_key=question") == {}
+    assert "no column 'prompt'" in faults(argv, *own)["data.train_files"]
+    assert faults(argv, *files, world_size=8) == {}  # ranks look at whole rows
 
 
 def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:

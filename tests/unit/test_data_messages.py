@@ -106,8 +106,8 @@ def readers(model: str) -> dict[bool | None, Tokenizer]:
         (["1"], "message 0: '1' is not {role, content}"),
         ([*ONE, {"from": "human", "value": "1"}], "message 1: role None is none of system, developer, user"),
         ([{"role": "human", "content": "1"}], "message 0: role 'human' is none of"),
-        ([{"role": "user"}], "message 0: the content None is not a text"),
-        ([{"role": "user", "content": 7}], "message 0: the content 7 is not a text"),
+        ([{"role": "user"}], "message 0: content: a text is expected, not None"),
+        ([{"role": "user", "content": 7}], "message 0: content: a text is expected, not 7"),
         ([{"role": "user", "content": [{"type": "image"}]}], "message 0: .*images, audio and video are not supported"),
     ],
 )

@@ -52,10 +52,11 @@ def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, tokenizer: 
 
 def test_pairs_that_are_none_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
-        ValueError, match=r"sft.parquet, row 5: prompt and response have \d+ tokens, data.max_length is 16"
+        ValueError,
+        match=r"row 5, column response: prompt and response have \d+ tokens, data.max_length is 16",
     ):
         stream(tmp_path, tokenizer, [*PAIRS, {"prompt": "1 " * 20, "response": "1"}])
-    with pytest.raises(ValueError, match=r"sft.parquet, row 5: the response is not a text but None"):
+    with pytest.raises(ValueError, match=r"sft.parquet, row 5, column response: a text is expected, not None"):
         stream(tmp_path, tokenizer, [*PAIRS, {"prompt": "1", "response": None}])
-    with pytest.raises(ValueError, match=r"sft.parquet has no column 'response'; it has prompt"):
+    with pytest.raises(ValueError, match=r"no column 'response' \(data.response_key names another\); it has prompt"):
         stream(tmp_path, tokenizer, [{"prompt": "1"}])

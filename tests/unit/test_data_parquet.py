@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data import order, parquet
+from megarl.data import rows as rows_of_files
 from megarl.data.order import Chunk, Order, Position
-from megarl.data.parquet import Rows, write_rows
+from megarl.data.parquet import write_rows
+from megarl.data.rows import Rows
 
 
 def table(start: int, stop: int) -> Any:
@@ -63,13 +65,13 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.groups: list[tuple[str, int]] = []
-        read = parquet._Group.read
+        read = parquet.RowGroup.read
 
         def count(group: Any, rows: range) -> Any:
-            self.groups.append((Path(group.file.location.name).name, group.number))
+            self.groups.append((Path(group.table.name).name, group.number))
             return read(group, rows)
 
-        monkeypatch.setattr(parquet._Group, "read", count)
+        monkeypatch.setattr(parquet.RowGroup, "read", count)
 
 
 def test_row_groups_used_last_are_kept(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +99,7 @@ def test_an_epoch_in_windows_reads_each_row_group_once(tmp_path: Path, monkeypat
 
 
 def test_a_window_is_half_of_what_is_kept() -> None:
-    assert 2 * order.WINDOW_BYTES <= parquet.CACHE_BYTES
+    assert 2 * order.WINDOW_BYTES <= rows_of_files.CACHE_BYTES
 
 
 def test_a_file_that_goes_or_changes_while_it_is_read(files: list[str], tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ READ_ALL = """
 import re, sys
 from pathlib import Path
 from megarl.data.order import Order, Position
-from megarl.data.parquet import Rows
+from megarl.data.rows import Rows
 
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10

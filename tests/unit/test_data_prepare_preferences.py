@@ -111,9 +111,9 @@ def test_faults_of_a_file_of_pairs(tmp_path: Path) -> None:
     write_rows(tmp_path / "pairs.parquet", rows)
     place = f"{tmp_path}/pairs.parquet, row"
     assert list(check.faults(f"{tmp_path}/pairs.parquet")) == [
-        f"{place} 1, rejected: a text is expected, not ''",
+        f"{place} 1, rejected: the text is empty",
         f"{place} 2, chosen, rejected: both are the same text, which prefers nothing",
-        f"{place} 3, prompt: None is neither a text nor a list of messages",
+        f"{place} 3, prompt: None is neither a text nor a list of messages {{role, content}}",
         f"{place} 3, margin: a finite number is expected, not nan",
     ]
     write_rows(tmp_path / "half.parquet", [{"prompt": "Hi", "chosen": "Hello!"}])

@@ -49,7 +49,7 @@ def dataset(file: str | list[str], tokenizer: Tokenizer, **changes: Any) -> Prom
 
 
 def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    plain = write(tmp_path / "plain.parquet", [row("3 5 = 8"), row("3 6 = 9", data_source="other")])
+    plain = write(tmp_path / "plain.parquet", [row("3 5 = 8"), row("3 6 = 9", data_source="gsm8k")])
     chat = write(tmp_path / "chat.parquet", [row([{"role": "user", "content": "ab"}], extra_info=None)])
     prompts = dataset([plain, chat], tokenizer)
 
@@ -60,7 +60,7 @@ def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokeni
     assert prompts[0].ground_truth == {"target": 8, "numbers": [3, 5]}
     assert prompts[0].extra_info == {"split": "train"}
     assert [prompts[i].index for i in range(3)] == [0, 1, 2]
-    assert prompts[1].data_source == "other"
+    assert prompts[1].data_source == "gsm8k"
     assert list(prompts[2].token_ids) == tokenizer.chat([{"role": "user", "content": "ab"}])
     assert prompts[2].text.strip() == "user: ab"
     assert prompts[2].extra_info == {}
@@ -70,7 +70,11 @@ def test_plain_and_chat_prompts_over_two_files(tmp_path: Path, tokenizer: Tokeni
 
 def test_a_missing_column_is_named_with_the_file_and_its_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "questions.parquet", [{"question": "1+1", "answer": "2"}])
-    with pytest.raises(ValueError, match=r"questions.parquet has no column 'prompt'; it has question, answer"):
+    with pytest.raises(
+        ValueError,
+        match=r"questions.parquet has no column 'prompt' \(data.prompt_key names another\), 'data_source' "
+        r"\(data.reward_fn_key names another; .*\), 'reward_model' \(custom_.* needs none\); it has question, answer",
+    ):
         dataset(file, tokenizer)
     renamed = write(tmp_path / "renamed.parquet", [row("1") | {"text": "1"}])
     with pytest.raises(ValueError, match=r"renamed.parquet has no column 'question'"):
@@ -98,8 +102,8 @@ def test_an_over_long_prompt_is_an_error_that_says_what_to_change(tmp_path: Path
     length = len(tokenizer.encode("+ " * 30, add_special_tokens=True))
     with pytest.raises(
         ValueError,
-        match=rf"second.parquet, row 1: the prompt has {length} tokens, data.max_prompt_length is 16: raise it, or set "
-        r"data.filter_overlong_prompts=true or data.truncation=left\|right\|middle",
+        match=rf"second.parquet, row 1, column prompt: the prompt has {length} tokens, data.max_prompt_length is 16: "
+        r"raise it, or set data.filter_overlong_prompts=true or data.truncation=left\|right\|middle",
     ):
         dataset([first, second], tokenizer)
 
@@ -169,8 +173,8 @@ def test_rows_that_are_no_prompts_are_named(tmp_path: Path, tokenizer: Tokenizer
     with pytest.raises(ValueError, match=r"null.parquet, row 1, column prompt: None is neither a text nor"):
         dataset(nothing, tokenizer)
     no_truth = write(tmp_path / "truthless.parquet", [row("1", reward_model={"style": "rule"})])
-    with pytest.raises(ValueError, match=r"truthless.parquet, row 0: reward_model has no ground_truth"):
-        dataset(no_truth, tokenizer)[0]
+    with pytest.raises(ValueError, match=r"truthless.parquet, row 0, column reward_model: .* has no ground_truth"):
+        dataset(no_truth, tokenizer)
 
 
 @pytest.fixture

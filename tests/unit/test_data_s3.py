@@ -7,7 +7,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.parquet import Rows
+from megarl.data.rows import Rows
 from tests.s3 import s3_server
 
 BUCKET = "prompts"

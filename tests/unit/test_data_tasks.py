@@ -165,10 +165,13 @@ def row(**changes: Any) -> dict[str, Any]:
     [
         ({"prompt": ""}, "prompt: the text is empty"),
         ({"prompt": 5}, "prompt: 5 is neither a text nor a list"),
-        ({"prompt": [{"role": "user"}]}, "prompt, message 0: {'role': 'user'} is not {role, content}"),
-        ({"prompt": [{"role": "me", "content": "x"}]}, "prompt, message 0: role 'me' is none of system, user"),
+        ({"prompt": [{"role": "user"}]}, "prompt: message 0: content: a text is expected, not None"),
+        (
+            {"prompt": [{"role": "me", "content": "x"}]},
+            "prompt: message 0: role 'me' is none of system, developer, user",
+        ),
         ({"data_source": ""}, "data_source: '' is no text"),
-        ({"data_source": "sudoku"}, "data_source: no built-in reward for 'sudoku'; set custom_reward_function.path"),
+        ({"data_source": "sudoku"}, "data_source: no built-in reward for data source 'sudoku' ("),
         ({"reward_model": {"style": "rule"}}, "reward_model: {'style': 'rule'} has no ground_truth"),
         ({"reward_model": {"style": "x", "ground_truth": "5"}}, "reward_model.style: 'x' is none of rule, model"),
         ({"reward_model": {"style": "rule", "ground_truth": "five"}}, "reward_model.ground_truth: 'five' does not"),
@@ -181,7 +184,7 @@ def row(**changes: Any) -> dict[str, Any]:
             {"data_source": "countdown/bare", "reward_model": {"ground_truth": {"target": 5, "numbers": ["two"]}}},
             "reward_model.ground_truth: {'target': 5, 'numbers': ['two']} does not suit the reward of 'countdown/bare'",
         ),
-        ({"extra_info": "x"}, "extra_info: a struct is expected, not 'x'"),
+        ({"extra_info": "x"}, "extra_info: the text 'x' is not JSON"),
     ],
 )
 def test_a_fault_is_explained(changes: dict[str, Any], fault: str, tmp_path: Path) -> None:
@@ -214,6 +217,6 @@ def test_the_command_counts_faults_and_names_their_rows(
     assert "nothing is wrong" in capsys.readouterr().out
     write_rows(path, [{"prompt": "2+3?"}])
     assert check(monkeypatch, "--check", str(path)) == 1
-    assert "has no column 'data_source'; it has prompt" in capsys.readouterr().out
+    assert "has no column 'data_source' (data.reward_fn_key" in capsys.readouterr().out
     assert check(monkeypatch, "--check", str(tmp_path / "none")) == 1
     assert check(monkeypatch) == 2

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, dynamic_module_utils
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.data.parquet import Rows
+from megarl.data.rows import Rows
 from megarl.data.tokenizer import load_tokenizer
 from tests.sentencepieces import train_sentencepiece
 from tests.tiny import plant_code

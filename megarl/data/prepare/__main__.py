@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from megarl.data.columns import Needs, PromptColumns
+from megarl.data.config import DataSection
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import (
     check,
@@ -17,6 +19,7 @@ from megarl.data.prepare import (
     tinystories_sentiment,
 )
 from megarl.platform.secrets import Parser, guard_output, redact
+from megarl.rewards.config import CustomRewardSection, RulesSection
 
 TASKS = {
     "countdown": countdown,
@@ -38,8 +41,15 @@ def main() -> None:
     parser.add_argument(
         "--check",
         metavar="FILE",
-        help="say what is wrong with a parquet file of prompts or of preference pairs, by row",
+        help="say what is wrong with a parquet or JSON file of prompts or of preference pairs, by row",
     )
+    checked = parser.add_argument_group("how a run reads the file that is checked")
+    checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
+    checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
+    checked.add_argument(
+        "--custom-reward-function", metavar="FILE", help="Python file whose function scores instead of built-in rewards"
+    )
+    checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
     tasks = parser.add_subparsers(dest="task")
     for name, task in TASKS.items():
         task_parser = tasks.add_parser(
@@ -52,7 +62,7 @@ def main() -> None:
     if (arguments.check is None) == (arguments.task is None):
         parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
     if arguments.check is not None:
-        _check(arguments.check)
+        _check(arguments.check, _columns(arguments))
         return
     try:
         splits = arguments.build(arguments)
@@ -64,10 +74,19 @@ def main() -> None:
         print(f"{path}: {len(rows)} rows")
 
 
-def _check(file: str) -> None:
+def _columns(arguments: argparse.Namespace) -> PromptColumns:
+    """How a run with such options would read prompts."""
+    section = DataSection(
+        train_files=arguments.check, prompt_key=arguments.prompt_key, reward_fn_key=arguments.reward_fn_key
+    )
+    custom = CustomRewardSection(path=arguments.custom_reward_function)
+    return PromptColumns(section=section, needs=Needs.of(None if arguments.reward_model else RulesSection(), custom))
+
+
+def _check(file: str, columns: PromptColumns) -> None:
     """Print the faults of a file; exits with 1 where there are any."""
     num_faults = 0
-    for num_faults, fault in enumerate(check.faults(file), start=1):
+    for num_faults, fault in enumerate(check.faults(file, columns), start=1):
         if num_faults <= SHOWN_FAULTS:
             print(redact(fault))
     if num_faults > SHOWN_FAULTS:

@@ -1,33 +1,39 @@
-"""What is wrong with a parquet file of prompts, or of preference pairs, by row."""
+"""What is wrong with a data file of prompts, or of preference pairs, by row."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.data.parquet import Rows
+from megarl.data.columns import REWARD_MODEL, Needs, PromptColumns, as_mapping
+from megarl.data.config import DataSection
+from megarl.data.messages import prompt_faults, text_faults
+from megarl.data.rows import Rows
 from megarl.rewards import reward_of
 
-ROLES = ("system", "user", "assistant", "tool")
 STYLES = ("rule", "model")
 PAIR = ("chosen", "rejected")
 
 _PROBE = "#### 0\n<answer>0</answer>"
 """An answer in the format of every built-in reward that asks something of the ground truth, so that it looks at it."""
 
+BY_SOURCE = PromptColumns(section=DataSection(train_files=""), needs=Needs())
+"""Prompts as a run reads them whose data sources pick the built-in rewards."""
 
-def faults(file: str) -> Iterator[str]:
-    """One line for each fault, beginning with the file and, where it is one row's, the row."""
+
+def faults(file: str, columns: PromptColumns = BY_SOURCE) -> Iterator[str]:
+    """One line for each fault, beginning with the file and, where it is one row's, the row.
+
+    `columns` says how prompts are read; it is not asked about preference pairs.
+    """
     try:
         if _holds_preferences(file):
             rows, faults_of = Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair
         else:
-            columns = ("prompt", "data_source", "reward_model")
-            rows, faults_of = Rows(file, columns=columns, optional=("ability", "extra_info")), _faults_of_prompt_row
+            rows, faults_of = columns.open(file), lambda row: _faults_of_prompt_row(row, columns)
+        for index, row in enumerate(rows):
+            yield from (f"{rows.place(index)}, {fault}" for fault in faults_of(row))
     except ValueError as error:
         yield str(error)
-        return
-    for index, row in enumerate(rows):
-        yield from (f"{rows.place(index)}, {fault}" for fault in faults_of(row))
 
 
 def _holds_preferences(file: str) -> bool:
@@ -39,10 +45,9 @@ def _holds_preferences(file: str) -> bool:
 
 
 def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
-    yield from _faults_of_prompt(row["prompt"])
+    yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
     for column in PAIR:
-        if not isinstance(row[column], str) or not row[column]:
-            yield f"{column}: a text is expected, not {row[column]!r}"
+        yield from (f"{column}: {fault}" for fault in text_faults(row[column], may_be_empty=False))
     if row["chosen"] == row["rejected"]:
         yield "chosen, rejected: both are the same text, which prefers nothing"
     margin = row.get("margin", 0.0)
@@ -50,48 +55,18 @@ def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
         yield f"margin: a finite number is expected, not {margin!r}"
 
 
-def _faults_of_prompt_row(row: dict[str, Any]) -> Iterator[str]:
-    yield from _faults_of_prompt(row["prompt"])
-    yield from _faults_of_reward(row)
-    for column, kind in (("ability", str), ("extra_info", dict)):
-        value = row.get(column)
-        if value is not None and not isinstance(value, kind):
-            yield f"{column}: {'a text' if kind is str else 'a struct'} is expected, not {value!r}"
-
-
-def _faults_of_prompt(prompt: Any) -> Iterator[str]:
-    if isinstance(prompt, str):
-        if not prompt:
-            yield "prompt: the text is empty"
+def _faults_of_prompt_row(row: dict[str, Any], columns: PromptColumns) -> Iterator[str]:
+    found = list(columns.faults(row))
+    yield from found
+    if found or not columns.needs.source:
         return
-    if not isinstance(prompt, list) or not prompt:
-        yield f"prompt: {prompt!r} is neither a text nor a list of messages"
-        return
-    for number, message in enumerate(prompt):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            yield f"prompt, message {number}: {message!r} is not {{role, content}} with a text as content"
-        elif message.get("role") not in ROLES:
-            yield f"prompt, message {number}: role {message.get('role')!r} is none of {', '.join(ROLES)}"
-
-
-def _faults_of_reward(row: dict[str, Any]) -> Iterator[str]:
-    source, model = row["data_source"], row["reward_model"]
-    if not isinstance(source, str) or not source:
-        yield f"data_source: {source!r} is no text"
-        return
-    if not isinstance(model, dict) or "ground_truth" not in model:
-        yield f"reward_model: {model!r} has no ground_truth"
-        return
-    style = model.get("style", "rule")
+    style = as_mapping(row[REWARD_MODEL]).get("style", "rule")
     if style not in STYLES:
         yield f"reward_model.style: {style!r} is none of {', '.join(STYLES)}"
-    if style != "rule":
+    source, truth, reward = columns.source(row), columns.ground_truth(row), reward_of(columns.source(row))
+    if style != "rule" or reward is None:
         return
-    if (reward := reward_of(source)) is None:
-        yield f"data_source: no built-in reward for {source!r}; set custom_reward_function.path where this file is used"
-        return
-    truth = model["ground_truth"]
     try:
-        reward(source, _PROBE, truth, row.get("extra_info") or {})
+        reward(source, _PROBE, truth, columns.extra_info(row))
     except Exception as error:  # whatever a reward stumbles over is a fault of this row
         yield f"reward_model.ground_truth: {truth!r} does not suit the reward of {source!r} ({error!r})"

@@ -1,0 +1,175 @@
+"""The columns of a row of prompts: which ones a run needs, what is wrong with them, and what they say.
+
+No tokenizer is needed here, so that a file is looked at before anything starts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.config import DataSection
+from megarl.data.messages import prompt_faults
+from megarl.data.rows import Rows
+from megarl.data.table import Row
+from megarl.rewards import answers_of
+from megarl.rewards.config import CustomRewardSection, RulesSection
+from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.wire import pack
+
+REWARD_MODEL, EXTRA_INFO = "reward_model", "extra_info"
+NO_SOURCE = "default"
+"""The data source of a row that names none."""
+SHOWN_SOURCES = 5
+_SCORED_OTHERWISE = "custom_reward_function.path or a reward model needs none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What scoring reads of a row."""
+
+    source: bool = True  # the data source of the row picks a built-in rule
+    ground_truth: bool = True
+
+    @classmethod
+    def of(cls, section: RulesSection | None, custom: CustomRewardSection) -> "Needs":
+        """Return what the given rules read; None: a reward model scores alone."""
+        if section is None:
+            return cls(source=False, ground_truth=False)
+        by_source = Rules(path=custom.path, name=custom.name, weights=section.weights).reads_data_source()
+        judges = any(answers_of(name) for name in section.weights or ())
+        return cls(source=by_source, ground_truth=by_source or judges)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptColumns:
+    """How a run reads a row of prompts."""
+
+    section: DataSection
+    needs: Needs
+
+    def open(self, files: str | Sequence[str]) -> Rows:
+        """Open data files. Raises ValueError as `Rows` does."""
+        data = self.section
+        source = {data.reward_fn_key: self.needs.source, REWARD_MODEL: self.needs.ground_truth}
+        named = [data.prompt_id_key] if data.prompt_id_key else []
+        remedies = {
+            data.prompt_key: "data.prompt_key names another",
+            data.reward_fn_key: f"data.reward_fn_key names another; {_SCORED_OTHERWISE}",
+            REWARD_MODEL: _SCORED_OTHERWISE,
+        }
+        return Rows(
+            files,
+            columns=[data.prompt_key, *(name for name, needed in source.items() if needed), *named],
+            optional=[*(name for name, needed in source.items() if not needed), EXTRA_INFO],
+            remedies=remedies | dict.fromkeys(named, "data.prompt_id_key names another"),
+        )
+
+    def faults(self, row: Row) -> Iterator[str]:
+        """Say what is wrong with a row, each fault behind the name of its column."""
+        data = self.section
+        yield from (f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key]))
+        sources = list(self._source_faults(row))
+        yield from (f"{data.reward_fn_key}: {fault}" for fault in sources)
+        for name, read in ((REWARD_MODEL, self.ground_truth), (EXTRA_INFO, self.extra_info)):
+            try:
+                value = read(row)
+                pack(value)
+            except (ValueError, TypeError) as error:
+                yield f"{name}: {error}"
+                continue
+            if name == REWARD_MODEL and value is None and not sources and self._reads_ground_truth(row):
+                yield f"{name}: {row[name]!r} has no ground_truth, which the built-in reward compares with"
+        yield from self._id_faults(row)
+
+    def source(self, row: Row) -> str:
+        """The data source of a row without faults."""
+        source = row.get(self.section.reward_fn_key)
+        return NO_SOURCE if source is None else str(source)
+
+    def ground_truth(self, row: Row) -> Any:
+        """What a reward compares with; None: the row does not say. Raises ValueError as `as_mapping` does."""
+        return as_mapping(row.get(REWARD_MODEL)).get("ground_truth")
+
+    def extra_info(self, row: Row) -> dict[str, Any]:
+        """What else rewards are told of a row. Raises ValueError as `as_mapping` does."""
+        return as_mapping(row.get(EXTRA_INFO))
+
+    def prompt_id(self, row: Row) -> str | None:
+        """The id of a prompt, if it has one."""
+        value = row[self.section.prompt_id_key] if self.section.prompt_id_key else None
+        return None if value is None else str(value)
+
+    def _source_faults(self, row: Row) -> Iterator[str]:
+        source = row.get(self.section.reward_fn_key)
+        if source is None:
+            if self.needs.source:
+                yield "is null, and picks the built-in reward: name one, or set custom_reward_function.path"
+        elif not isinstance(source, str) or not source:
+            yield f"{source!r} is no text"
+        elif self.needs.source:
+            try:
+                known_data_source(source)
+            except ValueError as error:
+                yield str(error)
+
+    def _reads_ground_truth(self, row: Row) -> bool:
+        if not self.needs.source:
+            return self.needs.ground_truth
+        return answers_of(self.source(row)) is not None
+
+    def _id_faults(self, row: Row) -> Iterator[str]:
+        name, limit = self.prompt_id(row), self.section.max_prompt_id_length
+        if name is not None and limit and len(name) > limit:
+            yield (
+                f"{self.section.prompt_id_key}: {name!r} has {len(name)} characters, data.max_prompt_id_length is "
+                f"{limit}: raise it"
+            )
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return named values that a row holds as a struct, a map, the text of a JSON object, or null for none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the text {value[:100]!r} is not JSON: {error}") from error
+        if isinstance(parsed, dict):
+            return parsed
+    elif isinstance(value, Mapping):
+        return dict(value)
+    elif value is None:
+        return {}
+    elif isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):  # a map of Arrow
+        return dict(value)
+    raise ValueError(f"{value!r} holds no named values: give a struct, a map or the text of a JSON object")
+
+
+def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator[str]:
+    """Say which files or columns are missing, and which data sources have no built-in reward.
+
+    Of the rows only the data sources are read, and those only if they pick the reward.
+    """
+    try:
+        columns.open(files)
+        if not columns.needs.source:
+            return
+        rows = Rows(files, columns=[columns.section.reward_fn_key])
+        unknown = dict[Any, tuple[int, str]]()
+        for index, row in enumerate(rows):
+            source = repr(row[columns.section.reward_fn_key])
+            if source not in unknown:
+                fault = next(columns._source_faults(row), "")
+                unknown[source] = (index, fault)
+    except ValueError as error:
+        yield str(error)
+        return
+    faulty = [(index, fault) for index, fault in unknown.values() if fault]
+    for index, fault in faulty[:SHOWN_SOURCES]:
+        yield f"{rows.place(index)}, column {columns.section.reward_fn_key}: {fault}"
+    if len(faulty) > SHOWN_SOURCES:
+        yield f"and {len(faulty) - SHOWN_SOURCES} more data sources have no built-in reward"

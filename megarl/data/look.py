@@ -1,0 +1,45 @@
+"""The first look at all rows: what is wrong with a row is found before anything starts, not when it is reached."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.rows import Rows
+from megarl.data.table import Row
+from megarl.distributed.exchange import in_shares
+
+SHOWN_FAULTS = 20
+
+
+def look_through(rows: Rows, keeps: Callable[[Row], bool]) -> NDArray[np.int64]:
+    """Look at every row, each rank at a share of them; return the numbers of those that `keeps` keeps. Collective.
+
+    Raises:
+        ValueError: on every rank alike, if `keeps` raises for some rows; names the first of them.
+    """
+
+    def look(share: range) -> tuple[list[int], list[str], int]:
+        kept, faults, num_faults = list[int](), list[str](), 0
+        scanned = rows.scan(share)
+        for number in share:
+            try:
+                row = next(scanned)
+            except ValueError as error:  # no row behind this one can be read either
+                return kept, [*faults, str(error)], num_faults + 1
+            try:
+                if keeps(row):
+                    kept.append(number)
+            except ValueError as error:
+                num_faults += 1
+                if num_faults <= SHOWN_FAULTS:
+                    faults.append(f"{rows.place(number)}, {error}")
+        return kept, faults, num_faults
+
+    shares = in_shares(len(rows), look)
+    faults = [fault for _, of_share, _ in shares for fault in of_share][:SHOWN_FAULTS]
+    if others := sum(num for _, _, num in shares) - len(faults):
+        faults.append(f"... and {others} more")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return np.concatenate([np.array(kept, np.int64) for kept, _, _ in shares])

@@ -1,0 +1,41 @@
+"""Code of others that computes too long is interrupted, whatever it catches and whatever it computes with."""
+
+import signal
+import threading
+
+import pytest
+
+from megarl.platform.deadline import computing_at_most
+
+
+def catches_everything() -> None:
+    while True:
+        try:  # noqa: SIM105 - as such code does
+            sum(range(1000))
+        except Exception:  # noqa: S110
+            pass
+
+
+@pytest.mark.parametrize("endless", [catches_everything, lambda: 9 ** int("100000000")])
+def test_endless_code_is_interrupted_and_signals_are_as_before(endless: object) -> None:
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(TimeoutError), computing_at_most(0.1):
+        endless()  # type: ignore[operator]
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_quick_code_and_other_threads_go_on() -> None:
+    with computing_at_most(10):
+        found = [1]
+    with pytest.raises(KeyError), computing_at_most(10):
+        raise KeyError
+
+    def compute() -> None:
+        with computing_at_most(1e-6):
+            found.append(sum(range(10_000)))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [1, 49_995_000]
