@@ -7,7 +7,8 @@ extremes, because rounding may let a router send a token elsewhere, in float32 t
 
 A sample is far out if its mismatch is above `FAR_OUT` times the limit of the iteration: nothing learns from it. An
 iteration fails if too many samples are far out, or if the mismatch of the others is above the limit. The limit is
-`growth` times the median of the run's first `WINDOW` iterations that passed, and at most `stop`.
+`mismatch_growth` times the median of the run's first `WINDOW` iterations that passed, but not below `LEAST` times
+`mismatch_stop`, and not above `mismatch_stop`.
 """
 
 import logging
@@ -29,7 +30,7 @@ KEY = "actor_rollout_ref.rollout.sync"
 WINDOW = 8  # iterations of which the median is taken
 FAR_OUT = 4.0
 FREE_TOKENS = 2
-LEAST = 1e-3  # of `stop`: the limit is not lower, however well the first iterations agreed
+LEAST = 0.1  # of `stop`: a policy that was sure of every token at first may become less sure, and rounding shows then
 MOST_NAMED = 8  # rows of the data set
 
 

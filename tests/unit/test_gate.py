@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
-from megarl.gate import FREE_TOKENS, WINDOW, Gate, MismatchError, Verdict
+from megarl.gate import FREE_TOKENS, LEAST, WINDOW, Gate, MismatchError, Verdict
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from tests.ranks import world_of_one
@@ -69,7 +69,7 @@ def test_four_times_the_healthy_distance_never_passes(dtype: str, seed: int, fac
     scale, limits = HEALTHY[dtype]
     rollouts = samples()
     first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
-    level = max(first.healthy[0], limits.mismatch_stop * 1e-3 / limits.mismatch_growth)
+    level = max(first.healthy[0], limits.mismatch_stop * LEAST / limits.mismatch_growth)
     distance = factor * (2 * level) ** 0.5
     with pytest.raises(MismatchError, match=r"samples of iteration 5 .* Nothing has learnt from them"):
         judge(rollouts, noise(rollouts, distance, seed=seed + 1), limits, healthy=first.healthy)
