@@ -81,8 +81,8 @@ def whole_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: there is none, or it is damaged.
     """
+    from megarl.checkpoint.contents import find_damage
     from megarl.checkpoint.find import find_checkpoint
-    from megarl.checkpoint.manifest import find_damage
 
     if latest := find_checkpoint(path, mode="auto", path=None):
         return latest

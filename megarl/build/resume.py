@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
+from megarl.checkpoint.contents import CODE_FILE, CONFIG_FILE, MODELS_FILE, VERSIONS_FILE, Contents
 from megarl.checkpoint.differences import Difference, Effect, differences, other_code, other_sizes
 from megarl.checkpoint.directory import saved_steps, set_aside, step_in
 from megarl.checkpoint.find import find_checkpoint, last_whole
@@ -24,12 +24,11 @@ from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
 from megarl.learner.learner import Learner
+from megarl.platform.files import write_whole
 from megarl.platform.versions import running
-from megarl.tracking import mlflow, wandb
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.run_id import known_run_ids
 
-CONFIG_FILE, VERSIONS_FILE, MODELS_FILE, CODE_FILE = "config.yaml", "versions.json", "models.json", "code.json"
-RUN_ID_FILES = (mlflow.RUN_ID_FILE, wandb.RUN_ID_FILE)
 MAX_SHOWN = 80  # characters of a value
 RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
@@ -55,15 +54,21 @@ class Standing:
         run_dir = Path(trainer.default_local_dir)
         checkpoint = entered_checkpoint(trainer) if goes_on else resumed_checkpoint(trainer)
         if checkpoint is None:
-            return cls(checkpoint=None, state=State())
-        found, other_versions = _compare(checkpoint, config)
-        is_foreign = trainer.resume_mode == "resume_path" and on_first_rank(lambda: _is_foreign(checkpoint, run_dir))
+            return cls(checkpoint=None, state=State(step=0))
+        contents = on_first_rank(lambda: Contents.read(checkpoint))
+        found, other_versions = _compare(contents, config)
+        kept_ids, own_ids = contents.run_ids, on_first_rank(lambda: known_run_ids(run_dir))
+        is_foreign = trainer.resume_mode == "resume_path" and any(
+            own_ids.get(name, run_id) != run_id for name, run_id in kept_ids.items()
+        )
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
-            if goes_on and not {difference.key for difference in found} & {*RUN_NAMES}:
-                _adopt_run_id(checkpoint, run_dir)
+            is_renamed = {difference.key for difference in found} & {*RUN_NAMES}
+            for name in kept_ids.keys() - own_ids.keys() if goes_on and not is_renamed else ():  # as on an empty disk
+                run_dir.mkdir(parents=True, exist_ok=True)
+                write_whole(run_dir / name, kept_ids[name].encode())
         same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
-        state = State.read(checkpoint)
+        state = contents.state
         if any(difference.judges_otherwise for difference in found):
             state = replace(state, best=None)
         if not same_curve:
@@ -89,9 +94,9 @@ class Standing:
         Raises:
             ValueError: naming the sizes that differ and the key.
         """
-        if self.checkpoint is None or not (self.checkpoint / MODELS_FILE).is_file():
+        was = Contents.read(self.checkpoint).models if self.checkpoint else None
+        if was is None:
             return
-        was = json.loads((self.checkpoint / MODELS_FILE).read_text())
         if faults := other_sizes(was, _sizes(learners)):
             said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise ValueError(
@@ -163,8 +168,7 @@ def companions(
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
     }
-    run_dir = Path(config.trainer.default_local_dir)
-    return texts | {name: (run_dir / name).read_text() for name in RUN_ID_FILES if (run_dir / name).is_file()}
+    return texts | known_run_ids(Path(config.trainer.default_local_dir))
 
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
@@ -174,25 +178,21 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
     return sizes
 
 
-def _compare(
-    checkpoint: Path, config: Config | SupervisedConfig
-) -> tuple[list[Difference], dict[str, tuple[str, str]]]:
-    """The keys, with the user's own code, and the packages that differ; none where the checkpoint does not say."""
+def _compare(was: Contents, config: Config | SupervisedConfig) -> tuple[list[Difference], dict[str, tuple[str, str]]]:
+    """Return the keys, with the user's own code, and the packages that differ, as far as the checkpoint says them."""
     found: list[Difference] = []
-    if (path := checkpoint / CONFIG_FILE).is_file():
-        was, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
-        found = differences(was, now, Schema.of(type(config)).leaves)
-    if (path := checkpoint / CODE_FILE).is_file():
-        found = other_code(json.loads(path.read_text()), own_code(config), found) + found
-    other_versions = {}
-    if (path := checkpoint / VERSIONS_FILE).is_file():
-        was, now = json.loads(path.read_text()), running()
-        other_versions = {
-            name: (was.get(name, "none"), now.get(name, "none"))
-            for name in (was | now)
-            if was.get(name) != now.get(name)
-        }
-    return found, other_versions
+    if was.config is not None:
+        found = differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
+    if was.code is not None:
+        found = other_code(was.code, own_code(config), found) + found
+    old, now = was.versions, running()
+    if old is None:
+        return found, {}
+    return found, {
+        name: (old.get(name, "none"), now.get(name, "none"))
+        for name in {**old, **now}
+        if old.get(name) != now.get(name)
+    }
 
 
 def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str, tuple[str, str]]) -> None:
@@ -216,20 +216,6 @@ def _cut(value: Any) -> str:
     """A value for people: of a long one both ends, as a digest comes last."""
     text, half = str(value), (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
-
-
-def _is_foreign(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the run's directory has a run of its own at a tracker, which is not the one of the checkpoint."""
-    pairs = [(checkpoint / name, run_dir / name) for name in RUN_ID_FILES]
-    return any(kept.is_file() and own.is_file() and kept.read_text() != own.read_text() for kept, own in pairs)
-
-
-def _adopt_run_id(checkpoint: Path, run_dir: Path) -> None:
-    """Let the trackers' runs of the checkpoint go on if the run's directory names none, as on an empty disk."""
-    for name in RUN_ID_FILES:
-        if (checkpoint / name).is_file() and not (run_dir / name).exists():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / name, run_dir / name)
 
 
 def nothing_left(run_dir: Path, step: int, last_step: int) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.models import device_of, make_actor, make_critic, make_reference
-from megarl.build.resume import CONFIG_FILE, Standing, companions, mirror_of, nothing_left, resumed_checkpoint
+from megarl.build.resume import Standing, companions, mirror_of, nothing_left, resumed_checkpoint
 from megarl.build.sampling import (
     make_archive,
     make_limits,
@@ -23,6 +23,7 @@ from megarl.build.sampling import (
     training_prompts,
     validation_prompts,
 )
+from megarl.checkpoint.contents import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State

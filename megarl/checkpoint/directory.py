@@ -6,22 +6,33 @@ RUN_DIR/global_step_40/                     whole
         set_aside-20260131-235959/          checkpoints, and the pointer, of a past that the run has left
 """
 
+import re
 import shutil
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
 from megarl.platform.files import explained, sync_directory, write_whole
+from megarl.platform.small_files import Damage, read_bytes
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of which `directory` has a checkpoint of its own: no link to one, no copy under another name."""
-    found = [path.parent for path in directory.glob(f"{PREFIX}*/state.json") if not path.parent.is_symlink()]
-    names = [checkpoint.name.removeprefix(PREFIX) for checkpoint in found]
-    return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
+    """List the steps of which `directory` has a checkpoint, intact or not: no link to one, no copy of another name."""
+    found = {path: step_called(path.name) for path in directory.glob(f"{PREFIX}*")}
+    return [step for path, step in found.items() if step is not None and not path.is_symlink() and path.is_dir()]
+
+
+def step_called(name: str) -> int | None:
+    """Return the step of the checkpoint that is called `name`; None if no checkpoint is called so."""
+    return parse_step(number.encode()) if (number := name.removeprefix(PREFIX)) != name else None
+
+
+def parse_step(text: bytes) -> int | None:
+    """Return the step that a text is, in decimal digits and as a run writes it; None if it is none."""
+    return int(text) if re.fullmatch(rb"0|[1-9][0-9]{0,17}", text) else None
 
 
 def step_in(directory: Path, checkpoint: Path) -> int | None:
@@ -79,9 +90,8 @@ def name_latest(directory: Path, step: int) -> None:
 
 
 def latest_step(directory: Path) -> int | None:
-    """The step that the run would continue from if that checkpoint is whole; None where nothing readable says so."""
+    """Return the step to continue from if that checkpoint is intact; None if no readable file says it."""
     try:
-        text = (directory / LATEST).read_bytes().strip()
-    except OSError:
+        return parse_step(read_bytes(directory / LATEST).strip())
+    except Damage:
         return None
-    return int(text) if text.isdigit() else None

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.checkpoint.directory import PREFIX, publish
-from megarl.checkpoint.manifest import NAME, Seal, find_damage, parse_manifest
+from megarl.checkpoint.contents import find_damage
+from megarl.checkpoint.directory import PREFIX, publish, step_called
+from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
 from megarl.checkpoint.remote import WAITS_S, Remote, persist, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.platform.small_files import read_bytes
 
 
 def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) -> Path:
@@ -27,14 +29,14 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
     """
     manifest = on_first_rank(lambda: persist(lambda: remote.read(NAME), waits))
     name = str(remote).rpartition("/")[2]
-    if manifest is None or not name.removeprefix(PREFIX).isdecimal():
+    if manifest is None or step_called(name) is None:
         raise ValueError(f"{remote} is no whole checkpoint: it has no {NAME}, or is not called {PREFIX}N")
     final, part = directory / name, directory / f".{name}.part"
     if not find_damage(final):
-        if on_first_rank(lambda: (final / NAME).read_bytes()) == manifest:
+        if on_first_rank(lambda: read_bytes(final / NAME)) == manifest:
             return final
         raise ValueError(f"{final} is another checkpoint than {remote}, and whole: move it away")
-    files = parse_manifest(manifest, part)
+    files = parse_manifest(manifest, remote)
     on_first_rank(lambda: _make_empty(part, files))
     size = dist.get_world_size()
     shares = [share_of(files, rank, size) for rank in range(size)]

@@ -1,19 +1,20 @@
 """Which checkpoint a run continues from: the last whole one of its directory or its mirror, or the one it is told."""
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, name_latest, saved_steps
 from megarl.checkpoint.fetch import fetch
-from megarl.checkpoint.manifest import find_damage
+from megarl.checkpoint.manifest import STATE_FILE
 from megarl.checkpoint.remote import WAITS_S, Remote, persist
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
-from megarl.platform.files import write_whole
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -68,16 +69,27 @@ def last_whole(directory: Path) -> Path | None:
         ValueError: the ranks do not see the same steps.
     """
     latest, saved = latest_step(directory), sorted(saved_steps(directory))
-    is_damaged = latest is None and (directory / LATEST).exists()
+    is_damaged = latest is None and os.path.lexists(directory / LATEST)
     agree({str(directory / LATEST): "damaged" if is_damaged else latest, f"{directory / PREFIX}*": saved})
     if is_damaged:
         _warn(f"{directory / LATEST} is damaged, so that the newest whole checkpoint there counts")
-    return _newest_whole(directory, _continuable(latest, saved))
+    steps = _continuable(latest, saved)
+    if latest is not None and latest not in steps:
+        _warn(f"{directory / LATEST} says {latest}, which is not there, so that the newest checkpoint there counts")
+    if newer := [step for step in saved if step not in steps]:
+        names = ", ".join(f"{PREFIX}{step}" for step in newer)
+        _warn(f"{directory / LATEST} says {latest}, so that newer checkpoints are passed over: {names}")
+    return _newest_whole(directory, steps)
 
 
 def _continuable(latest: int | None, saved: Sequence[int]) -> list[int]:
-    """The saved steps up to the latest, in order; all, where nothing says which that is."""
-    return sorted(step for step in saved if latest is None or step <= latest)
+    """Return the latest step and the saved ones before it, in order; all saved ones if that leaves none of them.
+
+    A run names as its latest only what it has: a pointer before all that is saved is damaged.
+    """
+    if latest is None or all(step > latest for step in saved):
+        return sorted(saved)
+    return sorted({latest, *(step for step in saved if step <= latest)})
 
 
 def _newest_whole(directory: Path, steps: Sequence[int]) -> Path | None:
@@ -94,7 +106,7 @@ def _lost(directory: Path) -> str | None:
     """What says that `directory` had checkpoints, of which none is whole; None where nothing does."""
     if (latest := latest_step(directory)) is not None:
         return f"{directory / LATEST} says {latest}, but there is no whole {PREFIX}{latest} or earlier"
-    if saved_steps(directory) or (directory / LATEST).exists():
+    if saved_steps(directory) or os.path.lexists(directory / LATEST):
         return f"{directory} had checkpoints, but none of them is whole"
     return None
 
@@ -106,8 +118,8 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
         except Exception as error:  # each file system has errors of its own
             raise ValueError(f"trainer.resume_from_path: {error}") from error
     checkpoint = Path(path)
-    if not (checkpoint / "state.json").is_file():
-        raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no state.json")
+    if not os.path.lexists(checkpoint / STATE_FILE):  # is_file raises for names that are too long
+        raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no {STATE_FILE}")
     if damage := find_damage(checkpoint):
         raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
     return checkpoint
@@ -146,13 +158,14 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
 
 def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float]) -> None:
     """Have the run go on from a checkpoint of the mirror, with the metrics that were logged before."""
+    part = directory / f".{METRICS_FILE}.part"
     try:
-        metrics = persist(lambda: mirror.read(METRICS_FILE), waits)
+        if persist(lambda: mirror.has(METRICS_FILE), waits):
+            persist(lambda: mirror.get(METRICS_FILE, part), waits)
+            part.replace(directory / METRICS_FILE)
     except Exception as error:
+        part.unlink(missing_ok=True)
         _warn(f"{mirror}/{METRICS_FILE} cannot be had, so that the metrics of earlier steps are missing: {error}")
-    else:
-        if metrics is not None:
-            write_whole(directory / METRICS_FILE, metrics)
     name_latest(directory, step)
 
 

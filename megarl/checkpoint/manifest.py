@@ -1,4 +1,4 @@
-"""What a directory must hold to be whole: the size and checksum of every file in it, written last.
+"""The manifest of a checkpoint: size and checksum of every file in it, and of the manifest itself. It is written last.
 
 The files are spread over the ranks, which all see the directory. A checksum finds what disks and people damage; it is
 no signature.
@@ -7,18 +7,23 @@ no signature.
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import torch.distributed as dist
+from pydantic import Field
 
 from megarl.checkpoint.background import Task
 from megarl.distributed.exchange import in_shares, on_first_rank, share
 from megarl.platform.files import inside, sync_directory, write_whole
+from megarl.platform.small_files import Damage, naming, open_file, parse_json, read_bytes
 
 NAME = "manifest.json"
-Seal = tuple[int, int]
-"""Size in bytes and CRC-32 of a file."""
+STATE_FILE = "state.json"
+Seal = tuple[Annotated[int, Field(ge=0, lt=1 << 63)], Annotated[int, Field(ge=0, lt=1 << 32)]]
+"""Size in bytes and CRC-32 of a file. Of the manifest itself: number and CRC-32 of its other entries."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -31,16 +36,12 @@ def sealing(directory: Path) -> Task:
     yield lambda: _finish(directory, found) if dist.get_rank() == 0 else None
 
 
-def find_damage(directory: Path) -> str | None:
-    """Which file of `directory` is not what its manifest says, and how; None where all are. Collective."""
-    manifest = directory / NAME
-    text = on_first_rank(lambda: manifest.read_text() if manifest.is_file() else None)
-    if text is None:
-        return f"{manifest} is missing"
+def find_altered(directory: Path) -> str | None:
+    """Say which file of `directory` is not what its manifest says, and how; None if all are. Collective."""
     try:
-        expected = list(parse_manifest(text, directory).items())
-    except ValueError as error:
-        return f"{manifest} is damaged: {error}"
+        expected = list(on_first_rank(lambda: read_manifest(directory)).items())
+    except Damage as damage:
+        return str(damage)
 
     def compare(places: range) -> list[str | None]:
         return [_compare(directory / name, *seal) for name, seal in expected[places.start : places.stop]]
@@ -49,18 +50,27 @@ def find_damage(directory: Path) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
-def parse_manifest(text: str | bytes, directory: Path) -> dict[str, Seal]:
-    """What the manifest of `directory` says of each file, by its path there.
+def read_manifest(directory: Path) -> dict[str, Seal]:
+    """Return what the manifest of `directory` says of each file, by its path there. Raises Damage."""
+    return parse_manifest(read_bytes(directory / NAME), directory)
+
+
+def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
+    """Return what the manifest of `directory`, local or remote, says of each file, by its path there.
 
     Raises:
-        ValueError: it is no manifest, or a path leads out of the directory.
+        Damage: it is no manifest, not the one that was written, names no state, or a path leads out of the directory.
     """
-    try:
-        found = {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text).items()}
-    except (TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from error
-    for name in found:
-        inside(directory, name)
+    manifest = f"{directory}/{NAME}"
+    found = parse_json(content, dict[str, Seal], file=manifest)
+    own = found.pop(NAME, None)
+    with naming(Path(manifest)):
+        for name in found:
+            inside(Path(str(directory)), name)
+    if STATE_FILE not in found:
+        raise Damage.in_content(manifest, f"it does not name {STATE_FILE}")
+    if own != _own_seal(found):
+        raise Damage.in_content(manifest, "its entries are not those that were written")
     return found
 
 
@@ -69,32 +79,41 @@ def _files(directory: Path) -> list[str]:
     return [name for name in names if name != NAME]
 
 
-def _finish(directory: Path, found: dict[str, list[int]]) -> None:
+def _own_seal(entries: Mapping[str, Seal]) -> Seal:
+    """Number and checksum of a manifest's entries."""
+    return len(entries), zlib.crc32(json.dumps(entries).encode())
+
+
+def _finish(directory: Path, found: dict[str, Seal]) -> None:
     """Bring to the disk which names the directories hold, then write the manifest."""
     for parent in {(directory / name).parent for name in found}:
         sync_directory(parent)
-    write_whole(directory / NAME, json.dumps(found, indent=1).encode())
+    write_whole(directory / NAME, json.dumps(found | {NAME: _own_seal(found)}, indent=1).encode())
 
 
-def _seal(path: Path) -> list[int]:
-    """The size and checksum of a file that is on the disk afterwards."""
+def _seal(path: Path) -> Seal:
+    """Return size and checksum of a file, which is on the disk afterwards."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return [path.stat().st_size, _checksum(path)]
+        return path.stat().st_size, _checksum(file)
 
 
 def _compare(path: Path, size: int, checksum: int) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    if (found := path.stat().st_size) != size:
-        return f"{path} has {found} bytes instead of {size}"
-    return None if _checksum(path) == checksum else f"{path} has another content than when it was written"
+    """Say how a file differs from its seal; None if it does not."""
+    try:
+        with naming(path), open_file(path) as file:
+            if (found := os.fstat(file.fileno()).st_size) != size:
+                return f"{path} has {found} bytes instead of {size}"
+            if _checksum(file) != checksum:
+                return f"{path} has another content than when it was written"
+    except Damage as damage:
+        return str(damage)
+    return None
 
 
-def _checksum(path: Path) -> int:
-    """CRC-32 of the content."""
+def _checksum(file: BinaryIO) -> int:
+    """CRC-32 of what is left to read of a file."""
     value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
+    while chunk := file.read(CHUNK_BYTES):
+        value = zlib.crc32(chunk, value)
     return value

@@ -18,11 +18,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task
-from megarl.checkpoint.directory import LATEST, PREFIX, latest_step
+from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, step_called
 from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
 from megarl.checkpoint.remote import WAITS_S, Remote, persist, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.platform.small_files import read_bytes
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class Mirror:
 
         What lies in another directory, or has another name, is not followed.
         """
-        step = checkpoint.name.removeprefix(PREFIX)
-        if checkpoint.parent == self._directory and step.isdecimal():
-            self._miss(int(step))
+        step = step_called(checkpoint.name)
+        if checkpoint.parent == self._directory and step is not None:
+            self._miss(step)
 
     def follow(self, step: int) -> None:
         """Begin to upload the checkpoint of `step`, which has just been published."""
@@ -177,7 +178,7 @@ class Mirror:
 
     def _send(self, step: int) -> int:
         """Upload this rank's share of a checkpoint's files, unless it is there; returns the bytes."""
-        manifest, name = (self._local(step) / NAME).read_bytes(), f"{PREFIX}{step}/{NAME}"
+        manifest, name = read_bytes(self._local(step) / NAME), f"{PREFIX}{step}/{NAME}"
         if dist.get_rank() == 0:
             self._persist(self._disown_later)
         if (there := self._persist(lambda: self._remote.read(name))) == manifest:
@@ -209,7 +210,7 @@ class Mirror:
         if dist.get_rank() == 0:
             if (metrics := self._directory / METRICS_FILE).is_file():
                 self._persist(lambda: self._remote.write(METRICS_FILE, metrics.read_bytes()))
-            manifest, name = (self._local(step) / NAME).read_bytes(), f"{PREFIX}{step}/{NAME}"
+            manifest, name = read_bytes(self._local(step) / NAME), f"{PREFIX}{step}/{NAME}"
             if self._persist(lambda: self._remote.read(name)) != manifest:
                 self._persist(lambda: self._remote.write(name, manifest))
             latest = self._persist(self._remote.latest)

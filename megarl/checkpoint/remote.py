@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector, FileType
 
-from megarl.checkpoint.directory import LATEST, PREFIX
+from megarl.checkpoint.directory import LATEST, PREFIX, parse_step, step_called
 from megarl.checkpoint.manifest import NAME, Seal
 from megarl.platform.secrets import redact
+from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem
 
 T = TypeVar("T")
@@ -52,13 +53,15 @@ class Remote:
         return filesystem, path.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file, None where there is none."""
+        """Return the content of a small file, None if it is missing. Raises Damage if it is not small."""
         filesystem, root = self._place
         try:
             with filesystem.open_input_stream(f"{root}/{name}") as file:
-                content: bytes = file.read()
+                content: bytes = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             return None
+        if len(content) > MAX_BYTES:
+            raise Damage.in_content(f"{self}/{name}", f"it has more than {MAX_BYTES} bytes")
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -93,16 +96,20 @@ class Remote:
             target.flush()
             os.fsync(target.fileno())
 
-    def delete(self, name: str) -> None:
-        """Delete a file, where it is there."""
+    def has(self, name: str) -> bool:
+        """Return whether there is a file or directory of this name."""
         filesystem, root = self._place
-        if filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound:
+        return bool(filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound)
+
+    def delete(self, name: str) -> None:
+        """Delete a file if there is one."""
+        filesystem, root = self._place
+        if self.has(name):
             filesystem.delete_file(f"{root}/{name}")
 
     def latest(self) -> int | None:
         """The step that the directory calls its latest; None where nothing readable says so."""
-        text = self.read(LATEST)
-        return int(text) if text and text.strip().isdigit() else None
+        return parse_step((self.read(LATEST) or b"").strip())
 
     def continuable_steps(self) -> list[int]:
         """The steps of whole checkpoints up to the latest, in order.
@@ -120,8 +127,7 @@ class Remote:
         """The steps of which there is a checkpoint with a manifest, in order."""
         filesystem, root = self._place
         found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
-        names = [info.base_name.removeprefix(PREFIX) for info in found if info.base_name.startswith(PREFIX)]
-        steps = sorted(int(name) for name in names if name.isdecimal())
+        steps = sorted(step for info in found if (step := step_called(info.base_name)) is not None)
         manifests = filesystem.get_file_info([f"{root}/{PREFIX}{step}/{NAME}" for step in steps])
         return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
 
@@ -129,7 +135,7 @@ class Remote:
         """Delete a checkpoint, which from the first moment is none."""
         filesystem, root = self._place
         self.delete(f"{PREFIX}{step}/{NAME}")
-        if filesystem.get_file_info(f"{root}/{PREFIX}{step}").type != FileType.NotFound:
+        if self.has(f"{PREFIX}{step}"):
             filesystem.delete_dir(f"{root}/{PREFIX}{step}")
 
     def _open_to_write(self, name: str) -> Any:

@@ -4,12 +4,13 @@ What is not here is a pure function of the step and the configuration: the seeds
 supervised pairs of a step, the order of mini-batches.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.checkpoint.manifest import STATE_FILE
 from megarl.data.order import Position
+from megarl.platform.small_files import read_json
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Best:
 class State:
     """What a run knows beside its models."""
 
-    step: int = 0  # finished steps
+    step: int  # finished steps
     kl_coef: float | None = None  # None: as configured
     position: Position | None = None  # of the next prompt; None: one batch was taken for each step
     best: Best | None = None  # None: nothing was validated
@@ -37,11 +38,5 @@ class State:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
-        """The state that a checkpoint was saved in."""
-        state = json.loads((checkpoint / "state.json").read_text())
-        position, best = state.pop("position", None), state.pop("best", None)
-        return cls(
-            **state | {"mismatches": tuple(state.get("mismatches", ()))},
-            position=position and Position(**position),
-            best=best and Best(**best),
-        )
+        """Return the state that a checkpoint was saved in. Raises Damage."""
+        return read_json(checkpoint / STATE_FILE, cls)

@@ -28,16 +28,17 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, at_once
+from megarl.checkpoint.contents import RNG
 from megarl.checkpoint.directory import PREFIX, latest_step, name_latest, publish, remove, saved_steps
 from megarl.checkpoint.failures import Failures, explaining, require_room
-from megarl.checkpoint.manifest import sealing
+from megarl.checkpoint.manifest import STATE_FILE, sealing
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.learner.checkpoint import Writing, load_learner, save_learner
 from megarl.learner.learner import Learner
-from megarl.learner.randomness import random_states, set_random_states
+from megarl.learner.randomness import random_states, read_random_states, set_random_states, states_file
 from megarl.learner.staging import Staging
 from megarl.models.architecture import hf_shapes
 from megarl.platform.files import explained, remedy, write_whole
@@ -116,7 +117,7 @@ class Checkpoints:
         on_first_rank(lambda: _make_empty(part, list(self.learners)))
         require_room(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
-        together(lambda: _write_random_states(part / "rng" / f"rank_{dist.get_rank()}.pt"))
+        together(lambda: _write_random_states(states_file(part / RNG, rank=dist.get_rank())))
         on_first_rank(lambda: self._write_companions(part, state))
         if self.export:
             self.export(part)
@@ -132,12 +133,11 @@ class Checkpoints:
             self.mirror.follow(state.step)
 
     def load(self, checkpoint: Path) -> State:
-        """Bring the learners and generators to the state of `checkpoint`. Collective."""
+        """Bring the learners and generators to the state of `checkpoint`. Collective. Raises Damage."""
         for name, learner in self.learners.items():
             load_learner(learner, checkpoint / name)
-        rng = checkpoint / "rng" / f"rank_{dist.get_rank()}.pt"
-        if rng.exists():
-            set_random_states(torch.load(rng, weights_only=True))
+        if states := read_random_states(checkpoint / RNG, rank=dist.get_rank()):
+            set_random_states(states)
         self.needed.add(checkpoint)
         if self.mirror:
             self.mirror.remember(checkpoint)
@@ -148,7 +148,7 @@ class Checkpoints:
             self.write_huggingface(part / HUGGINGFACE)
         for name, text in self.companions().items():
             write_whole(part / name, text.encode())
-        write_whole(part / "state.json", json.dumps(asdict(state)).encode())
+        write_whole(part / STATE_FILE, json.dumps(asdict(state)).encode())
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove the oldest."""
@@ -177,7 +177,7 @@ def _write_all(writings: Sequence[Writing]) -> None:
 
 def _make_empty(part: Path, names: list[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    for name in (*names, "rng", HUGGINGFACE):
+    for name in (*names, RNG, HUGGINGFACE):
         (part / name).mkdir(parents=True)
 
 

@@ -5,8 +5,11 @@ configuration says of the optimizer is not part of a checkpoint either, so a run
 for more steps.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -17,15 +20,22 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.learner.learner import Learner
+from megarl.learner.objects import first_words, read_objects
 from megarl.learner.optimizer import Optimizer, torch_optimizers
-from megarl.learner.patches import first_rank_failing_with_all, reading_data_only
+from megarl.learner.patches import first_rank_failing_with_all, load_index, reading_data_only
 from megarl.learner.staging import Staging, copy_optimizer, copy_shards
 from megarl.platform.cpu import megatron_platform
+from megarl.platform.small_files import Damage, read_bytes, read_json
 
+MAX_INDEX_BYTES = 4 << 30
+OF_FILES = (OSError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # what torch raises that reads
 CONFIGURED = ("max_lr", "min_lr", "betas")
 IDLE = "idle"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
@@ -81,13 +91,51 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
 
 
 def load_learner(learner: Learner, directory: Path) -> None:
-    """Read what `save_learner` wrote, under whatever split; a checkpoint that names code is refused. Collective."""
-    with learner.offload.everything(), megatron_platform(), reading_data_only():
+    """Read what `save_learner` wrote, under whatever split; a checkpoint that names code is refused. Collective.
+
+    Raises:
+        Damage: a file cannot be read, or it is no data.
+    """
+    with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
         for chunk, module in zip(state["model"], learner.modules, strict=True):
             module.load_state_dict(chunk)
         if learner.optimizer:
             _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
+
+
+def check_files(directory: Path) -> None:
+    """Read what lies beside the shards that `save_learner` wrote. Raises Damage, which names a file."""
+    read_json(directory / CONFIG_FNAME, dict[str, Any])
+    if os.path.lexists(common := directory / COMMON_STATE_FNAME):  # of megatron-core 0.16.1
+        read_objects(common)
+    index = directory / ".metadata"
+    content = io.BytesIO(read_bytes(index, max_bytes=MAX_INDEX_BYTES))
+    try:
+        places = load_index(content).storage_data.values()
+    except Exception as error:  # a pickle that is damaged may raise anything
+        raise Damage.in_content(index, first_words(error)) from error
+    for name in {place.relative_path for place in places}:
+        if not os.path.isfile(directory / name):  # noqa: PTH113 - raises nothing
+            raise Damage(directory / name, f"is missing, and {index} names it")
+
+
+@contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """Turn the errors of files, which torch raises for all ranks together, into Damage of `directory`."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
+        cause = next((failure for failure in failures if _is_of_file(failure)), None)
+        if cause is None:
+            raise
+        raise Damage.in_content(directory, first_words(cause)) from error
+
+
+def _is_of_file(error: BaseException) -> bool:
+    said = str(error)
+    return isinstance(error, OF_FILES) or said.startswith("PytorchStreamReader") or "metadata read failed" in said
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None:

@@ -69,7 +69,7 @@ def reading_data_only() -> Iterator[None]:
     forced = os.environ.get(FORCE_DATA_ONLY)
     os.environ[FORCE_DATA_ONLY] = "1"
     files: Any = checkpoint_files
-    files.pickle = SimpleNamespace(load=_load_index)
+    files.pickle = SimpleNamespace(load=load_index)
     try:
         yield
     finally:
@@ -119,7 +119,13 @@ def _raise_first(errors: list[OSError]) -> None:
         raise error
 
 
-def _load_index(file: Any) -> Any:
+def load_index(file: Any) -> Any:
+    """Return the index of a sharded checkpoint, which is a pickle.
+
+    Raises:
+        pickle.UnpicklingError: it names something else than records of torch's.
+        ValueError: it leads to files of other directories.
+    """
     index = _IndexUnpickler(file).load()
     for place in index.storage_data.values():
         inside(Path(), place.relative_path)

@@ -3,11 +3,17 @@
 Only dropout draws from Megatron's, where `override_transformer_config` asks for it.
 """
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megarl.learner.objects import read_objects
+from megarl.platform.small_files import Damage
 
 
 def random_states() -> dict[str, Any]:
@@ -26,3 +32,28 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     tracker.set_states(tracker.get_states() | states.get("megatron", {}))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def states_file(directory: Path, *, rank: int) -> Path:
+    """Return where a rank's states lie in a directory of them."""
+    return directory / f"rank_{rank}.pt"
+
+
+def read_random_states(directory: Path, *, rank: int) -> Mapping[str, Any] | None:
+    """Return what `random_states` said on a rank; None if the run that saved had no such rank. Raises Damage."""
+    path = states_file(directory, rank=rank)
+    if not os.path.lexists(path):
+        return None
+    states = read_objects(path)
+    if not (isinstance(states, dict) and _is_state(cpu := states.get("cpu")) and _is_state(states.get("cuda", cpu))):
+        raise Damage.in_content(path, "it has no state of torch's generator")
+    if len(cpu) != len(torch.get_rng_state()):
+        raise Damage.in_content(path, f"the state of torch's generator has {len(cpu)} bytes")
+    of_groups = states.get("megatron", {})
+    if not (isinstance(of_groups, dict) and all(map(_is_state, of_groups.values()))):
+        raise Damage.in_content(path, "it has no states of Megatron's generators")
+    return states
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1

@@ -24,33 +24,13 @@ from torch import Tensor
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed.exchange import together
 from megarl.platform.files import remedy, replacing
+from megarl.platform.small_files import Damage, naming, open_file
+from megarl.samples.schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
 
-PROMPT_COLUMNS = {
-    "index": pa.int64(),
-    "prompt_id": pa.string(),
-    "data_source": pa.string(),
-    "prompt": pa.string(),
-    "prompt_ids": pa.list_(pa.int32()),
-    "ground_truth": pa.string(),  # JSON
-}
-SAMPLE_COLUMNS = {
-    "step": pa.int64(),
-    "group": pa.int64(),  # samples of one prompt have one number and are neighbours
-    "response": pa.string(),
-    "response_ids": pa.list_(pa.int32()),
-    "rollout_log_probs": pa.list_(pa.float32()),  # null where the engine was not asked for them
-    "truncated": pa.bool_(),
-    "weight_version": pa.int64(),  # steps that were finished when a sync brought the weights that drew it
-    "score": pa.float32(),  # null where the reward failed
-    "accuracy": pa.float32(),
-    "failure": pa.string(),  # why there is no score, null where there is one
-    "answer": pa.string(),  # as which it counts in a majority, null where the reward does not tell
-    "baseline": pa.float32(),  # the reward of the greedy response to the prompt, null where none was drawn
-}
-COLUMNS = PROMPT_COLUMNS | SAMPLE_COLUMNS
 STEP, SUFFIX = "step_", ".parquet"
+MAX_WIDTH = 1 << 24  # tokens; no model reads as many
 WIDTH = b"megarl.width"  # metadata: `T` of the record, which may be more than the longest response
 
 
@@ -97,7 +77,7 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 
 def step_of(path: Path) -> int:
-    """The iteration whose samples a file has. ValueError as for `read_samples`."""
+    """The iteration whose samples a file has. Damage as for `read_samples`."""
     return int(_read(path)["step"][0].as_py())
 
 
@@ -105,7 +85,7 @@ def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step:
     """Write a record to a file; `baselines` are [B] float32, None where there are none."""
     table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
     with replacing(path) as file:
-        pq.write_table(table, file, compression="zstd")
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 def write_record(path: Path, batch: Rollouts) -> None:
@@ -137,12 +117,11 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     """The record and the baselines that were written to `path`.
 
     Raises:
-        ValueError: there is no such file, or it is not of this kind.
+        Damage: there is no such file, or it has not what `schema.py` says; names the row and the column.
     """
     table = _read(path)
     lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
-    width = int((table.schema.metadata or {}).get(WIDTH, lengths.max()))
-    mask = torch.arange(width) < lengths[:, None]
+    mask = torch.arange(_width(table, path)) < lengths[:, None]
     _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
         return_inverse=True, return_counts=True
     )
@@ -170,19 +149,26 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
 
 
 def _read(path: Path) -> Any:
+    """Return the table in a file, every value of it checked. Raises Damage."""
+    with naming(path):
+        file = open_file(path)
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as samples of a run: {error}") from error
-    missing = [name for name in COLUMNS if name not in table.column_names]
-    if missing or not table.num_rows:
-        raise ValueError(f"{path} has {f'no column {missing[0]!r}' if missing else 'no samples'}: give a dump of a run")
-    if table["score"].is_null() != table["failure"].is_valid():
-        raise ValueError(f"{path} has samples with neither a score nor a failure, or with both: it is damaged")
-    log_probs, tokens = table["rollout_log_probs"], table["response_ids"]
-    if log_probs.null_count < len(log_probs) and pc.list_value_length(log_probs) != pc.list_value_length(tokens):
-        raise ValueError(f"{path} has samples with more or fewer log-probabilities than tokens: it is damaged")
+        with file:
+            table = pq.ParquetFile(file, page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise Damage(path, f"cannot be read as samples of a run: {error}") from error
+    check(table, file=path)
     return table
+
+
+def _width(table: Any, path: Path) -> int:
+    """Return `T` of the record in a table."""
+    longest = pc.max(pc.list_value_length(table["response_ids"])).as_py()
+    text = (table.schema.metadata or {}).get(WIDTH, str(longest).encode())
+    width = int(text) if text.isdigit() and len(text) < 10 else -1
+    if not longest <= width <= MAX_WIDTH:
+        raise Damage.in_content(path, f"its width {text[:20]!r} does not fit responses of up to {longest} tokens")
+    return width
 
 
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
@@ -210,8 +196,8 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "answer": scored.answers or [None] * num,
         "baseline": [None] * num if baselines is None else baselines.numpy(),
     }
-    prompts = pa.table(of_prompts, schema=pa.schema(PROMPT_COLUMNS.items())).take(scored.groups.numpy())
-    samples = pa.table(of_samples, schema=pa.schema(SAMPLE_COLUMNS.items()))
+    prompts = pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)).take(scored.groups.numpy())
+    samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
     return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
 
 

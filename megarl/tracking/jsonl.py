@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.lines import Lines, whole_lines
+from megarl.tracking.lines import Lines, Row, read_lines
 from megarl.tracking.names import Ending
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,9 +28,9 @@ class Jsonl:
         self._run_dir = run_dir
         self._resume_step = -1 if resume_step is None else resume_step
         self._files: dict[str, Lines] = {}
-        path = self._file(METRICS_FILE).path
-        kept = {row["step"] for row in read_jsonl(path)} if path.exists() else set()
-        if resume_step is not None and resume_metrics and resume_step not in kept:
+        self._steps: dict[str, set[int]] = {}  # that the files had and keep
+        self._file(METRICS_FILE)
+        if resume_step is not None and resume_metrics and resume_step not in self._steps[METRICS_FILE]:
             self.log(resume_metrics, step=resume_step)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -48,11 +48,23 @@ class Jsonl:
 
     def _file(self, name: str) -> Lines:
         if name not in self._files:
-            self._files[name] = Lines(self._run_dir / name)
-            self._files[name].cut(lambda row: row["step"] <= self._resume_step)
+            steps = self._steps[name] = set[int]()
+
+            def keep(row: Row) -> bool:
+                if is_kept := row["step"] <= self._resume_step:
+                    steps.add(row["step"])
+                return is_kept
+
+            self._files[name] = Lines(self._run_dir / name, has_step)
+            self._files[name].cut(keep)
         return self._files[name]
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file, up to the first line that a crash left short or spoilt."""
-    return [row for row, _ in whole_lines(Path(path))]
+def has_step(row: Row) -> bool:
+    """Return whether a JSON object is of a step."""
+    return type(row.get("step")) is int  # a boolean is an integer too
+
+
+def read_jsonl(path: str | Path) -> list[Row]:
+    """Return the objects of a file that are of a step; damaged lines are left out."""
+    return [row for row, _ in read_lines(Path(path), has_step) if row is not None]

@@ -19,10 +19,11 @@ from megarl.platform.versions import versions
 from megarl.section import flatten
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox
+from megarl.tracking.records import is_record
+from megarl.tracking.run_id import RUN_ID_FILE
 
 logger = logging.getLogger(__name__)
 
-RUN_ID_FILE = "mlflow_run_id"
 UNSENT_FILE = "mlflow_unsent.jsonl"
 MAX_VALUE_CHARACTERS = 6000  # limit of MLflow's stores
 START_S = 20.0  # that a start waits for records of before, once the server answers
@@ -68,7 +69,7 @@ class Mlflow:
             uri = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
             artifacts = (run_dir / "mlartifacts").resolve().as_uri()
         self._uri = uri
-        self._outbox = Outbox(run_dir / UNSENT_FILE)
+        self._outbox = Outbox(run_dir / UNSENT_FILE, is_record)
         opening = {
             "project": project,
             "experiment": experiment,

@@ -18,6 +18,7 @@ from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
 
 from megarl.platform.files import write_whole
+from megarl.tracking.run_id import known_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Store:
     def __init__(self, uri: str, id_file: Path) -> None:
         self._client = MlflowClient(tracking_uri=uri)
         self._id_file = id_file
-        self._run_id = id_file.read_text().strip() if id_file.exists() else ""
+        self._run_id = known_run_id(id_file) or ""
         self._last: dict[str, int] | None = None  # step that a metric or table ends with; None: ask
 
     def forget(self) -> None:

@@ -15,12 +15,14 @@ Record = dict[str, Any]
 class Outbox:
     """A file that holds what was not sent yet, and nothing once all is; several threads may use it.
 
+    `is_record` says which JSON objects are records.
+
     What an earlier process left there comes first. A record leaves the file after it was sent, so one that was sent
     just before a crash is there again: who sends has to recognise it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
+    def __init__(self, path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> None:
+        self._lines = Lines(path, is_record)
         self._lines.cut(lambda record: True)
         self._sent = 0  # bytes at the beginning of the file
         self._changed = threading.Condition()
@@ -31,7 +33,7 @@ class Outbox:
         return self._lines.path
 
     def cut(self, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop the first record that is not to be kept, and all after it."""
+        """Drop the records that are not to be kept; `keep` is asked once for each, in their order."""
         with self._changed:
             self._lines.cut(keep)
 

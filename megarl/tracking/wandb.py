@@ -18,10 +18,10 @@ from typing import Any
 from megarl.platform.files import write_whole
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox, Record
+from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
 
 logger = logging.getLogger(__name__)
 
-RUN_ID_FILE = "wandb_run_id"
 UNFINISHED_FILE = "wandb_unfinished.jsonl"
 START_S = 30.0  # that a start waits for a server
 CLOSE_S = 120.0  # that an end waits until all is uploaded
@@ -63,7 +63,7 @@ class Wandb:
             if record["kind"] == "part":
                 shutil.rmtree(record["directory"], ignore_errors=True)
         self._run = self._begin(run_id, project, experiment, params)
-        write_whole(run_dir / RUN_ID_FILE, run_id.encode())
+        write_whole(run_dir / WANDB_RUN_ID_FILE, run_id.encode())
         unfinished = [record for record in self._outbox.records() if record["kind"] != "part"]
         if self._run.offline:
             self._outbox.put({"kind": "part", "directory": str(Path(self._run.dir).parent)})
@@ -103,11 +103,11 @@ class Wandb:
 
     def _run_id(self, resume_step: int | None, same_curve: bool) -> str:
         """Return the id of the run that goes on, or a new one, and drop what is not part of its past."""
-        file = self._run_dir / RUN_ID_FILE
-        if resume_step is None or not file.is_file():
+        known = known_run_id(self._run_dir / WANDB_RUN_ID_FILE)
+        if resume_step is None or known is None:
             self._outbox.cut(lambda record: False)
             return uuid.uuid4().hex[:8]
-        run_id, kept = file.read_text().strip(), list(self._outbox.records())
+        run_id, kept = known, list(self._outbox.records())
         if not same_curve and max((record.get("step", -1) for record in kept), default=-1) > resume_step:
             logger.warning("the W&B run %s has steps after %d that will differ, a new one begins", run_id, resume_step)
             run_id, kept = uuid.uuid4().hex[:8], [record for record in kept if record["kind"] != "finished"]

@@ -70,7 +70,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
 
 def test_a_fixed_coefficient_is_the_configured_one_and_an_adaptive_one_goes_on() -> None:
     adaptive = KLControlSection(type="adaptive", kl_coef=0.1, target_kl=0.02, horizon=50)
-    assert make_kl_controller(adaptive, State()) == AdaptiveKL(0.1, target=0.02, horizon=50)
+    assert make_kl_controller(adaptive, State(step=0)) == AdaptiveKL(0.1, target=0.02, horizon=50)
     assert make_kl_controller(adaptive, State(step=3, kl_coef=0.07)) == AdaptiveKL(0.07, target=0.02, horizon=50)
     fixed = KLControlSection(kl_coef=0.3)
     assert make_kl_controller(fixed, State(step=3, kl_coef=0.07)) == FixedKL(0.3)

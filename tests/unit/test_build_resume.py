@@ -17,7 +17,7 @@ from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
 from megarl.entry import going_on
-from megarl.tracking.mlflow import RUN_ID_FILE
+from megarl.tracking.run_id import RUN_ID_FILE
 from tests.ranks import world_of_one
 
 
@@ -48,7 +48,7 @@ def save(config: Config, *, step: int, best: Best | None = None) -> Path:
 
 def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path)
-    assert Standing.find(config) == Standing(checkpoint=None, state=State())
+    assert Standing.find(config) == Standing(checkpoint=None, state=State(step=0))
     checkpoint = save(config, step=3)
     standing = Standing.find(config)
     assert standing == Standing(checkpoint=checkpoint, state=State(step=3), same_curve=True)

@@ -10,12 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from megarl.checkpoint.background import at_once
+from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import NAME, find_damage, sealing
+from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.state import State
 
 WAITS = (0.0,)
+SHARDS = "__0_0.distcp"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,8 +42,8 @@ def write(directory: Path, *steps: int, kl_coef: float = 0.5) -> Path:
     """Checkpoints of these steps, the last one the latest."""
     for step in steps:
         checkpoint = directory / f"global_step_{step}"
-        (checkpoint / "rng").mkdir(parents=True)
-        (checkpoint / "rng" / "rank_0.pt").write_bytes(bytes(1000))
+        (checkpoint / "actor").mkdir(parents=True)
+        (checkpoint / "actor" / SHARDS).write_bytes(bytes(1000))
         (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step, kl_coef=kl_coef))))
         at_once(sealing(checkpoint))
     (directory / LATEST).write_text(str(steps[-1]))
@@ -106,11 +108,11 @@ def test_a_damaged_local_one_is_replaced_from_the_mirror(here: Path, there: Path
 def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
     here: Path, there: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spoilt = write(there, 1, 2) / "rng" / "rank_0.pt"
+    spoilt = write(there, 1, 2) / "actor" / SHARDS
     spoilt.write_bytes(bytes(999) + b"x")
     assert found(here, there) == here / "global_step_1"
     assert "global_step_2 of the mirror is passed over" in caplog.text
-    assert "rank_0.pt has another content than when it was written" in caplog.text
+    assert f"{SHARDS} has another content than when it was written" in caplog.text
 
 
 def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: Path, there: Path) -> None:

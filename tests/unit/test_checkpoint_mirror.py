@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import LATEST
-from megarl.checkpoint.manifest import NAME, find_damage
+from megarl.checkpoint.manifest import NAME
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import State

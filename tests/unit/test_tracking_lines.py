@@ -2,17 +2,22 @@
 
 import json
 import logging
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megarl.tracking import lines
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.outbox import Outbox
+from megarl.tracking.records import is_record
 from tests.disks import Disk, small_disk
 
 LONG = "x" * 5000
@@ -92,28 +97,95 @@ def test_a_text_with_separators_of_lines_is_one_line(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "t.jsonl") == [{"step": 1, "text": "a\u2028b\x85c\x1cd"}]
 
 
-@pytest.mark.parametrize(
-    "left", [bytes(4096), bytes(4096) + b"\n", b'{"step": 3, "lo\n', b'{"step": 3, "loss": "\xc3"}\n', b'{"step": 3}']
-)
-def test_what_a_power_cut_left_ends_a_file_and_stops_no_resume(
+DAMAGED = [
+    bytes(4096),
+    b'{"step": 3, "lo',
+    b'{"step": 3, "loss": "\xc3"}',
+    *(b"5", b"{}", b"null", b"[]", b'"step"', b'{"step": "3"}', b'{"step": null}', b'{"step": true}', b'{"step": 1.0}'),
+    *(b'{"step": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"step":' * 100_000, b"\xff\xfe", b""),
+]
+
+
+@pytest.mark.parametrize("left", [*DAMAGED, b'{"step": 3}'], ids=range(len(DAMAGED) + 1))
+def test_damaged_lines_at_the_end_go_and_stop_no_resume(
     tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Jsonl(tmp_path)
-    for step in (1, 2):
-        first.log({"loss": 1.0}, step=step)
-    path = tmp_path / "metrics.jsonl"
+    path = write_steps(tmp_path, 1, 2)
     with path.open("ab") as file:
-        file.write(left)
+        file.write(left if left == b'{"step": 3}' else left + b"\n")
     assert steps_of(path) == [1, 2]
-    if left.endswith(b"\n"):
-        first.log({"loss": 1.0}, step=4)  # by a job that did not notice
-    again = Jsonl(tmp_path, resume_step=4, resume_metrics={"loss": 2.0})
-    again.log({"loss": 2.0}, step=5)
-    assert steps_of(path) == [1, 2, 4, 5]
-    assert caplog.text.count("metrics.jsonl had a line that a crash left spoilt, and ends before it now") == 1
+    again = Jsonl(tmp_path, resume_step=3, resume_metrics={"loss": 2.0})
+    again.log({"loss": 2.0}, step=4)
+    assert steps_of(path) == [1, 2, 3, 4]
+    assert caplog.text.count("metrics.jsonl had 1 damaged lines at its end, which are left out") == 1
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
     caplog.clear()
-    Jsonl(tmp_path, resume_step=5)
+    Jsonl(tmp_path, resume_step=4)
     assert not caplog.records
+
+
+def write_steps(directory: Path, *steps: int) -> Path:
+    tracker = Jsonl(directory)
+    for step in steps:
+        tracker.log({"loss": 1.0}, step=step)
+    return directory / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("spoilt", [*DAMAGED, b'{"step": 99}'], ids=range(len(DAMAGED) + 1))
+def test_a_damaged_line_costs_no_other_and_nothing_is_lost(
+    tmp_path: Path, spoilt: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_steps(tmp_path, *range(1, 101))
+    lines = path.read_bytes().splitlines()
+    lines[1] = spoilt
+    path.write_bytes(was := b"\n".join(lines) + b"\n")
+    again = Jsonl(tmp_path, resume_step=90, resume_metrics={"loss": 2.0})
+    again.log({"loss": 2.0}, step=91)
+    assert steps_of(path) == [1, *range(3, 92)]
+    [aside] = tmp_path.glob("metrics.jsonl.set_aside-*")
+    assert aside.read_bytes() == was
+    assert f"the whole file as it was is set aside as {aside.name}" in caplog.text
+    assert path.read_bytes().splitlines()[:89] == [lines[0], *lines[2:90]]
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_costs_two_lines_at_most(tmp_path: Path, place: float, bit: int) -> None:
+    """Two, where it was the end of the first."""
+    directory = tmp_path / uuid4().hex
+    directory.mkdir()
+    path = write_steps(directory, *range(1, 21))
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    Jsonl(directory, resume_step=20)
+    kept = steps_of(path)
+    assert len(set(kept) & set(range(1, 21))) >= 18
+    assert content in [file.read_bytes() for file in directory.iterdir()] or len(kept) >= 18
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_stands_in_the_place_of_the_file_is_set_aside(
+    tmp_path: Path, put: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path / "metrics.jsonl")
+    Jsonl(tmp_path, resume_step=2, resume_metrics={"loss": 2.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [2]
+    assert "metrics.jsonl is no file: it is set aside as metrics.jsonl.set_aside-" in caplog.text
+
+
+WORDS = st.sampled_from(["kind", "step", "time", "values", "open", "metrics"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS, lambda inner: st.lists(inner) | st.dictionaries(WORDS, inner)
+)
+
+
+@given(row=JSON)
+def test_what_is_sent_to_mlflow_is_a_record_or_left_out(row: Any) -> None:
+    if isinstance(row, dict) and is_record(row):
+        assert {"open", "resume", "metrics", "table", "end"} & {row["kind"]}
+    assert is_record({"kind": "metrics", "step": 1, "time": 2, "values": {"a": float("nan")}})
+    assert not is_record({"kind": "metrics", "step": 1, "time": 2, "values": None})
 
 
 def drained(outbox: Outbox) -> list[Any]:

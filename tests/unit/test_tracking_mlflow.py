@@ -24,7 +24,8 @@ import pytest
 
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.mlflow import RUN_ID_FILE, safe_name
+from megarl.tracking.mlflow import safe_name
+from megarl.tracking.run_id import RUN_ID_FILE
 from megarl.tracking.tracker import Tracker, make_tracker
 
 PARAMS = {

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.run_id import WANDB_RUN_ID_FILE
 from megarl.tracking.tracker import Tracker, make_tracker
-from megarl.tracking.wandb import RUN_ID_FILE, UNFINISHED_FILE
+from megarl.tracking.wandb import UNFINISHED_FILE
 
 PARAMS = {"data": {"seed": 1}, "trainer": {"logger": ["wandb"]}}
 
@@ -72,7 +73,11 @@ def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_t
     (opened,) = [record.run for record in records(tmp_path) if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in opened.config.update}
     assert {name: value for name, value in config.items() if name != "_wandb"} == PARAMS
-    assert (opened.project, opened.display_name, opened.run_id) == ("p", "e", (tmp_path / RUN_ID_FILE).read_text())
+    assert (opened.project, opened.display_name, opened.run_id) == (
+        "p",
+        "e",
+        (tmp_path / WANDB_RUN_ID_FILE).read_text(),
+    )
     said = "".join(map(str, records(tmp_path)))
     assert sys.argv[0] not in said and str(Path.cwd()) not in said
 
@@ -90,12 +95,12 @@ def killed_at_four(run_dir: Path) -> None:
 
 def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
-    run_id = (tmp_path / RUN_ID_FILE).read_text()
+    run_id = (tmp_path / WANDB_RUN_ID_FILE).read_text()
     again = tracker(tmp_path, resume_step=2)
     log(again, 3, 4, 5)
     again.close()
     assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
-    assert (tmp_path / RUN_ID_FILE).read_text() == run_id
+    assert (tmp_path / WANDB_RUN_ID_FILE).read_text() == run_id
     last = tracker(tmp_path, resume_step=4)  # ended after the checkpoint: steps that are there are not sent again
     log(last, 5, 6)
     last.close()
@@ -107,11 +112,11 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     run = tracker(tmp_path)
     log(run, 1, 2, 3)
     run.close(ending="stopped")
-    run_id = (tmp_path / RUN_ID_FILE).read_text()
+    run_id = (tmp_path / WANDB_RUN_ID_FILE).read_text()
     other = tracker(tmp_path, resume_step=2, same_curve=False, resume_metrics={"loss": 2.0})
     log(other, 3, scale=10)
     other.close()
-    assert (tmp_path / RUN_ID_FILE).read_text() != run_id
+    assert (tmp_path / WANDB_RUN_ID_FILE).read_text() != run_id
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.0), (3, 30.0)]
     tracker(tmp_path).close()  # a new run in the same place
     assert read_jsonl(tmp_path / UNFINISHED_FILE) == [{"kind": "finished", "step": -1}]

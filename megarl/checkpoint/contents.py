@@ -1,0 +1,106 @@
+"""Read what a checkpoint says beside its tensors, and find out whether it is intact.
+
+global_step_40/state.json      what the run knows beside its models (`State`)
+              /config.yaml     its configuration
+              /code.json       the user's own code, as digests
+              /versions.json   the packages that matter
+              /models.json     the sizes of its models
+              /mlflow_run_id   its run in MLflow
+              /wandb_run_id    its run in W&B
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import yaml
+
+from megarl.checkpoint.manifest import find_altered
+from megarl.checkpoint.state import State
+from megarl.distributed.exchange import on_first_rank, together
+from megarl.learner.checkpoint import check_files
+from megarl.learner.randomness import read_random_states
+from megarl.platform.files import inside
+from megarl.platform.small_files import Damage, naming, read_json, read_text
+from megarl.tracking.run_id import RUN_ID_FILES, read_run_id
+
+T = TypeVar("T")
+
+CONFIG_FILE, VERSIONS_FILE, MODELS_FILE, CODE_FILE = "config.yaml", "versions.json", "models.json", "code.json"
+HUGGINGFACE_FILES = ("huggingface/config.json", "huggingface/model.safetensors.index.json")
+RNG = "rng"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the small files of a checkpoint say. None: the run did not write that file."""
+
+    state: State
+    config: Mapping[str, Any] | None
+    code: Mapping[str, str] | None
+    versions: Mapping[str, str] | None
+    models: Mapping[str, dict[str, Any]] | None
+    run_ids: Mapping[str, str]  # by the name of the file
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Contents":
+        """Read every file. Raises Damage, which names the first that cannot be read."""
+        return cls(
+            state=State.read(checkpoint),
+            config=_read_config(checkpoint / CONFIG_FILE),
+            code=_read_optional(checkpoint / CODE_FILE, dict[str, str]),
+            versions=_read_optional(checkpoint / VERSIONS_FILE, dict[str, str]),
+            models=_read_optional(checkpoint / MODELS_FILE, dict[str, dict[str, Any]]),
+            run_ids={name: run_id for name in RUN_ID_FILES if (run_id := read_run_id(checkpoint / name))},
+        )
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """Say which file of a checkpoint was altered or cannot be read, and how; None if it is intact. Collective."""
+    if altered := find_altered(checkpoint):
+        return altered
+    try:
+        on_first_rank(lambda: _check_small_files(checkpoint))
+        together(lambda: read_random_states(checkpoint / RNG, rank=dist.get_rank()))
+    except Damage as damage:
+        return str(damage)
+    return None
+
+
+def _check_small_files(checkpoint: Path) -> None:
+    for name in Contents.read(checkpoint).models or ():
+        with naming(checkpoint / MODELS_FILE):
+            directory = inside(checkpoint, name)
+        check_files(directory)
+    for name in HUGGINGFACE_FILES:
+        _read_optional(checkpoint / name, dict[str, Any])
+
+
+def _read_optional(path: Path, shape: type[T]) -> T | None:
+    return read_json(path, shape) if os.path.lexists(path) else None
+
+
+def _read_config(path: Path) -> Mapping[str, Any] | None:
+    if not os.path.lexists(path):
+        return None
+    text = read_text(path, max_bytes=MAX_CONFIG_BYTES)
+    try:
+        found = yaml.load(text, Loader=_WithoutAliases)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Damage.in_content(path, " ".join(str(error).split())[:200]) from error
+    if not isinstance(found, dict):
+        raise Damage.in_content(path, "it has no keys and values")
+    return found
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """Refuses what a configuration never has, and a few lines can make larger than any memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)

@@ -1,0 +1,30 @@
+"""Read small objects that torch wrote: tensors and plain values, and never code."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.platform.small_files import Damage, read_bytes
+
+
+def read_objects(path: Path) -> Any:
+    """Return what `torch.save` wrote to a small file, in host memory.
+
+    Raises:
+        Damage: the file cannot be read, or it names types that are no data.
+    """
+    content = io.BytesIO(read_bytes(path))
+    try:
+        return torch.load(content, weights_only=True, map_location="cpu")
+    except Exception as error:  # a pickle that is damaged may raise anything
+        raise Damage.in_content(path, f"torch cannot read it: {first_words(error)}") from error
+
+
+def first_words(error: Exception) -> str:
+    """Return the kind of an error of torch's, and what it says before it gives advice."""
+    said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    first, *_ = re.split(r"[.] |[.]?\n", said)
+    return f"{type(error).__name__}: {first[:200]}"

@@ -1,0 +1,103 @@
+"""Read back the small files that a run wrote: within bounds, as one type, and with a name for what is wrong.
+
+A file may have been spoilt by anything: a disk, a person, a crash. Whatever is in its place, reading it ends at once.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 << 20
+"""More than any small file has: the manifest of a checkpoint by 100,000 ranks has 20 MB."""
+
+
+class Damage(ValueError):  # noqa: N818 - it is said of a file
+    """A file is not as the run wrote it. Its text begins with the file."""
+
+    def __init__(self, file: object, cause: str) -> None:
+        super().__init__(str(file), cause)
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
+
+    @classmethod
+    def in_content(cls, file: object, cause: str) -> "Damage":
+        """The file can be read, and what it says cannot be right."""
+        return cls(file, f"is damaged: {cause}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to read it; a pipe or a device in its place is never waited for.
+
+    Raises:
+        Damage: something else is in its place.
+        OSError: it is missing, or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damage(path, "is damaged: something else is in the place of the file")
+    return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error of the file system, or a name that it cannot have, into Damage of `path`."""
+    try:
+        yield
+    except Damage:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damage(path, "is missing") from None
+    except OSError as error:
+        raise Damage(path, f"cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise Damage.in_content(path, str(error)) from error
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a file. Raises Damage where it cannot be read or has more than `max_bytes`."""
+    with naming(path), open_file(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise Damage.in_content(path, f"it has more than {max_bytes} bytes")
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Return the UTF-8 text of a file. Raises Damage as `read_bytes`, and where it is no such text."""
+    with naming(path):
+        return read_bytes(path, max_bytes=max_bytes).decode()
+
+
+def read_json(path: Path, shape: type[T]) -> T:
+    """Return what a JSON file says, as `shape`. Raises Damage as `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(path), shape, file=path)
+
+
+def parse_json(content: bytes, shape: type[T], *, file: object) -> T:
+    """Return what JSON text says, as `shape`: any type that pydantic can check; nothing is converted or left over.
+
+    Raises:
+        Damage: `file` has no JSON, deeper nesting or longer numbers than pydantic reads, or another shape.
+    """
+    try:
+        return _adapter(shape).validate_json(content, strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        cause = f"{place[:80]}: {first['msg']}" if place else first["msg"]
+        raise Damage.in_content(file, cause) from None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)

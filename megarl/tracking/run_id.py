@@ -1,0 +1,41 @@
+"""The runs of trackers that a directory's records belong to, each in a file of its own."""
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from megarl.platform.small_files import Damage, read_text
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_FILE, WANDB_RUN_ID_FILE = RUN_ID_FILES = ("mlflow_run_id", "wandb_run_id")
+MAX_BYTES = 1 << 10
+
+
+def read_run_id(path: Path) -> str | None:
+    """Return the id in a file; None if there is no such file, or an empty one.
+
+    Raises:
+        Damage: the file cannot be read, or it has something that cannot be an id.
+    """
+    if not os.path.lexists(path):
+        return None
+    run_id = read_text(path, max_bytes=MAX_BYTES).strip()
+    if not re.fullmatch(r"[\w .-]*", run_id):
+        raise Damage.in_content(path, "it has no id of a run")
+    return run_id or None
+
+
+def known_run_id(path: Path) -> str | None:
+    """Return the id as `read_run_id` does, but None with a warning if the file is damaged: a new run begins then."""
+    try:
+        return read_run_id(path)
+    except Damage as damage:
+        logger.warning("%s; it counts as missing", damage)
+        return None
+
+
+def known_run_ids(directory: Path) -> dict[str, str]:
+    """Return the ids in a directory by the names of their files, those that `known_run_id` returns."""
+    return {name: run_id for name in RUN_ID_FILES if (run_id := known_run_id(directory / name))}

@@ -1,0 +1,335 @@
+"""Whatever becomes of a file of a checkpoint, the run goes on from it only if it is intact, else from the one before.
+
+One real checkpoint of a tiny model is spoilt in every way, file by file, and mended again.
+"""
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.build.resume import companions
+from megarl.checkpoint.background import at_once
+from megarl.checkpoint.contents import Contents
+from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.find import find_checkpoint
+from megarl.checkpoint.manifest import NAME, sealing
+from megarl.checkpoint.state import State
+from megarl.checkpoint.store import Checkpoints
+from megarl.config.load import load_config
+from megarl.data.order import Position
+from megarl.platform.small_files import Damage
+from megarl.tracking.run_id import RUN_ID_FILE
+from tests.learners import make_test_learner
+from tests.ranks import world_of_one
+from tests.tiny import write_checkpoint
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+SHORTENED = {"config.yaml": "trainer: {project_name: x}\n"}  # as the whole takes YAML most of the time
+FILES = (
+    *("state.json", "config.yaml", "code.json", "versions.json", "models.json", RUN_ID_FILE, NAME),
+    *("actor/.metadata", "actor/common.pt", "actor/metadata.json", "actor/__0_0.distcp", "rng/rank_0.pt"),
+    *("huggingface/config.json", "huggingface/model.safetensors.index.json"),
+)
+HOSTILE = {
+    "empty": b"",
+    "object": b"{}",
+    "array": b"[]",
+    "null": b"null",
+    "number": b"5",
+    "text": b'"x"',
+    "array of names": b'["state.json"]',
+    "deep arrays": b"[" * 100_000,
+    "deep arrays that end": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "giant float": b'{"step": 1e999}',
+    "giant integer": b'{"step": ' + b"9" * 5000 + b"}",
+    "not a number": b'{"step": NaN}',
+    "negative": b'{"step": -1, "kl_coef": "x"}',
+    "twice": b'{"step": "1", "step": []}',
+    "wrong types": b'{"step": true, "position": [], "best": 3, "metrics": 5}',
+    "unknown key": b'{"step": 2, "unknown": 1}',
+    "NUL": b'{"a\\u0000b": [0, 0]}',
+    "surrogate": b'{"\\ud800": [0, 0]}',
+    "raw surrogate": b'{"\xed\xa0\x80": [0, 0]}',
+    "no UTF-8": b"\xff\xfe\x00\x80",
+    "zeros": bytes(4096),
+    "megabytes": b'{"a": "' + b"x" * (3 << 20) + b'"}',
+    "YAML of aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+    "pickle that calls": b"cposix\nsystem\n(S'false'\ntR.",
+    "pickle that asks for memory": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",
+}
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+
+
+PLACES: dict[str, Callable[[Path], None]] = {
+    "nothing": lambda path: None,
+    "directory": Path.mkdir,
+    "pipe": os.mkfifo,
+    "endless device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "link to a name too long": lambda path: path.symlink_to("x" * 300),
+    "input/output error": lambda path: path.symlink_to("/proc/self/mem"),  # a regular file, whose first byte is none
+    "terabytes": sparse,
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Checkpoints of the steps 1 and 2, with every file that a run writes."""
+    root = tmp_path_factory.mktemp("damage")
+    source, run_dir = write_checkpoint(root / "model", "llama", **SIZES), root / "run"
+    run_dir.mkdir()
+    (run_dir / RUN_ID_FILE).write_text("0123456789abcdef0123456789abcdef")
+    config = load_config(
+        [
+            *("data.train_files=train.parquet", f"actor_rollout_ref.model.path={source}"),
+            *(f"trainer.default_local_dir={run_dir}", "algorithm.adv_estimator=grpo", "data.max_response_length=8"),
+            *("data.max_prompt_length=8", "actor_rollout_ref.rollout.n=2"),
+        ],
+        world_size=None,
+        check_paths=False,
+    )
+
+    def write_huggingface(directory: Path) -> None:
+        shutil.copy(source / "config.json", directory)
+        (directory / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+
+    with world_of_one():
+        learners = {"actor": make_test_learner(source, {})}
+        checkpoints = Checkpoints(
+            directory=run_dir,
+            learners=learners,
+            keep=None,
+            write_huggingface=write_huggingface,
+            companions=lambda: companions(config, learners, {"reward": "f of x.py (0123456789ab)"}) | SHORTENED,
+        )
+        for step in (1, 2):
+            checkpoints.save(State(step=step, kl_coef=0.1, position=Position(1, 2), metrics={"a": float("nan")}))
+        yield run_dir
+
+
+@pytest.fixture
+def newest(run_dir: Path, caplog: pytest.LogCaptureFixture) -> Path:
+    """The newest checkpoint; what is said of it is in the log."""
+    assert found(run_dir) == run_dir / "global_step_2"
+    caplog.clear()
+    return run_dir / "global_step_2"
+
+
+def found(run_dir: Path) -> Path | None:
+    return find_checkpoint(run_dir, mode="auto", path=None)
+
+
+def before(newest: Path) -> Path:
+    return newest.with_name("global_step_1")
+
+
+@contextmanager
+def spoilt(*paths: Path) -> Iterator[None]:
+    """Let files be spoilt within the block, and mend them."""
+    contents = {path: path.read_bytes() for path in paths}
+    try:
+        yield
+    finally:
+        for path, content in contents.items():
+            remove(path)
+            path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - Path raises for links too long
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def assert_named(newest: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest is passed over because of this file, and the one before it is used."""
+    assert found(newest.parent) == before(newest)
+    assert f"{newest} is damaged and passed over: {newest / name} " in caplog.text
+    caplog.clear()
+
+
+def test_every_file_is_spoilt_here(newest: Path) -> None:
+    assert sorted(FILES) == sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_contents_and_other_things_in_the_place_of_a_file(
+    newest: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = newest / name
+    for content in HOSTILE.values():
+        with spoilt(path):
+            path.write_bytes(content)
+            assert_named(newest, name, caplog)
+    for put in PLACES.values():
+        with spoilt(path):
+            remove(path)
+            put(path)
+            assert_named(newest, name, caplog)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), seed=st.integers(0, 1 << 32), way=st.sampled_from(["flip", "cut", "add", "swap"]))
+def test_random_changes(newest: Path, caplog: pytest.LogCaptureFixture, name: str, seed: int, way: str) -> None:
+    path, rng = newest / name, random.Random(seed)
+    content = bytearray((newest / name).read_bytes())
+    place = rng.randrange(len(content))
+    if way == "flip":
+        content[place] ^= 1 << rng.randrange(8)
+    elif way == "cut":
+        del content[place:]
+    elif way == "add":
+        content[place:place] = rng.randbytes(rng.randint(1, 64))
+    else:
+        length = rng.randint(1, 64)
+        content[place : place + length] = rng.randbytes(len(content[place : place + length]))
+    with spoilt(path):
+        was, _ = path.read_bytes(), path.write_bytes(content)
+        if was == content:
+            assert found(newest.parent) == newest
+        else:
+            assert_named(newest, name, caplog)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in (NAME, "actor/__0_0.distcp")])
+def test_contents_that_the_manifest_confirms_are_understood_or_named(
+    newest: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a faulty program, or one of another version, may have written them."""
+    original = (newest / name).read_bytes()
+    entries, rng, changed = json.loads((newest / NAME).read_text()), random.Random(name), []
+    for _ in range(12):
+        content = bytearray(original)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        changed.append(bytes(content))
+    for content in (*HOSTILE.values(), *changed):
+        with spoilt(newest / name, newest / NAME):
+            (newest / name).write_bytes(content)
+            seals = {name: (len(content), zlib.crc32(content))}
+            (newest / NAME).write_bytes(manifest_of({**entries, **seals}))
+            if found(newest.parent) == newest:
+                Contents.read(newest)
+                assert content != HOSTILE["deep arrays"]
+            else:
+                assert f"{newest} is damaged and passed over: {newest / name} " in caplog.text
+            caplog.clear()
+
+
+def manifest_of(entries: dict[str, Any]) -> bytes:
+    """A manifest that confirms its own entries, whatever they are."""
+    entries.pop(NAME, None)
+    return json.dumps({**entries, NAME: (len(entries), zlib.crc32(json.dumps(entries).encode()))}).encode()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"actor/metadata.json": [119, 0]},
+        {"state.json": [10**18, 0]},
+        {"state.json": [10**4000, 0]},
+        {"state.json": [-1, 0]},
+        {"state.json": [1.5, 0]},
+        {"state.json": [1, 0, 0]},
+        {"state.json": ["1", "0"]},
+        {"state.json": None},
+        {"state.json": [0, 0], "x" * 5000: [0, 0]},
+        {"state.json": [0, 0], "a\0b": [0, 0]},
+        {"state.json": [0, 0], "../global_step_1/state.json": [0, 0]},
+        {"state.json": [0, 0], "/etc/passwd": [0, 0]},
+        {"state.json": [0, 0], "": [0, 0]},
+        {"state.json": [0, 0], "state.json/state.json": [0, 0]},
+        {"state.json": [0, 0], "actor": [0, 0]},
+    ],
+    ids=lambda entries: str(entries)[:40],
+)
+def test_manifests_that_confirm_themselves(
+    newest: Path, entries: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with spoilt(newest / NAME):
+        (newest / NAME).write_bytes(manifest_of(entries))
+        assert found(newest.parent) == before(newest)
+        assert f"{newest} is damaged and passed over: {newest}/" in caplog.text
+
+
+def test_an_entry_less_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries = json.loads((newest / NAME).read_text())
+    for name in entries:
+        with spoilt(newest / NAME):
+            rest = {other: seal for other, seal in entries.items() if other != name}
+            (newest / NAME).write_text(json.dumps(rest))
+            assert_named(newest, NAME, caplog)
+
+
+def test_a_sector_that_cannot_be_read(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The size is right, and reading fails with EIO: of the file, and amid its content."""
+    path = newest / "huggingface/config.json"
+    with spoilt(path, newest / NAME):
+        path.write_bytes(b"")
+        at_once(sealing(newest))
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+        assert_named(newest, "huggingface/config.json", caplog)
+
+
+@pytest.mark.parametrize("content", [*HOSTILE.values(), b"9" * 5000, b"-3", "\u0662".encode(), b"2\x00", b"007"])
+def test_a_spoilt_pointer_names_itself_and_the_newest_counts(
+    newest: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    pointer = newest.parent / LATEST
+    for put in (lambda path: path.write_bytes(content), *PLACES.values()):
+        pointer.unlink()
+        try:
+            put(pointer)
+            assert found(newest.parent) == newest
+            assert (f"{pointer} is damaged" in caplog.text) == os.path.lexists(pointer) or content == b"5"
+        finally:
+            remove(pointer)
+            pointer.write_text("2")
+        caplog.clear()
+
+
+def test_a_flipped_bit_of_the_pointer_is_said(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pointer = newest.parent / LATEST
+    for bit in range(8):
+        pointer.write_bytes(bytes([ord("2") ^ (1 << bit)]))
+        assert found(newest.parent) in (newest, before(newest))
+        assert str(pointer) in caplog.text or f"{newest.parent}/global_step_" in caplog.text
+        caplog.clear()
+    pointer.write_text("2")
+
+
+def test_one_that_is_named_is_refused_by_its_file(newest: Path) -> None:
+    for name in ("state.json", NAME, "actor/.metadata"):
+        with spoilt(newest / name), pytest.raises(ValueError, match=rf"resume_from_path=.*{newest / name} "):
+            (newest / name).write_bytes(b"{}")
+            find_checkpoint(newest.parent, mode="resume_path", path=str(newest))
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        find_checkpoint(newest.parent, mode="resume_path", path="x" * 5000)
+
+
+def test_what_is_spoilt_between_the_check_and_the_load_is_named(newest: Path, tmp_path: Path) -> None:
+    from megarl.learner.checkpoint import load_learner
+
+    learner = make_test_learner(newest.parents[1] / "model", {})
+    for name in ("__0_0.distcp", ".metadata", "common.pt"):
+        with spoilt(newest / "actor" / name), pytest.raises(Damage, match=str(newest / "actor")):
+            (newest / "actor" / name).write_bytes(b"\x80\x04.")
+            load_learner(learner, newest / "actor")
