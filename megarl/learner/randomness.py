@@ -6,7 +6,7 @@ Only dropout draws from Megatron's, where `override_transformer_config` asks for
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from megatron.core import tensor_parallel
@@ -45,15 +45,14 @@ def read_random_states(directory: Path, *, rank: int) -> Mapping[str, Any] | Non
     if not os.path.lexists(path):
         return None
     states = read_objects(path)
-    if not (isinstance(states, dict) and _is_state(cpu := states.get("cpu")) and _is_state(states.get("cuda", cpu))):
-        raise Damage.in_content(path, "it has no state of torch's generator")
-    if len(cpu) != len(torch.get_rng_state()):
-        raise Damage.in_content(path, f"the state of torch's generator has {len(cpu)} bytes")
+    cpu = states.get("cpu") if isinstance(states, dict) else None
+    if not (_is_state(cpu) and cpu.shape == torch.get_rng_state().shape and _is_state(states.get("cuda", cpu))):
+        raise Damage.in_content(path, "it has no state of torch's generators")
     of_groups = states.get("megatron", {})
     if not (isinstance(of_groups, dict) and all(map(_is_state, of_groups.values()))):
         raise Damage.in_content(path, "it has no states of Megatron's generators")
     return states
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 1

@@ -5,7 +5,7 @@ A file may have been spoilt by anything: a disk, a person, a crash. Whatever is 
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -90,14 +90,13 @@ def parse_json(content: bytes, shape: type[T], *, file: object) -> T:
         Damage: `file` has no JSON, deeper nesting or longer numbers than pydantic reads, or another shape.
     """
     try:
-        return _adapter(shape).validate_json(content, strict=True, extra="forbid")
+        found: T = _adapter(shape).validate_json(content, strict=True, extra="forbid")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         cause = f"{place[:80]}: {first['msg']}" if place else first["msg"]
         raise Damage.in_content(file, cause) from None
+    return found
 
 
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
