@@ -132,21 +132,6 @@ def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> Non
         read_samples(tmp_path / "damaged")
 
 
-@pytest.mark.parametrize("swapped", [(0, 2), (1, None)])
-def test_log_probabilities_of_other_tokens_are_damage(swapped: tuple[int, int | None], tmp_path: Path) -> None:
-    write_samples(tmp_path / "file", scored([2, 1, 4, 3]), None, step=1)
-    rows = pq.read_table(tmp_path / "file").to_pylist()
-    one, other = swapped
-    if other is None:
-        rows[one]["rollout_log_probs"] = None
-    else:
-        for row, number in ((one, other), (other, one)):
-            rows[row]["rollout_log_probs"] = [-1.0] * len(rows[number]["response_ids"])
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "damaged")
-    with pytest.raises(ValueError, match="damaged has samples with more or fewer log-probabilities than tokens"):
-        read_samples(tmp_path / "damaged")
-
-
 def test_the_iterations_in_a_directory(tmp_path: Path) -> None:
     for name in ("step_2", "step_10", "val_step_3", "step_new", ".step_4"):
         write_samples(tmp_path / f"{name}.parquet", scored([1, 1]), None, step=9)
