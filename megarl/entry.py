@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -39,8 +39,15 @@ class Configuration(Protocol):
 C = TypeVar("C", bound=Configuration)
 
 
-def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable[[C, Launch], None]) -> None:
-    """Run `body(config, launch)` on every rank of the job that `argv` describes.
+def run(
+    module: str,
+    argv: Sequence[str],
+    load: Callable[..., C],
+    body: Callable[[C, Launch], None],
+    *,
+    remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
+) -> None:
+    """Run `body(config, launch)` on every rank of the job that `argv` describes; the first rank shows the `remarks`.
 
     A fault in the configuration ends the program with code 2 before any process group exists, any other error that a
     user can mend (ValueError) with code 1; both as a message, not as a traceback. A job that was told to end (see
@@ -66,6 +73,9 @@ def run(module: str, argv: Sequence[str], load: Callable[..., C], body: Callable
         sys.exit(2)
     except ValueError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
+    if launch.rank == 0:
+        for remark in remarks(config, argv):
+            print(f"note: {remark}")
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
     reports = Path(trainer.default_local_dir) / name
     code = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.load import load_sft_config
+from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
 from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as the configuration says, on every rank of the job."""
-    run("megarl.sft", argv, load_sft_config, train)
+    run("megarl.sft", argv, load_sft_config, train, remarks=unread_keys)
 
 
 def train(config: SFTConfig, launch: Launch) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import batch_table, remarks
+from megarl.config.report import batch_table, remarks, unread_keys
 from megarl.config.root import Config
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
@@ -36,7 +36,13 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as the configuration says, on every rank of the job."""
-    run("megarl.train", argv, read_arguments, train)
+    run(
+        "megarl.train",
+        argv,
+        read_arguments,
+        train,
+        remarks=lambda arguments, argv: unread_keys(arguments.config, argv),
+    )
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

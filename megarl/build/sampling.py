@@ -74,6 +74,7 @@ def start_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollou
 def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch) -> Sampler:
     """The engine with the actor's weights, brought by a planned reshard."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
     plan = plan_sync(
         actor.architecture,
         policy.actor.megatron,
@@ -87,9 +88,7 @@ def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: 
         actor=actor,
         reshard=Reshard(plan, device=actor.device),
         section=rollout,
-        check=SelfCheck(
-            make_limits(config), engine, actor, make_budget(config, None), check_every=rollout.sync.check_every
-        ),
+        check=SelfCheck(make_limits(config), engine, actor, budget, check_every=rollout.sync.check_every),
         finished=scorer.begin,
     )
 

@@ -86,6 +86,12 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     return _load(VerifyConfig, argv, rules=VERIFY_RULES, facts=facts)
 
 
+def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
+    """Return the keys of `root` that the files and arguments in `argv` set, each with where it was set last."""
+    schema, layers = _schema(root), read_layers(argv)[0]
+    return {key: layer.origin for layer in layers for key in recognise(layer, schema)[0] if key in schema.leaves}
+
+
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
     """Return every key with its resolved value, nested, in plain types, to be kept and shown: secrets are redacted."""
     return redacted(_plain(config))

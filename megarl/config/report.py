@@ -1,14 +1,16 @@
 """What rank 0 shows before training: how a batch is divided, and choices that work but deserve a second look."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.checks import world_size
+from megarl.config.load import written_keys
 from megarl.config.mesh_checks import data_parallel_size
-from megarl.config.root import Config, SupervisedConfig
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
+from megarl.config.unread import unread
 from megarl.platform.secrets import redacted
 from megarl.rewards.rules import provenance
 from megarl.section import flatten
@@ -161,6 +163,11 @@ def remarks(config: Config) -> Iterator[str]:
             f"ppo_mini_batch_size={actor.ppo_mini_batch_size} prompts, kept whole, leave some of the {ranks} "
             "data-parallel ranks without work"
         )
+
+
+def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each key that `argv`, of which `config` was read, sets and nothing reads."""
+    return unread(config, written_keys(type(config), argv))
 
 
 def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro_batch: int | None) -> list[BatchRow]:

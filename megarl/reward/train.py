@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.load import load_reward_train_config
+from megarl.config.report import unread_keys
 from megarl.config.root import RewardTrainConfig
 from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as the configuration says, on every rank of the job."""
-    run("megarl.reward.train", argv, load_reward_train_config, train)
+    run("megarl.reward.train", argv, load_reward_train_config, train, remarks=unread_keys)
 
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:

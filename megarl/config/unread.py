@@ -1,0 +1,348 @@
+"""Which keys nothing reads, under which other keys: a written one of them is remarked on when a run starts.
+
+A key is read unless a row that names it says otherwise.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.learner.config import OptimSection
+from megarl.platform.secrets import redact
+from megarl.section import flatten
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+LOSS, ESTIMATOR, CORRECTION = (
+    f"{ACTOR}.policy_loss.loss_mode",
+    "algorithm.adv_estimator",
+    "algorithm.rollout_correction",
+)
+K3 = ("low_var_kl", "k3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Keys, and when they are read."""
+
+    keys: tuple[str, ...]  # patterns
+    read: Callable[[Any], bool]  # of the root
+    because: tuple[str, ...] = ()  # the keys that decide
+    why: str = ""  # a reason in words, if no key decides
+
+
+def _uses_clip(config: Config) -> bool:
+    return config.actor_rollout_ref.actor.policy_loss.loss_mode not in ("gpg", "kl_cov")
+
+
+def _clips_alike(config: Config) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return actor.clip_ratio_low is None or actor.clip_ratio_high is None
+
+
+def _scores_by_rules(config: Config) -> bool:
+    return config.reward_model.rules is not None
+
+
+def _validates(config: Config) -> bool:
+    trainer = config.trainer
+    return bool(config.data.val_files) and (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0)
+
+
+def _penalises_reward(config: Config) -> bool:
+    asked = config.algorithm.use_kl_in_reward
+    return not config.actor_rollout_ref.actor.use_kl_loss if asked is None else asked
+
+
+def _reference_computes(config: Config) -> bool:
+    """Tell whether the reference has forward passes of its own; `full` runs it beside the actor's."""
+    return bool({config.kl_of_reward, config.kl_of_loss} - {None, "full"})
+
+
+def _decays(optim: OptimSection) -> bool:
+    return optim.warmup_style != "constant"
+
+
+def _warms_by_ratio(optim: OptimSection) -> bool:
+    return optim.lr_warmup_steps is None and optim.lr_warmup_steps_ratio > 0.0
+
+
+def _optim_rows(where: str, optim: Callable[[Any], OptimSection]) -> tuple[Row, ...]:
+    return (
+        Row(
+            keys=(f"{where}.min_lr_ratio",),
+            read=lambda config: _decays(optim(config)),
+            because=(f"{where}.warmup_style",),
+        ),
+        Row(
+            keys=(f"{where}.lr_warmup_steps_ratio",),
+            read=lambda config: optim(config).lr_warmup_steps is None,
+            because=(f"{where}.lr_warmup_steps",),
+        ),
+        Row(
+            keys=(f"{where}.total_training_steps",),
+            read=lambda config: _decays(optim(config)) or _warms_by_ratio(optim(config)),
+            because=(f"{where}.warmup_style", f"{where}.lr_warmup_steps_ratio"),
+        ),
+    )
+
+
+def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
+    """What holds of every run that trains; `megatron` are its sections of that name."""
+    return (
+        Row(
+            keys=("trainer.mlflow_tracking_uri",),
+            read=lambda config: "mlflow" in config.trainer.logger,
+            because=("trainer.logger",),
+        ),
+        Row(
+            keys=("trainer.total_epochs",),
+            read=lambda config: config.trainer.total_training_steps is None,
+            because=("trainer.total_training_steps",),
+        ),
+        Row(
+            keys=tuple(f"{where}.*_offload" for where in megatron),
+            read=lambda config: config.trainer.device != "cpu",
+            because=("trainer.device",),
+        ),
+    )
+
+
+UNTRAINED = ("use_distributed_optimizer", "grad_offload", "optimizer_offload")
+
+PPO_ROWS: tuple[Row, ...] = (
+    Row(keys=("critic.*",), read=lambda config: config.has_critic, because=(ESTIMATOR,)),
+    Row(
+        keys=("algorithm.gamma",),
+        read=lambda config: config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
+        because=(ESTIMATOR,),
+    ),
+    Row(
+        keys=("algorithm.lam",),
+        read=lambda config: config.algorithm.adv_estimator == "gae",
+        because=(ESTIMATOR,),
+    ),
+    Row(
+        keys=("algorithm.norm_adv_by_std_in_grpo",),
+        read=lambda config: config.algorithm.adv_estimator in ("grpo", "grpo_passk"),
+        because=(ESTIMATOR,),
+    ),
+    Row(
+        keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
+        read=_penalises_reward,
+        because=("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"),
+    ),
+    Row(
+        keys=("algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
+        read=lambda config: config.algorithm.kl_ctrl.kl_coef > 0.0,
+        because=("algorithm.kl_ctrl.kl_coef",),
+    ),
+    Row(
+        keys=("algorithm.kl_penalty_k3_bound",),
+        read=lambda config: config.algorithm.kl_penalty in K3,
+        because=("algorithm.kl_penalty",),
+    ),
+    Row(
+        keys=("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        read=lambda config: config.algorithm.kl_ctrl.type == "adaptive",
+        because=("algorithm.kl_ctrl.type",),
+    ),
+    Row(
+        keys=("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        read=lambda config: config.algorithm.filter_groups.enable,
+        because=("algorithm.filter_groups.enable",),
+    ),
+    Row(
+        keys=tuple(f"algorithm.overlong_buffer.{name}" for name in ("len", "penalty_factor", "max_resp_len")),
+        read=lambda config: config.algorithm.overlong_buffer.enable,
+        because=("algorithm.overlong_buffer.enable",),
+    ),
+    Row(
+        keys=(f"{CORRECTION}.rollout_rs_*",),
+        read=lambda config: config.algorithm.rollout_correction.rollout_rs is not None,
+        because=(f"{CORRECTION}.rollout_rs",),
+    ),
+    Row(
+        keys=(f"{CORRECTION}.rollout_is_threshold",),
+        read=lambda config: bool(
+            config.algorithm.rollout_correction.rollout_is
+            or (
+                config.algorithm.rollout_correction.rollout_rs
+                and config.algorithm.rollout_correction.rollout_rs_threshold is None
+            )
+        ),
+        because=(f"{CORRECTION}.rollout_is",),
+    ),
+    Row(
+        keys=(f"{ACTOR}.kl_loss_*",),
+        read=lambda config: config.actor_rollout_ref.actor.use_kl_loss,
+        because=(f"{ACTOR}.use_kl_loss",),
+    ),
+    Row(
+        keys=(f"{ACTOR}.kl_loss_k3_bound",),
+        read=lambda config: config.actor_rollout_ref.actor.kl_loss_type in K3,
+        because=(f"{ACTOR}.kl_loss_type",),
+    ),
+    Row(
+        keys=(f"{ACTOR}.policy_loss.clip_cov_*",),
+        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "clip_cov",
+        because=(LOSS,),
+    ),
+    Row(
+        keys=(f"{ACTOR}.policy_loss.kl_cov_ratio", f"{ACTOR}.policy_loss.ppo_kl_coef"),
+        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "kl_cov",
+        because=(LOSS,),
+    ),
+    Row(keys=tuple(f"{ACTOR}.clip_ratio{side}" for side in ("", "_low", "_high")), read=_uses_clip, because=(LOSS,)),
+    Row(
+        keys=(f"{ACTOR}.clip_ratio",),
+        read=_clips_alike,
+        because=(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
+    ),
+    Row(
+        keys=(f"{ACTOR}.clip_ratio_c",),
+        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla",
+        because=(LOSS,),
+    ),
+    Row(
+        keys=(f"{ACTOR}.ppo_max_token_len_per_gpu", f"{REF}.log_prob_max_token_len_per_gpu"),
+        read=lambda config: (
+            config.actor_rollout_ref.actor.use_dynamic_bsz
+            or (config.reward_model.enable and config.reward_model.micro_batch_size is None)
+        ),
+        because=(f"{ACTOR}.use_dynamic_bsz",),
+    ),
+    Row(keys=(f"{REF}.*",), read=lambda config: config.has_reference, why="as nothing asks for a reference"),
+    Row(
+        keys=(f"{REF}.log_prob_*",),
+        read=lambda config: not config.has_reference or _reference_computes(config),
+        because=("algorithm.kl_penalty", f"{ACTOR}.kl_loss_type"),
+    ),
+    Row(
+        keys=(f"{REF}.megatron.seed", "critic.megatron.seed", "reward_model.megatron.seed"),
+        read=lambda config: False,
+        why=f"as {ACTOR}.megatron.seed serves all models",
+    ),
+    Row(
+        keys=tuple(f"{where}.megatron.{name}" for where in (REF, "reward_model") for name in UNTRAINED),
+        read=lambda config: False,
+        why="as this model does not learn",
+    ),
+    *(
+        Row(
+            keys=(f"reward_model.{name}",),
+            read=lambda config: config.reward_model.enable,
+            because=("reward_model.enable",),
+        )
+        for name in ("model.*", "megatron.*", "micro_batch_size", "max_length")
+    ),
+    Row(
+        keys=(
+            *(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "max_memory_gb", "on_failure")),
+            *("reward_model.default_score", "data.return_raw_chat", "data.return_raw_input_ids"),
+        ),
+        read=_scores_by_rules,
+        why="as the reward model scores alone",
+    ),
+    Row(
+        keys=("reward_model.default_score",),
+        read=lambda config: config.reward_model.on_failure == "score",
+        because=("reward_model.on_failure",),
+    ),
+    Row(
+        keys=("custom_reward_function.name",),
+        read=lambda config: config.custom_reward_function.path is not None,
+        because=("custom_reward_function.path",),
+    ),
+    Row(
+        keys=("data.truncation",),
+        read=lambda config: not config.data.filter_overlong_prompts,
+        because=("data.filter_overlong_prompts",),
+    ),
+    Row(
+        keys=("data.seed",),
+        read=lambda config: bool(
+            config.data.shuffle or config.actor_rollout_ref.actor.shuffle or config.actor_rollout_ref.actor.ptx_files
+        ),
+        because=("data.shuffle", f"{ACTOR}.shuffle"),
+    ),
+    Row(
+        keys=("data.val_batch_size", f"{ROLLOUT}.val_kwargs.*", "trainer.log_val_generations"),
+        read=_validates,
+        because=("data.val_files", "trainer.val_before_train", "trainer.test_freq"),
+    ),
+    Row(
+        keys=("trainer.val_before_train",),
+        read=lambda config: bool(config.data.val_files),
+        because=("data.val_files",),
+    ),
+    Row(
+        keys=tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
+        read=lambda config: config.actor_rollout_ref.rollout.val_kwargs.do_sample,
+        because=(f"{ROLLOUT}.val_kwargs.do_sample",),
+    ),
+    Row(
+        keys=(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
+        read=lambda config: config.actor_rollout_ref.rollout.do_sample,
+        because=(f"{ROLLOUT}.do_sample",),
+    ),
+    Row(
+        keys=(f"{ROLLOUT}.sync.mismatch_*",),
+        read=lambda config: config.actor_rollout_ref.rollout.calculate_log_probs,
+        because=(f"{ROLLOUT}.calculate_log_probs",),
+    ),
+    Row(
+        keys=(f"{ROLLOUT}.free_cache_engine",),
+        read=lambda config: config.trainer.device != "cpu",
+        because=("trainer.device",),
+    ),
+    *_optim_rows(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
+    *_optim_rows("critic.optim", lambda config: config.critic.optim),
+    *_shared_rows(tuple(f"{where}.megatron" for where in (ACTOR, REF, "critic", "reward_model"))),
+)
+
+FILE_ROWS: tuple[Row, ...] = (
+    Row(
+        keys=tuple(
+            f"trainer.{name}"
+            for name in ("critic_warmup", "log_val_generations", "rollout_data_dir", "val_before_train", "val_only")
+        ),
+        read=lambda config: False,
+        why="by a run that learns from files",
+    ),
+    Row(keys=("trainer.test_freq",), read=lambda config: bool(config.data.val_files), because=("data.val_files",)),
+    Row(keys=("data.seed",), read=lambda config: config.data.shuffle, because=("data.shuffle",)),
+    *_optim_rows("optim", lambda config: config.optim),
+    *_shared_rows(("megatron",)),
+)
+
+ROWS: dict[type, tuple[Row, ...]] = {Config: PPO_ROWS, SFTConfig: FILE_ROWS, RewardTrainConfig: FILE_ROWS}
+
+
+def unread(config: Config | SFTConfig | RewardTrainConfig, written: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for the keys `written` by the user that nothing reads, one for those of one reason."""
+    found = reasons(config, written)
+    for reason in dict.fromkeys(found.values()):
+        keys = [key for key, own in found.items() if own == reason]
+        yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not read {reason}"
+
+
+def reasons(config: Config | SFTConfig | RewardTrainConfig, written: Collection[str]) -> dict[str, str]:
+    """Return why nothing reads a key, for each of `written` that nothing reads."""
+    leaves, found = dict(flatten(asdict(config))), dict[str, str]()
+    for key in sorted(written):
+        for row in ROWS[type(config)]:
+            if any(fnmatchcase(key, pattern) for pattern in row.keys) and not row.read(config):
+                found[key] = redact(
+                    row.why or "with " + ", ".join(f"{one}={_shown(leaves.get(one))}" for one in row.because)
+                )
+                break
+    return found
+
+
+def _shown(value: object) -> str:
+    """Return a value as YAML has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,268 @@
+"""Keys that nothing reads: every key is classified, and what the table says is true of what is computed from it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Experience, Prompt, Scored
+from megarl.build.models import make_budget
+from megarl.build.run import make_kl_controller
+from megarl.checkpoint.state import State
+from megarl.config.load import load_config, load_reward_train_config, load_sft_config, written_keys
+from megarl.config.report import unread_keys
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.config.schema import Schema
+from megarl.config.unread import ROWS, reasons
+from megarl.estimate import estimate
+from megarl.objectives import ActorObjective, mark
+
+MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic"]
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+VAL = "data.val_files=val.parquet"
+GROUPS = [f"{ROLLOUT}.n=2"]
+
+
+def grpo(*more: str) -> list[str]:
+    return ["algorithm.adv_estimator=grpo", *GROUPS, *more]
+
+
+def mode(name: str) -> str:
+    return f"{ACTOR}.policy_loss.loss_mode={name}"
+
+
+EXAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
+    "critic.cliprange_value": ("0.3", [], grpo()),
+    "algorithm.gamma": ("0.5", [], grpo()),
+    "algorithm.lam": ("0.5", [], ["algorithm.adv_estimator=reinforce_plus_plus"]),
+    "algorithm.norm_adv_by_std_in_grpo": ("false", grpo(), ["algorithm.adv_estimator=rloo", *GROUPS]),
+    "algorithm.kl_ctrl.kl_coef": ("0.5", [], [f"{ACTOR}.use_kl_loss=true"]),
+    "algorithm.kl_penalty": ("abs", [], ["algorithm.kl_ctrl.kl_coef=0"]),
+    "algorithm.kl_penalty_k3_bound": ("0.01", ["algorithm.kl_penalty=k3"], ["algorithm.kl_penalty=mse"]),
+    "algorithm.kl_ctrl.horizon": ("50", ["algorithm.kl_ctrl.type=adaptive"], []),
+    "algorithm.kl_ctrl.target_kl": ("7", ["algorithm.kl_ctrl.type=adaptive"], []),
+    "algorithm.overlong_buffer.len": ("3", ["algorithm.overlong_buffer={enable: true, len: 2}"], []),
+    "algorithm.overlong_buffer.penalty_factor": ("3", ["algorithm.overlong_buffer={enable: true, len: 2}"], []),
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "1.01",
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["algorithm.rollout_correction={rollout_rs: token, rollout_rs_threshold: 2}"],
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold": (
+        "1.2",
+        ["algorithm.rollout_correction.rollout_rs=token"],
+        ["algorithm.rollout_correction.rollout_is=token"],
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        "0.9",
+        ["algorithm.rollout_correction.rollout_rs=token"],
+        [],
+    ),
+    f"{ACTOR}.kl_loss_coef": ("0.5", [f"{ACTOR}.use_kl_loss=true"], []),
+    f"{ACTOR}.kl_loss_type": ("abs", [f"{ACTOR}.use_kl_loss=true"], []),
+    f"{ACTOR}.kl_loss_k3_bound": (
+        "0.01",
+        [f"{ACTOR}.use_kl_loss=true"],
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=abs"],
+    ),
+    f"{ACTOR}.policy_loss.clip_cov_ratio": ("0.5", [mode("clip_cov"), f"{ACTOR}.policy_loss.clip_cov_lb=-9"], []),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": ("0.5", [mode("kl_cov")], [mode("clip_cov")]),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": ("0.5", [mode("kl_cov"), f"{ACTOR}.policy_loss.kl_cov_ratio=0.5"], []),
+    f"{ACTOR}.clip_ratio": ("0.01", [], [f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.3"]),
+    f"{ACTOR}.clip_ratio_low": ("0.01", [], [mode("gpg")]),
+    f"{ACTOR}.clip_ratio_high": ("0.01", [mode("cispo")], [mode("kl_cov")]),
+    f"{ACTOR}.clip_ratio_c": ("1.1", [], [mode("gspo"), f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": (
+        "9999",
+        [],
+        [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size=4", "critic.ppo_micro_batch_size=4"],
+    ),
+}
+"""By key: another value of it, arguments under which it is read, and arguments under which it is not."""
+
+SAID: dict[str, tuple[list[str], list[str]]] = {
+    "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
+    f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
+    f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
+    f"{REF}.megatron.param_offload=true": ([], ["trainer.device=cpu"]),
+    "reward_model.model.path=org/rm": (["reward_model.enable=true"], []),
+    "reward_model.micro_batch_size=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
+    "reward_model.max_length=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
+    "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
+    "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
+    "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
+    "data.truncation=left": ([], ["data.filter_overlong_prompts=true"]),
+    "data.seed=2": ([], ["data.shuffle=false", f"{ACTOR}.shuffle=false"]),
+    "data.val_batch_size=2": ([VAL], []),
+    "trainer.log_val_generations=2": ([VAL], [VAL, "trainer.val_before_train=false"]),
+    "trainer.val_before_train=true": ([VAL], []),
+    f"{ROLLOUT}.val_kwargs.top_p=0.5": ([VAL, f"{ROLLOUT}.val_kwargs.do_sample=true"], [VAL]),
+    f"{ROLLOUT}.top_k=5": ([], [f"{ROLLOUT}.do_sample=false"]),
+    f"{ROLLOUT}.sync.mismatch_growth=5": ([], [f"{ROLLOUT}.calculate_log_probs=false"]),
+    f"{ROLLOUT}.free_cache_engine=false": ([], ["trainer.device=cpu"]),
+    f"{ACTOR}.optim.min_lr_ratio=0.1": ([f"{ACTOR}.optim.warmup_style=cosine"], []),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1": ([], [f"{ACTOR}.optim.lr_warmup_steps=3"]),
+    f"{ACTOR}.optim.total_training_steps=9": ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], []),
+    "trainer.mlflow_tracking_uri=http://h": ([], ["trainer.logger=wandb"]),
+    "trainer.total_epochs=3": ([], ["trainer.total_training_steps=5"]),
+}
+"""By argument: others under which its key is read, and others under which it is not."""
+
+ALWAYS = {
+    "data": """train_files val_files tokenizer prompt_key max_prompt_length max_response_length train_batch_size
+        filter_overlong_prompts shuffle chat_template apply_chat_template reward_fn_key prompt_id_key
+        max_prompt_id_length micro_batch_size chosen_key rejected_key margin_key response_key max_length""",
+    "actor_rollout_ref.model": "path external_lib override_config trust_remote_code enable_gradient_checkpointing",
+    ACTOR: """ppo_mini_batch_size ppo_micro_batch_size use_dynamic_bsz grad_clip policy_loss.loss_mode loss_agg_mode
+        entropy_coeff use_kl_loss ptx_coef ptx_files ptx_batch_size ppo_epochs shuffle megatron.seed""",
+    ROLLOUT: """n temperature do_sample response_length prompt_length ignore_eos dtype gpu_memory_utilization
+        enforce_eager load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs enable_prefix_caching
+        log_prob_micro_batch_size calculate_log_probs seed engine_kwargs sync.bucket_megabytes sync.two_level
+        sync.check_every sync.logprob_warn sync.logprob_stop""",
+    "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
+        mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
+    "reward_model": "weights enable",
+    "custom_reward_function": "path",
+    "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
+        val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
+        max_ckpt_to_keep save_huggingface async_save rollout_data_dir device phase_timeout_s max_skipped_updates""",
+    f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",
+    f"{ACTOR}.megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
+        use_distributed_optimizer dtype override_transformer_config""",
+    "": "grad_clip max_token_len_per_gpu center_rewards_coefficient",
+    "model": "path external_lib override_config trust_remote_code enable_gradient_checkpointing",
+    "optim": "lr lr_warmup_steps warmup_style weight_decay betas",
+    "megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size seed
+        virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
+        use_distributed_optimizer dtype override_transformer_config""",
+}
+"""Names of keys that are read whatever the others say, by section."""
+
+
+def load(*arguments: str) -> Config:
+    return load_config([*MINIMAL, *arguments], world_size=None, check_paths=False)
+
+
+def unread_of(*arguments: str) -> dict[str, str]:
+    return reasons(load(*arguments), written_keys(Config, [*MINIMAL, *arguments]))
+
+
+def said(*arguments: str) -> list[str]:
+    return list(unread_keys(load(*arguments), [*MINIMAL, *arguments]))
+
+
+@pytest.mark.parametrize("root", [Config, SFTConfig, RewardTrainConfig])
+def test_every_key_is_always_read_or_in_the_table(root: type) -> None:
+    always = {f"{section}.{name}".lstrip(".") for section, names in ALWAYS.items() for name in names.split()}
+    sometimes = [pattern for row in ROWS[root] for pattern in row.keys]
+    unknown = [
+        key
+        for key in Schema.of(root).leaves
+        if key not in always and not any(fnmatchcase(key, pattern) for pattern in sometimes)
+    ]
+    assert not unknown, "say in megarl/config/unread.py when it is read, or here that it always is"
+    unused = [pattern for pattern in sometimes if not any(fnmatchcase(key, pattern) for key in Schema.of(root).leaves)]
+    assert not unused
+    deciding = {key for row in ROWS[root] for key in row.because}
+    assert deciding <= Schema.of(root).leaves.keys()
+
+
+def test_every_row_has_an_example_under_which_it_speaks() -> None:
+    cases = [(key, off) for key, (_, _, off) in EXAMPLES.items()]
+    cases += [(argument.partition("=")[0], off) for argument, (_, off) in SAID.items()]
+    never = {f"{REF}.megatron.seed": [], "reward_model.megatron.grad_offload": []}
+    silent = list(ROWS[Config])
+    for key, off in (*cases, *never.items()):
+        config = load(*off)
+        silent = [row for row in silent if row.read(config) or not any(fnmatchcase(key, one) for one in row.keys)]
+    assert not [row.keys for row in silent if not row.keys[0].startswith("critic.optim")]
+
+
+@pytest.mark.parametrize(
+    ("argument", "on", "off"),
+    [*((f"{key}={value}", on, off) for key, (value, on, off) in EXAMPLES.items()), *((k, *v) for k, v in SAID.items())],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_written_key_is_remarked_on_when_nothing_reads_it(argument: str, on: list[str], off: list[str]) -> None:
+    key = argument.partition("=")[0]
+    assert key not in unread_of(*on, argument)
+    assert unread_of(*off, argument)[key]
+
+
+def test_a_remark_names_the_keys_that_decide(tmp_path: Path) -> None:
+    assert said("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=5", "algorithm.gamma=0.9") == [
+        "algorithm.gamma, critic.model.path are not read with algorithm.adv_estimator=grpo"
+    ]
+    both = [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"]
+    assert said(*both) == [
+        f"{ACTOR}.clip_ratio is not read with {ACTOR}.clip_ratio_low=0.2, {ACTOR}.clip_ratio_high=0.3"
+    ]
+    file = tmp_path / "a.yaml"
+    file.write_text("critic: {megatron: {seed: 3}}\n")
+    assert said(str(file)) == [f"critic.megatron.seed is not read as {ACTOR}.megatron.seed serves all models"]
+
+
+def test_runs_that_learn_from_files_have_remarks_of_their_own() -> None:
+    argv = ["data.train_files=a", "model.path=org/m", "trainer.critic_warmup=2", "optim.min_lr_ratio=0.1"]
+    for loader in (load_sft_config, load_reward_train_config):
+        assert list(unread_keys(loader(argv, world_size=None, check_paths=False), argv)) == [
+            "optim.min_lr_ratio is not read with optim.warmup_style=constant",
+            "trainer.critic_warmup is not read by a run that learns from files",
+        ]
+
+
+def numbers(config: Config) -> Iterator[Any]:
+    """Yield what estimator, losses, controller and budgets make of a fixed batch."""
+    torch.manual_seed(0)
+    size, length = 8, 6
+    mask = torch.arange(length) < torch.tensor([6, 5, 6, 3, 6, 4, 2, 6])[:, None]
+    old, ref, engine = (-2.0 * torch.rand(size, length) * mask for _ in range(3))
+    prompt = Prompt(index=0, token_ids=[1, 2], text="", data_source="", ground_truth=None, extra_info={})
+    scores = torch.tensor([1.0, 0.0, 0.5, -0.5, 1.0, 1.0, 0.0, 0.25])
+    scored = Scored(
+        prompts=[prompt] * 4,
+        groups=torch.arange(size) // 2,
+        responses=torch.zeros(size, length, dtype=torch.int64),
+        mask=mask,
+        rollout_log_probs=engine,
+        truncated=torch.zeros(size, dtype=torch.bool),
+        texts=[""] * size,
+        scores=scores,
+        accuracies=scores,
+    )
+    algorithm = replace(config.algorithm, overlong_buffer=replace(config.algorithm.overlong_buffer, max_resp_len=6))
+    penalised = config.kl_of_reward is not None
+    experience, metrics = estimate(
+        scored,
+        old,
+        ref,
+        torch.rand(size, length) if config.has_critic else None,
+        algorithm=algorithm,
+        kl_coef=config.algorithm.kl_ctrl.kl_coef if penalised else None,
+    )
+    yield metrics, experience.advantages.tolist(), experience.returns.tolist()
+    actor = config.actor_rollout_ref.actor
+    outputs = PolicyOutputs(log_probs=old + torch.randn(size, length), entropy=torch.rand(size, length))
+    marked: Experience = mark(experience, actor)
+    totals = Totals(num_tokens=int(mask.sum()), num_sequences=size)
+    loss, parts = ActorObjective(actor, horizon=length)(outputs, marked, totals)
+    yield loss.item(), {name: value.item() for name, value in parts.items()}
+    controller = make_kl_controller(config.algorithm.kl_ctrl, State())
+    if penalised:
+        yield [controller.update(current, num_steps=64).coef for current in (0.01, 0.11, 5.0)]
+    yield make_budget(config, actor.ppo_micro_batch_size)
+    yield config.critic if config.has_critic else None
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_what_the_table_says_is_true_of_what_is_computed(key: str) -> None:
+    value, on, off = EXAMPLES[key]
+    for arguments, is_read in ((on, True), (off, False)):
+        before, after = (repr(list(numbers(load(*arguments, *more)))) for more in ([], [f"{key}={value}"]))
+        assert (before != after) is is_read
