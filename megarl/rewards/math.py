@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 from megarl.rewards.arithmetic import Operations, read
@@ -129,11 +129,21 @@ def _plain(latex: str) -> str:
 
 @contextmanager
 def _no_eval() -> Iterator[None]:
-    """Have sympy and math-verify read plain text by `_term` instead of `parse_expr`, which ends in `eval`."""
+    """Have sympy and math-verify read plain text by `_term` instead of `parse_expr`, which ends in `eval`.
+
+    Sympy's other way from text to code, `lambdify`, writes the names of symbols into it, which may be any text. It is
+    closed: what sympy would compute with it, sympy computes otherwise, or not at all.
+    """
     with ExitStack() as stack:
         for name in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser"):
             stack.enter_context(patch.object(import_module(name), "parse_expr", _term))
+        for builtin in ("compile", "eval", "exec"):
+            stack.enter_context(patch.object(import_module("sympy.utilities.lambdify"), builtin, _refuse, create=True))
         yield
+
+
+def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError("a response makes no code")
 
 
 def _term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:

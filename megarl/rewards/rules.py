@@ -75,8 +75,8 @@ class Rules:
         """Import what built-in rules import when they are first called: seconds that no response should pay for."""
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
         with suppress(ImportError):  # the rule says what is missing
-            if any((rule_of(name) or "").startswith("math") for name in names):
-                math_rule.load()
+            if "math_verify" not in sys.modules and any((rule_of(name) or "").startswith("math") for name in names):
+                math_rule.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 

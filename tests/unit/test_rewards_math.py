@@ -8,6 +8,7 @@ from typing import Any
 
 import math_verify.parser
 import pytest
+import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 from math_verify import parse, verify
@@ -15,7 +16,7 @@ from sympy.core.cache import clear_cache
 from sympy.parsing.sympy_parser import parse_expr
 
 from megarl.rewards import REWARDS, answers_of
-from megarl.rewards.math import MAX_CHARACTERS, _term, answer_in, equal, last_boxed, load, said
+from megarl.rewards.math import MAX_CHARACTERS, _no_eval, _term, answer_in, equal, last_boxed, load, said
 from megarl.rewards.pool import Limits, Pool
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack
@@ -42,6 +43,8 @@ CODE = [
     "final answer is 2+3. I hope",
     r"\int_0^1 x^2 dx",
     r"\sum_{k=1}^{9} k^2",
+    r"\sum_{n=0}^{\infty} \frac{1}{n!}",
+    r"\variable{print(1)}",
     r"\frac{d}{dx} x^2",
     r"\begin{vmatrix}1&2\\3&4\end{vmatrix}",
 ]
@@ -144,6 +147,11 @@ def test_nothing_else_is_read(text: str) -> None:
         _term(text)
 
 
+def test_sympy_writes_no_code_from_the_names_of_symbols() -> None:
+    with _no_eval(), pytest.raises(NotImplementedError):
+        sympy.lambdify(sympy.Symbol("x"), sympy.Symbol("print(1)"))
+
+
 @pytest.mark.parametrize(
     ("text", "boxed"),
     [
@@ -231,7 +239,7 @@ def test_differences_that_are_documented() -> None:
     assert (plain(cut, "5"), ours(cut, "5")) == (False, 1.0)
 
 
-ENDLESS = ["9^{9^{9^{9}}}", "99999999!", "(" * 300 + ")" * 300]
+ENDLESS = ["9^{9^{9^{9}}}", "99999999!"]
 
 
 def test_an_answer_without_end_costs_its_process_and_nothing_else() -> None:
@@ -244,7 +252,7 @@ def test_an_answer_without_end_costs_its_process_and_nothing_else() -> None:
         }
         return pack(response)
 
-    pool = Pool(Rules(), Limits(num_workers=2, timeout_s=2.0, max_memory=2_000_000_000))
+    pool = Pool(Rules(), Limits(num_workers=2, timeout_s=8.0, max_memory=2_000_000_000))
     try:
         asked = [text for endless in ENDLESS for text in (endless, "10/2")]
         outcomes = pool.wait([pool.submit(arguments(text)) for text in asked])
