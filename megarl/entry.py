@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from megarl.config.faults import ConfigError
 from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together
-from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.launch import COMMAND, Launch, detect, init_process_groups, join_or_launch
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.device import device_type
 from megarl.platform.secrets import guard_output, redact
@@ -62,8 +62,9 @@ def run(
         if place := detect(os.environ):
             rank, is_first_here = str(place.rank), place.local_rank == 0
         config = load(argv, world_size=place.world_size if place else None)
-        launch = join_or_launch(module, argv, num_processes=config.trainer.n_gpus_per_node)
         trainer = config.trainer
+        directory = Path(trainer.default_local_dir)
+        launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
         # The watchdog says more than a collective that times out, so it comes first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
@@ -77,7 +78,7 @@ def run(
         for remark in remarks(config, argv):
             print(f"note: {remark}")
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
-    reports = Path(trainer.default_local_dir) / name
+    reports = directory / name
     code = 0
     try:
         with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=trainer.phase_timeout_s):
@@ -86,7 +87,7 @@ def run(
             except signals.Stopped as stopped:
                 code = signals.EXIT_CODE
                 if launch.rank == 0:
-                    print(f"megarl: {stopped}; the same command{going_on(trainer)} goes on from there", file=sys.stderr)
+                    print(redact(f"megarl: {stopped}; {going_on(trainer, os.environ)}"), file=sys.stderr)
             note(phase="end")
             _part()
     except ValueError as error:
@@ -96,10 +97,13 @@ def run(
         sys.exit(code)
 
 
-def going_on(trainer: TrainerSection) -> str:
-    """What has to be added to a command, for it to continue from the last checkpoint."""
-    changed = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
-    return changed + (" trainer.resume_from_path=null" if trainer.resume_from_path else "")
+def going_on(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
+    """Say with which command a run continues from the last checkpoint."""
+    changed = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
+    changed += " trainer.resume_from_path=null" if trainer.resume_from_path else ""
+    if command := environ.get(COMMAND):
+        return f"go on from there with\n  {command}{changed}"
+    return f"the same command{' with' if changed else ''}{changed} goes on from there"
 
 
 def _part() -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.platform.secrets import Parser

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect

@@ -19,6 +19,28 @@ export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]%:*}} MASTER_PORT=${MASTER_PORT:-$((
 # --bind-to none: a rank's threads may use all cores, not the one that Open MPI would pin it to.
 args=(--host "$(IFS=,; echo "${hosts[*]}")" -n $((gpus * ${#hosts[@]})) --bind-to none -x MASTER_ADDR -x MASTER_PORT)
 [[ $EUID -ne 0 ]] || args+=(--allow-run-as-root)
+
+# Ctrl-C and SIGTERM would have mpirun kill the ranks. In a process group of its own it does not get them: the first one
+# becomes SIGUSR1, at which the ranks finish their step and save, and the second one ends everything.
+set -m
+own=()
+command -v setpriv >/dev/null && own=(setpriv --pdeathsig KILL) # mpirun does not outlive this script
 # shellcheck disable=SC2086 # MPIRUN_ARGS is several words
-exec mpirun "${args[@]}" ${MPIRUN_ARGS:-} "$python" -m "${MODULE:-megarl.train}" "$@" \
-    "trainer.nnodes=${#hosts[@]}" "trainer.n_gpus_per_node=$gpus"
+"${own[@]}" mpirun "${args[@]}" ${MPIRUN_ARGS:-} "$python" -m "${MODULE:-megarl.train}" "$@" \
+    "trainer.nnodes=${#hosts[@]}" "trainer.n_gpus_per_node=$gpus" </dev/null &
+mpirun=$!
+told=
+tell() {
+    if [[ $told ]]; then
+        kill -KILL "$mpirun"
+        exit $((128 + $1))
+    fi
+    told=yes
+    echo "megarl: the ranks are told to finish their step and to save; a second signal ends the job at once" >&2
+    kill -USR1 "$mpirun"
+}
+trap 'tell 2' INT
+trap 'tell 15' TERM
+code=0
+while wait "$mpirun" && code=0 || code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done
+exit "$code"

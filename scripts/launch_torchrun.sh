@@ -21,5 +21,6 @@ if ((nodes > 1)); then
     rendezvous=(--nnodes "$nodes" --node-rank "${NODE_RANK:?number of this host, from 0}"
         --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
 fi
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$gpus" \
+# The agent is torchrun with other manners: at Ctrl-C and SIGTERM the ranks finish their step and save.
+exec "$python" -m megarl.distributed.agent "${rendezvous[@]}" --nproc-per-node "$gpus" \
     -m "${MODULE:-megarl.train}" "$@" "trainer.nnodes=$nodes" "trainer.n_gpus_per_node=$gpus"

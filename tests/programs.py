@@ -1,9 +1,11 @@
 """Programs run the way a user runs them: as processes, by default from the root of the checkout."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +43,44 @@ def succeed(*command: object, timeout_s: float, cwd: Path = ROOT) -> str:
     code, output = run_program(*command, timeout_s=timeout_s, cwd=cwd)
     assert code == 0, f"{' '.join(map(str, command))} ended with {code}:\n{output[-SHOWN_CHARACTERS:]}"
     return output
+
+
+CTRL_C = b"\x03"
+
+
+class AtTerminal:
+    """A command with a terminal of its own, which sends it a signal when somebody types Ctrl-C."""
+
+    def __init__(self, command: Sequence[object], environ: Mapping[str, str]) -> None:
+        self.pid, self._terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(ROOT)
+            os.execvpe(str(command[0]), list(map(str, command)), {**environ})
+        self._output = b""
+
+    def type(self, keys: bytes) -> None:
+        """Type `keys`."""
+        os.write(self._terminal, keys)
+
+    def read_until(self, words: str) -> str:
+        """Return what is shown up to `words`, or up to the end of the command."""
+        while words.encode() not in self._output and (more := self._read()):
+            self._output += more
+        return self._output.decode(errors="replace")
+
+    def end(self) -> tuple[int, str]:
+        """Return the command's exit code, as a shell counts it, and all that it showed, when it has ended."""
+        while more := self._read():
+            self._output += more
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self._terminal)
+        return code if code >= 0 else 128 - code, self._output.decode(errors="replace").replace("\r\n", "\n")
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._terminal, 1 << 16)
+        except OSError:  # every process that had the terminal has ended
+            return b""
 
 
 def run_python(*arguments: object, timeout_s: float) -> str:

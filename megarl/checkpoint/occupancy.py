@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
@@ -89,11 +90,10 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
         lock.close()
         return None
     if not is_ours:
-        holder = path.read_text() or "a process that has not said which"
         lock.close()
         raise ValueError(
-            f"trainer.default_local_dir={directory} is in use by another job: {holder}. End that one, or give this one "
-            f"a directory of its own; where that host is gone for good and its lock stays, remove {path}"
+            f"trainer.default_local_dir={directory} is in use by another job: {_holder(path)}. End that one, or give "
+            f"this one a directory of its own; where that host is gone for good and its lock stays, remove {path}"
         )
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -102,15 +102,27 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
     return lock
 
 
+def _holder(path: Path) -> str:
+    return path.read_text() or "a process that has not said which"
+
+
 def _lock(file: TextIOWrapper, patience_s: float) -> bool:
     """Whether the lock could be had within `patience_s` seconds. OSError where the file system has none."""
-    until = time.monotonic() + patience_s
+    until, has_said = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 return False
+            if not has_said:
+                holder, place = _holder(Path(file.name)), Path(file.name).parent
+                print(
+                    f"megarl: {place} is taken: waiting up to {patience_s:g} s for {holder}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                has_said = True
             time.sleep(_ROUND_S)
         else:
             return True

@@ -1,8 +1,8 @@
-"""SIGTERM and SIGUSR1 are the wish that a job ends: it finishes its step, saves, and can be started again.
+"""SIGTERM, SIGUSR1 and SIGINT are the wish that a job ends: it finishes its step, saves, and can be started again.
 
-They come from Slurm before the end of an allocation, from whatever stops a container, from people. A rank that is told
-only notes it; after each step the ranks ask one another, so that all end after the same one, whoever was told. Outside
-of the steps there is nothing to save: there, and on a second SIGTERM, a rank ends at once.
+They come from Slurm before the end of an allocation, from whatever stops a container, from people and their Ctrl-C. A
+rank that is told only notes it; after each step the ranks ask one another, so that all end after the same one, whoever
+was told. Outside of the steps there is nothing to save: there, and on a second SIGTERM or SIGINT, a rank ends at once.
 """
 
 import os
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.exchange import host_group
+from megarl.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
 from megarl.platform.processes import children
 
-EXIT_CODE = 75
-"""Of a job that was told to end and can go on: EX_TEMPFAIL of sysexits.h, "invited to retry later"."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+__all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "heeding", "listen", "told"]
+
 ECHO_S = 5.0
-"""A second SIGTERM within these seconds is the first one, come by another way: some senders tell every process."""
+"""A second signal to a rank within these seconds is the first one, come by another way: some senders tell everybody."""
+_AT_ONCE = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - nothing is wrong
@@ -36,17 +37,20 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 _heeding = False
 _told = False
+_ending = threading.Lock()
 
 
 def forward() -> None:
-    """From now on this process, which watches ranks that it started, hands SIGNALS on to them. Linux only."""
+    """Hand SIGNALS on, from now on, to the ranks that this process started and watches. Linux only."""
+    global _told
+    _told = False
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, _hand_on)
 
 
 def listen() -> None:
-    """From now on this process obeys SIGNALS: it ends with EXIT_CODE, within `heeding` when it has saved."""
+    """Obey SIGNALS from now on: this process ends with EXIT_CODE, within `heeding` when it has saved."""
     global _told
     _told = False
     for number in SIGNALS:
@@ -82,29 +86,49 @@ def told() -> bool:
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:
+    global _told
     ranks = [pid for pid in children() if os.getpgid(pid) == pid]  # they lead groups of their own
-    for pid in ranks:
-        os.kill(pid, number)
     if not ranks:
-        os._exit(EXIT_CODE)
+        end_at_once(number, frame)
+    if number == signal.SIGINT and _told:  # a terminal tells this process alone, once for each Ctrl-C
+        say("SIGINT again: the job ends now, without this step; the same command goes on from the last checkpoint")
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(128 + number)
+    _told = _told or number == signal.SIGINT
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _obey(number: int, frame: FrameType | None) -> None:
     global _told
     if not _heeding:
-        os._exit(EXIT_CODE)
-    if not _told and os.environ.get("LOCAL_RANK") == "0":  # `print` may not be called from here: it may be at work
-        with suppress(OSError):
-            os.write(2, f"megarl: {signal.Signals(number).name}: the job ends when this step is saved\n".encode())
+        _end(number)
+    if not _told and local_rank() == "0":
+        at_once = "" if number == signal.SIGUSR1 else "; a second one ends the job at once"
+        say(f"{signal.Signals(number).name}: the job ends when this step is saved{at_once}")
     _told = True
 
 
+def _end(number: int) -> None:
+    """End this process at once; two threads may come here."""
+    if _ending.acquire(blocking=False):
+        end_at_once(number, None)
+    time.sleep(ECHO_S)  # the other thread is about to end the process
+
+
 def _listen(heard: int) -> None:
-    """End this process at a second SIGTERM. A thread does: the main one may be in a collective, and never come out."""
+    """End this process outside of its steps, and at a second wish.
+
+    A thread does: the main one may be in a collective, and never come out.
+    """
     first: float | None = None
     while number := os.read(heard, 1):
-        if number[0] == signal.SIGTERM:
+        if not (_heeding or _told) and number[0] in SIGNALS:
+            _end(number[0])
+        if number[0] in _AT_ONCE:
             now = time.monotonic()
             if first is not None and now - first > ECHO_S:
-                os._exit(128 + signal.SIGTERM)
+                os._exit(128 + number[0])
             first = first or now

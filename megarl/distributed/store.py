@@ -10,32 +10,42 @@ import time
 from datetime import timedelta
 from uuid import uuid4
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from megarl.distributed.hosts import await_listener, describe_failure, resolve
+from megarl.distributed.place import Launch
 
 ROUND_S = 0.05
 
 
-def meet(rank: int, world_size: int, *, timeout_s: float) -> Store:
-    """A store that is empty but for what the ranks of this attempt write to it.
+def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
+    """Return a store that is empty but for what the ranks of this attempt write to it.
 
     Args:
-        rank: of this process.
-        world_size: ranks of the job.
+        launch: this process's place.
+        host: of rank 0, or of torchrun's agent beside it.
+        port: where the store listens, or where rank 0 is to make it listen.
         timeout_s: seconds that a rank waits for another.
 
     Raises:
         RuntimeError: the others did not come in that time.
+        ValueError: the host is not found or not reached, or its port is taken.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store  # rank 0 has made it
+    timeout, rank = timedelta(seconds=timeout_s), launch.rank
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listens = rank == 0 and not is_of_agent
+    resolve(host)  # torch would look for minutes
+    address = host if listens else await_listener(host, port, launch, timeout_s=timeout_s)
+    try:
+        store = TCPStore(address, port, launch.world_size, listens, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ValueError(describe_failure(error, host, port)) from error
+    if not is_of_agent:
+        return store
     word = uuid4().hex
     if rank == 0:
         room = PrefixStore(word, store)
-        _answer(store, room, word, world_size, until=time.monotonic() + timeout_s)
+        _answer(store, room, word, launch.world_size, until=time.monotonic() + timeout_s)
         return room
     store.set(f"megarl/asks/{rank}", word)
     room = PrefixStore(store.get(f"megarl/answers/{word}").decode(), store)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import unread_keys
 from megarl.config.root import RewardTrainConfig

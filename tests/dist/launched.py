@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,12 @@ LATE_S = 2.0  # long enough to find the address of a rank that is dead, were it 
 
 def main() -> None:
     options = dict(argument.split("=") for argument in sys.argv[1:])
-    launch = join_or_launch("tests.dist.launched", sys.argv[1:], num_processes=int(options.get("ranks", 2)))
+    launch = join_or_launch(
+        "tests.dist.launched",
+        sys.argv[1:],
+        num_processes=int(options.get("ranks", 2)),
+        directory=Path(options.get("directory", ".")),
+    )
     if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         del options["kill"]
         time.sleep(LATE_S if launch.rank == 0 else 0.0)

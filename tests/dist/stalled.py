@@ -35,7 +35,7 @@ def compute_score(**_):
 
 def main() -> None:
     reports, how = Path(sys.argv[1]), sys.argv[2]
-    launch = join_or_launch("tests.dist.stalled", sys.argv[1:], num_processes=2)
+    launch = join_or_launch("tests.dist.stalled", sys.argv[1:], num_processes=2, directory=Path())
     init_process_groups(launch, "cpu", timeout_s=600)
     other = dist.new_group(backend="gloo")
     place = {"rank": launch.rank, "world_size": launch.world_size}

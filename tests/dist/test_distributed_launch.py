@@ -26,11 +26,20 @@ MEETING = ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
 pytestmark = pytest.mark.dist
 
 
-def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def outside_launchers() -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, *arguments], cwd=ROOT, env={**clean, **(environ or {})}, text=True, **pipes)
+    return {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+
+
+def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**outside_launchers(), **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,6 +66,19 @@ def another_job(directory: Path) -> Iterator["subprocess.Popen[str]"]:
 def enter(directory: Path, patience_s: float) -> str:
     with occupy(directory, patience_s=patience_s):
         return (directory / LOCK).read_text()
+
+
+def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with another_job(tmp_path) as process:
+        waiting = threading.Thread(target=occupancy._enter, args=[tmp_path, 600.0])
+        waiting.start()
+        said = ""
+        while not said.endswith("\n"):  # until the test's own time limit
+            said += capfd.readouterr().err
+        process.kill()
+        waiting.join()
+    holder = f"process {process.pid} on {os.uname().nodename}"
+    assert said == f"megarl: {tmp_path} is taken: waiting up to 600 s for {holder}\n"
 
 
 def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(pool: RankPool, tmp_path: Path) -> None:

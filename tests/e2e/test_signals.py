@@ -2,7 +2,7 @@
 
 import os
 import re
-import signal
+import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +16,7 @@ import pytest
 
 from megarl.distributed.signals import EXIT_CODE
 from tests.e2e.test_train import PYTHON, metrics_of, mlflow_runs
-from tests.programs import ROOT, succeed
+from tests.programs import CTRL_C, ROOT, AtTerminal, succeed
 from tests.workspace import Workspace, train_arguments
 
 pytestmark = [
@@ -79,6 +79,15 @@ class World:
             finally:
                 process.kill()
 
+    def at_terminal(self) -> AtTerminal:
+        """The same at a terminal."""
+        self._hold.touch()
+        self._held.unlink(missing_ok=True)
+        job = AtTerminal([*PYTHON, "megarl.train", *self.arguments], os.environ | {"PYTHONPATH": str(ROOT)})
+        while not self._held.exists():
+            time.sleep(0.05)  # until the test's own time limit
+        return job
+
     def go_on(self) -> None:
         self._hold.unlink()
 
@@ -97,7 +106,7 @@ def living(mark: str) -> dict[str, set[Path]]:
 
 @pytest.fixture(scope="module")
 def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, Any]]:
-    """A run that was killed in its first step, told to end in it, and left alone; and what was seen meanwhile."""
+    """A run that was killed in its first step, told to end in it by Ctrl-C, and left alone; and what was seen."""
     world, seen = World(workspace, tmp_path_factory.mktemp("told")), dict[str, Any]()
     mark = uuid.uuid4().hex
     with world.held(mark) as process:
@@ -106,16 +115,12 @@ def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tupl
         process.wait()
         while living(mark):
             time.sleep(0.05)  # until the test's own time limit
-    with world.held(uuid.uuid4().hex) as process:
-        seen["segments left"] = [path for paths in seen["killed"].values() for path in paths if path.exists()]
-        assert process.stderr
-        process.send_signal(signal.SIGUSR1)
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith("megarl: SIGUSR1"):
-                world.go_on()
-        seen["code"], seen["messages"] = process.wait(), "".join(lines)
+    job = world.at_terminal()
+    seen["segments left"] = [path for paths in seen["killed"].values() for path in paths if path.exists()]
+    job.type(CTRL_C)
+    job.read_until("megarl: SIGINT")
+    world.go_on()
+    seen["code"], seen["messages"] = job.end()
     seen["metrics"] = metrics_of(world.run_dir)
     seen["mlflow"] = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
     seen["checkpoints"] = [path.name for path in world.run_dir.glob("global_step_*")]
@@ -132,9 +137,11 @@ def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str,
 
 
 def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World, dict[str, Any]]) -> None:
-    _, seen = told
+    seen = told[1]
     assert seen["code"] == EXIT_CODE, seen["messages"]
-    assert "megarl: told to end, step 1 is saved; the same command goes on from there" in seen["messages"]
+    command = shlex.join(map(str, [*PYTHON, "megarl.train", *told[0].arguments]))
+    said = "".join(seen["messages"].split())  # as wide as the terminal
+    assert "".join(f"megarl: told to end, step 1 is saved; go on from there with {command}".split()) in said
     assert "Traceback" not in seen["messages"]
     assert seen["checkpoints"] == ["global_step_1"]  # though trainer.save_freq asks for none
     assert list(seen["metrics"]) == [1]

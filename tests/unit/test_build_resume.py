@@ -16,6 +16,7 @@ from megarl.checkpoint.store import Checkpoints
 from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
+from megarl.distributed.launch import COMMAND
 from megarl.entry import going_on
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.ranks import world_of_one
@@ -255,6 +256,10 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
     [[], ["trainer.resume_mode=disable"], ["trainer.resume_mode=resume_path", "trainer.resume_from_path=a"]],
 )
 def test_a_job_that_was_told_to_end_says_how_to_go_on(tmp_path: Path, arguments: list[str]) -> None:
-    said = going_on(configured(tmp_path, *arguments).trainer).removeprefix(" with")
-    assert configured(tmp_path, *arguments, *said.split()).trainer.resume_mode == "auto"
-    assert bool(said) == bool(arguments)
+    trainer = configured(tmp_path, *arguments).trainer
+    said = going_on(trainer, {}).removeprefix("the same command").removesuffix(" goes on from there")
+    changes = said.removeprefix(" with").split()
+    assert configured(tmp_path, *arguments, *changes).trainer.resume_mode == "auto"
+    assert bool(changes) == bool(arguments)
+    command = "python -m megarl.train a.yaml"
+    assert going_on(trainer, {COMMAND: command}).endswith(" ".join([f"\n  {command}", *changes]))

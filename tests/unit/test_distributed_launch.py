@@ -1,3 +1,6 @@
+import socket
+from pathlib import Path
+
 import pytest
 
 from megarl.distributed.launch import Launch, detect, rendezvous
@@ -82,24 +85,31 @@ def test_incomplete_slurm_step_is_named() -> None:
 )
 def test_slurm_rank_0_is_on_the_first_host(nodelist: str, host: str) -> None:
     launch = Launch(rank=0, world_size=8, local_rank=0, local_world_size=4)
-    assert rendezvous({**SLURM, "SLURM_STEP_NODELIST": nodelist}, launch)[0] == host
+    assert rendezvous({**SLURM, "SLURM_STEP_NODELIST": nodelist}, launch, Path())[0] == host
 
 
 def test_port_is_that_of_the_job_step() -> None:
     launch = Launch(rank=0, world_size=9, local_rank=0, local_world_size=4)
-    port = rendezvous(SLURM, launch)[1]
+    port = rendezvous(SLURM, launch, Path())[1]
     assert 20000 <= port < 30000
-    assert rendezvous({**SLURM, "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, launch)[1] == port
-    assert rendezvous({**SLURM, "SLURM_STEP_ID": "1"}, launch)[1] != port
+    assert rendezvous({**SLURM, "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, launch, Path())[1] == port
+    assert rendezvous({**SLURM, "SLURM_STEP_ID": "1"}, launch, Path())[1] != port
 
 
 def test_open_mpi_on_one_host_meets_on_loopback() -> None:
     launch = Launch(rank=1, world_size=2, local_rank=1, local_world_size=2)
-    assert rendezvous(OPEN_MPI, launch)[0] == "127.0.0.1"
+    assert rendezvous(OPEN_MPI, launch, Path())[0] == "127.0.0.1"
 
 
-def test_open_mpi_across_hosts_must_be_told_the_address() -> None:
+def test_open_mpi_across_hosts_may_be_told_the_address() -> None:
     launch = Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
-    with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR="):
-        rendezvous(OPEN_MPI, launch)
-    assert rendezvous({**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}, launch) == ("node7", 123)
+    environ = {**OPEN_MPI, "MASTER_ADDR": "node7", "MASTER_PORT": "123"}
+    assert rendezvous(environ, launch, Path()) == ("node7", 123)
+
+
+def test_open_mpi_across_hosts_meets_where_rank_0_says(tmp_path: Path) -> None:
+    first = Launch(rank=0, world_size=4, local_rank=0, local_world_size=2)
+    address, port = rendezvous(OPEN_MPI, first, tmp_path / "run")
+    with socket.create_server((address, port)):
+        other = Launch(rank=2, world_size=4, local_rank=0, local_world_size=2)
+        assert rendezvous(OPEN_MPI, other, tmp_path / "run") == (address, port)

@@ -1,0 +1,61 @@
+"""torch's elastic agent, taught to let the ranks of this host finish their step when the job is told to end.
+
+    python -m megarl.distributed.agent [torchrun's arguments] -m megarl.train ...
+
+Alone, the agent gives its ranks 30 s after SIGTERM and SIGINT, dies of SIGUSR1, and always ends with 1.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from megarl.distributed.hosts import REMEDY, SAYS_AFTER_S, resolve
+from megarl.distributed.signals import EXIT_CODE, forward
+from megarl.early import say
+from megarl.platform.processes import children
+
+
+def serve(arguments: Sequence[str]) -> NoReturn:
+    """Run torchrun with `arguments`; exit with the code of the first rank that failed, or with 0."""
+    if sys.platform == "linux":
+        arguments = ["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]
+        forward()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say it below
+    options = parse_args(arguments)
+    if options.nnodes not in ("1", "1:1"):
+        try:
+            resolve(options.master_addr)
+        except ValueError as error:
+            sys.exit(f"megarl: {error}")
+        place = f"{options.master_addr}:{options.master_port}"
+        threading.Thread(target=_say_who_is_awaited, args=[options.nnodes, place], daemon=True).start()
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # a signal, as a shell counts it
+        if code != EXIT_CODE:  # else a rank has said why
+            print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
+        sys.exit(code)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit(0)
+
+
+def _say_who_is_awaited(num_hosts: str, place: str) -> None:
+    """Say now and then, until the first rank is started, that the agents of other hosts have not come."""
+    while not any(children()):
+        time.sleep(SAYS_AFTER_S)
+        if not any(children()):
+            say(f"waiting at {place} until all {num_hosts} hosts are there; {REMEDY}")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

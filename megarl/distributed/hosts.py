@@ -1,0 +1,221 @@
+"""How the hosts of a job find each other: the address of rank 0, and the network interface that leads there."""
+
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+from torch._C._distributed_c10d import Store
+
+from megarl.distributed.place import Launch
+from megarl.early import say
+
+SAYS_AFTER_S = 20.0
+"""How long a job waits in silence for a host, and from one line about it to the next."""
+_ROUND_S = 0.2
+_CONNECT_S = 3.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+REMEDY = (
+    "set MASTER_ADDR to an address of rank 0's host that all hosts reach, MASTER_PORT to a port that is open there, "
+    "and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the hosts "
+    "(docs/reliability.md, Networks)"
+)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs."""
+
+    host: str
+    address: str  # by which it reaches rank 0; empty where that leads to no network
+
+
+class Impatience:
+    """Knows when a person wants to hear what a job waits for: every SAYS_AFTER_S seconds, and from one rank a host."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._speaks, self._next = launch.local_rank == 0, time.monotonic() + SAYS_AFTER_S
+
+    def wait(self) -> bool:
+        """Wait for a moment; return whether it is time to say what for."""
+        time.sleep(_ROUND_S)
+        is_due = self._speaks and time.monotonic() > self._next
+        self._next += SAYS_AFTER_S if is_due else 0.0
+        return is_due
+
+
+def resolve(host: str) -> list[str]:
+    """Return the addresses of `host`.
+
+    Raises:
+        ValueError: no address is known for it.
+    """
+    try:
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{socket.gethostname()} knows no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
+            "the node a NodeAddr that resolves"
+        ) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address leads back to the host that uses it."""
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) -> str:
+    """Wait until rank 0 listens on `port` of `host`, and return its address.
+
+    Raises:
+        ValueError: the name leads nowhere, or back to this host where nobody listens, or nobody listens in time.
+    """
+    impatience, since = Impatience(launch), time.monotonic()
+    while True:
+        addresses = resolve(host)
+        for address in addresses:
+            if _listens(address, port):
+                return address
+        waited = time.monotonic() - since
+        if all(map(is_loopback, addresses)) and launch.rank != launch.local_rank and waited > SAYS_AFTER_S:
+            raise ValueError(
+                f"for {socket.gethostname()} the host of rank 0, {host}, is {', '.join(addresses)}: itself, where "
+                f"nobody listens on port {port}; {REMEDY}"
+            )
+        if waited > timeout_s:
+            raise ValueError(f"rank 0 does not listen at {host}:{port} ({', '.join(addresses)}): {REMEDY}")
+        if impatience.wait():
+            say(f"waiting for rank 0 at {host}:{port} ({', '.join(addresses)}); if it runs: {REMEDY}")
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def announce(path: Path, port: int) -> tuple[str, int]:
+    """Write to `path`, which all hosts see, where this process, rank 0, will listen; return address and port."""
+    addresses = sorted(
+        found.address
+        for name, interface in psutil.net_if_addrs().items()
+        if psutil.net_if_stats()[name].isup
+        for found in interface
+        if found.family == socket.AF_INET and not is_loopback(found.address)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps([addresses, port]))
+    part.replace(path)
+    return (addresses or ["127.0.0.1"])[0], port
+
+
+def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str, int]:
+    """Return address and port of rank 0 as it announced them in `path`, once it listens there.
+
+    Raises:
+        ValueError: it does not within `timeout_s` seconds.
+    """
+    impatience, until, told = Impatience(launch), time.monotonic() + timeout_s, ""
+    while time.monotonic() < until:
+        try:
+            told = path.read_text()
+        except OSError:
+            told = ""
+        addresses, port = json.loads(told) if told else ([], 0)
+        for address in addresses:
+            if _listens(address, port):
+                return address, port
+        if impatience.wait():
+            say(f"waiting for rank 0, which says in {path} where it is ({told or 'nothing yet'}); {REMEDY}")
+    raise ValueError(f"rank 0 is not at any address that {path} names ({told or 'none'}): {REMEDY}")
+
+
+def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat:
+    """Tell all ranks by `store` where this rank is, wait for them, and return what this rank said.
+
+    Raises:
+        ValueError: some ranks did not come within `timeout_s` seconds.
+    """
+    mine = Seat(socket.gethostname(), route_to(host))
+    store.set(_seat(launch.rank), json.dumps(asdict(mine)))
+    store.add("megarl/seated", 1)
+    impatience, until = Impatience(launch), time.monotonic() + timeout_s
+    while store.add("megarl/seated", 0) < launch.world_size:
+        if time.monotonic() > until:
+            raise ValueError(f"{_come(store, launch)}; {REMEDY}")
+        if impatience.wait():
+            say(f"waiting at {host}: {_come(store, launch)}")
+    return mine
+
+
+def _seat(rank: int) -> str:
+    return f"megarl/seat/{rank}"
+
+
+def _come(store: Store, launch: Launch) -> str:
+    size = launch.local_world_size
+    missing = [rank for rank in range(launch.world_size) if not store.check([_seat(rank)])]
+    hosts = sorted({rank // size for rank in missing})
+    shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    return (
+        f"{launch.world_size - len(missing)} of {launch.world_size} ranks are here; missing: {shown} (host number "
+        f"{', '.join(map(str, hosts[:8]))} of {max(1, launch.world_size // size)}, counted from 0)"
+    )
+
+
+def route_to(host: str) -> str:
+    """Return this host's address on the way to `host`; empty where that does not leave this host by a network."""
+    for address in resolve(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))  # sends nothing
+            except OSError:
+                continue
+            if not is_loopback(mine := str(probe.getsockname()[0])):
+                return mine
+    return ""
+
+
+def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
+    """Have gloo and NCCL use the interface that leads to the first host, unless the user has named one.
+
+    By itself gloo takes the address of this host's name, which Debian and Ubuntu set to 127.0.1.1.
+    """
+    if launch.local_world_size == launch.world_size:
+        return
+    address = mine.address
+    for rank in reversed(range(launch.world_size)):
+        if address:
+            break
+        seat = Seat(**json.loads(store.get(_seat(rank))))
+        address = route_to(seat.address) if seat.host != mine.host and seat.address else ""
+    if name := _interface_of(address):
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, name)
+    else:
+        logging.getLogger(__name__).warning("no network interface leads to the first host: %s", REMEDY)
+
+
+def describe_failure(error: Exception, host: str, port: int) -> str:
+    """Return what a person should know about an error that torch raised while the ranks connected."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    interfaces = ", ".join(f"{name}={os.environ.get(name, '')}" for name in INTERFACES)
+    return (
+        f"{socket.gethostname()} does not reach the other ranks of MASTER_ADDR={host} ({', '.join(resolve(host))}), "
+        f"MASTER_PORT={port}, with {interfaces}: {first}. To mend it, {REMEDY}"
+    )
+
+
+def _interface_of(address: str) -> str | None:
+    interfaces, plain = psutil.net_if_addrs().items(), address.partition("%")[0]
+    names = [name for name, known in interfaces if plain in (entry.address.partition("%")[0] for entry in known)]
+    return names[0] if names else None
