@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--template",
         choices=("plain", "base", "qwen-instruct"),
         default="plain",
-        help="plain: '3 5 8 = 16 :', for tiny models; base: a text to be continued; qwen-instruct: chat messages",
+        help="plain: '3 5 8 = 16 :', for tiny models that write it alone (rule countdown/bare); base: a text "
+        "to be continued; qwen-instruct: chat messages (rule countdown)",
     )
 
 
