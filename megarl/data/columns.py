@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.config import DataSection
-from megarl.data.messages import prompt_faults
+from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
 from megarl.data.table import Row
 from megarl.rewards import answers_of
@@ -41,6 +41,10 @@ class Needs:
         return cls(source=by_source, ground_truth=by_source or judges)
 
 
+BY_SOURCE = Needs()
+"""What scoring reads if nothing but built-in rules score."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptColumns:
     """How a run reads a row of prompts."""
@@ -69,7 +73,7 @@ class PromptColumns:
         """Say what is wrong with a row, each fault behind the name of its column."""
         data = self.section
         yield from (f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key]))
-        sources = list(self._source_faults(row))
+        sources = list(self.source_faults(row))
         yield from (f"{data.reward_fn_key}: {fault}" for fault in sources)
         for name, read in ((REWARD_MODEL, self.ground_truth), (EXTRA_INFO, self.extra_info)):
             try:
@@ -79,7 +83,7 @@ class PromptColumns:
                 yield f"{name}: {error}"
                 continue
             if name == REWARD_MODEL and value is None and not sources and self._reads_ground_truth(row):
-                yield f"{name}: {row[name]!r} has no ground_truth, which the built-in reward compares with"
+                yield f"{name}: {shown(row[name])} has no ground_truth, which the built-in reward compares with"
         yield from self._id_faults(row)
 
     def source(self, row: Row) -> str:
@@ -100,13 +104,14 @@ class PromptColumns:
         value = row[self.section.prompt_id_key] if self.section.prompt_id_key else None
         return None if value is None else str(value)
 
-    def _source_faults(self, row: Row) -> Iterator[str]:
+    def source_faults(self, row: Row) -> Iterator[str]:
+        """Say what is wrong with the data source of a row."""
         source = row.get(self.section.reward_fn_key)
         if source is None:
             if self.needs.source:
                 yield "is null, and picks the built-in reward: name one, or set custom_reward_function.path"
         elif not isinstance(source, str) or not source:
-            yield f"{source!r} is no text"
+            yield f"{shown(source)} is no text"
         elif self.needs.source:
             try:
                 known_data_source(source)
@@ -137,7 +142,7 @@ def as_mapping(value: Any) -> dict[str, Any]:
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the text {value[:100]!r} is not JSON: {error}") from error
+            raise ValueError(f"the text {shown(value)} is not JSON: {error}") from error
         if isinstance(parsed, dict):
             return parsed
     elif isinstance(value, Mapping):
@@ -146,7 +151,7 @@ def as_mapping(value: Any) -> dict[str, Any]:
         return {}
     elif isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):  # a map of Arrow
         return dict(value)
-    raise ValueError(f"{value!r} holds no named values: give a struct, a map or the text of a JSON object")
+    raise ValueError(f"{shown(value)} holds no named values: give a struct, a map or the text of a JSON object")
 
 
 def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator[str]:
@@ -163,7 +168,7 @@ def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator
         for index, row in enumerate(rows):
             source = repr(row[columns.section.reward_fn_key])
             if source not in unknown:
-                fault = next(columns._source_faults(row), "")
+                fault = next(columns.source_faults(row), "")
                 unknown[source] = (index, fault)
     except ValueError as error:
         yield str(error)

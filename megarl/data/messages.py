@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.platform.secrets import redact
+from megarl.platform.secrets import beginning, redact
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer  # prompts are checked where there is none
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_CHARACTERS = 1000
 """What is shown of a prompt at most, at its beginning and at its end."""
+SHOWN_OF_VALUE = 200
 
 Message = dict[str, Any]
 
@@ -20,7 +21,7 @@ def prompt_faults(prompt: object) -> Iterator[str]:
     if isinstance(prompt, str):
         yield from text_faults(prompt, may_be_empty=False)
     elif not isinstance(prompt, list) or not prompt:
-        yield f"{prompt!r} is neither a text nor a list of messages {{role, content}}"
+        yield f"{shown(prompt)} is neither a text nor a list of messages {{role, content}}"
     else:
         for number, message in enumerate(prompt):
             yield from (f"message {number}: {fault}" for fault in _message_faults(message))
@@ -28,23 +29,23 @@ def prompt_faults(prompt: object) -> Iterator[str]:
 
 def _message_faults(message: object) -> Iterator[str]:
     if not isinstance(message, dict):
-        yield f"{message!r} is not {{role, content}}"
+        yield f"{shown(message)} is not {{role, content}}"
         return
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        yield f"role {role!r} is none of {', '.join(ROLES)}"
+        yield f"role {shown(role)} is none of {', '.join(ROLES)}"
     if isinstance(content, str):
         yield from text_faults(content)
     elif isinstance(content, list):
         yield "the content is a list of parts, and images, audio and video are not supported: give one text"
     elif content is not None or not message.get("tool_calls"):
-        yield f"content: a text is expected, not {content!r}"
+        yield f"content: a text is expected, not {shown(content)}"
 
 
 def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
     """Say what is wrong with a text."""
     if not isinstance(text, str):
-        yield f"a text is expected, not {text!r}"
+        yield f"a text is expected, not {shown(text)}"
         return
     if not text and not may_be_empty:
         yield "the text is empty"
@@ -52,6 +53,12 @@ def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
         text.encode()
     except UnicodeEncodeError as error:
         yield f"the text has half a character (a lone surrogate) at place {error.start}: {text[error.start]!r}"
+
+
+def shown(value: object) -> str:
+    """Write a value of a row for a message, cut if it is long."""
+    text = beginning(repr(value), SHOWN_OF_VALUE + 1)
+    return text if len(text) <= SHOWN_OF_VALUE else f"{text[:SHOWN_OF_VALUE]}..."
 
 
 def plain_text(prompt: str | list[Message]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megarl.batch import Prompt, Prompts
-from megarl.data.columns import Needs, PromptColumns
+from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.look import look_through
 from megarl.data.messages import as_read, encode_prompt, plain_text
@@ -31,7 +31,7 @@ class PromptDataset:
         section: DataSection,
         files: str | Sequence[str],
         tokenizer: Tokenizer,
-        needs: Needs = Needs(),  # noqa: B008 - it is frozen
+        needs: Needs = BY_SOURCE,
     ) -> None:
         """Open the files and look at every row; `needs` says what scoring reads of it. Collective.
 

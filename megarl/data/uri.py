@@ -29,16 +29,7 @@ class Location:
 
     def pin(self, source: Any) -> "Pinned":
         """Return the file as it is now; `source` is the open file."""
-        return Pinned(self, self._mark(source))
-
-    def _mark(self, source: Any) -> "_Mark":
-        try:
-            size = source.size()
-            modified = self.filesystem.get_file_info(self.path).mtime_ns
-            source.seek(max(0, size - _TAIL_BYTES))
-            return _Mark(size, modified, zlib.crc32(source.read()))
-        except Exception as error:  # each filesystem has errors of its own
-            raise out_of_reach(self.name, error) from error
+        return Pinned(self, _Mark.of(self, source))
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,24 @@ class _Mark:
     modified: int | None  # nanoseconds since 1970; None: the file system does not say
     tail: int  # CRC-32 of the last bytes
 
+    @classmethod
+    def of(cls, location: Location, source: Any) -> "_Mark":
+        """Look at a file that is open as `source`."""
+        try:
+            size = source.size()
+            modified = location.filesystem.get_file_info(location.path).mtime_ns
+            source.seek(max(0, size - _TAIL_BYTES))
+            return cls(size, modified, zlib.crc32(source.read()))
+        except Exception as error:  # each filesystem has errors of its own
+            raise out_of_reach(location.name, error) from error
+
 
 @dataclass(frozen=True)
 class Pinned:
     """A file that must stay what it was; it is opened anew for each read, and may have gone or changed meanwhile."""
 
     location: Location
-    _as_it_was: _Mark
+    as_it_was: _Mark
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Pinned:
             source = self.location.open()
         except ValueError as error:
             raise ValueError(f"{error}; it is read as long as the run goes on: bring it back, and resume") from error
-        if self.location._mark(source) != self._as_it_was:
+        if _Mark.of(self.location, source) != self.as_it_was:
             source.close()
             raise ValueError(f"{self.name} has changed since this run opened it: put it back, or start the run again")
         return source

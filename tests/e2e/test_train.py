@@ -36,7 +36,8 @@ LAUNCH_S = 300
 PARITY_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     digits = sum(character.isdigit() for character in solution_str)
-    return {"score": digits / 10, "acc": digits % 2 if ground_truth["target"] % 3 else 0}
+    assert (data_source, ground_truth) == ("default", None)
+    return {"score": digits / 10, "acc": digits % 2 if extra_info["target"] % 3 else 0}
 """
 
 
@@ -299,9 +300,17 @@ def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_ans
 ) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(PARITY_REWARD)
+    prompts = tmp_path / "prompts.jsonl"  # messages for a tokenizer without a template, and nothing for a rule
+    with prompts.open("w") as file:
+        for row in pq.read_table(workspace.train).to_pylist():
+            target = {"target": row["reward_model"]["ground_truth"]["target"]}
+            chat = [{"role": "user", "content": row["prompt"]}]
+            file.write(json.dumps({"prompt": chat, "extra_info": json.dumps(target)}) + "\n")
     run_dir = tmp_path / "run"
-    succeed(
+    output = succeed(
         *(*PYTHON, "megarl.train", *train_arguments(workspace, run_dir)),
+        f"data.train_files={prompts}",
+        "data.val_files=null",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
         "actor_rollout_ref.rollout.n=4",
@@ -314,6 +323,8 @@ def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_ans
         "trainer.total_training_steps=2",
         timeout_s=LAUNCH_S,
     )
+    assert output.count("the first prompt as the model reads it") == 1
+    assert "the content of its messages, as the tokenizer has no chat template" in output
     num_batches = 0
     for step, metrics in metrics_of(run_dir).items():
         counts = {name: metrics[f"train/num_groups_{name}"] for name in ("kept", "alike", "surplus")}

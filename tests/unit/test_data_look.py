@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data import tokenizer as tokenizers
-from megarl.data.columns import NO_SOURCE, Needs
-from megarl.data.config import DataSection
+from megarl.data.columns import BY_SOURCE, NO_SOURCE, Needs
+from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
+from megarl.data.conversations import Conversations
 from megarl.data.order import Position
+from megarl.data.pairs import PairStream
+from megarl.data.preferences import PreferenceStream
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.rows import Rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +28,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 from tests.sentencepieces import train_sentencepiece
 
 ROW = {"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 0}}
-BY_SOURCE, NOTHING = Needs(), Needs(source=False, ground_truth=False)
+NOTHING = Needs(source=False, ground_truth=False)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,21 @@ def test_the_same_table_in_any_kind_of_file_gives_the_same_prompts(
     rows = [record | {"extra_info": record["extra_info"] and json.dumps(record["extra_info"])} for record in RECORDS]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=5)
     assert read(tmp_path / name, tokenizer) == read(tmp_path / "rows.parquet", tokenizer)
+
+
+def test_pairs_and_preferences_are_read_from_json_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pairs = [{"prompt": chat(f"{number} + 1"), "response": str(number + 1), "other": "漢"} for number in range(7)]
+    lines = str(write_lines(tmp_path / "rows.jsonl", pairs))
+    pq.write_table(pa.Table.from_pylist(pairs), parquet := str(tmp_path / "rows.parquet"))
+
+    def answered(file: str) -> tuple[list[Any], list[Any]]:
+        sft = SFTDataSection(train_files=file, train_batch_size=3)
+        two = PreferenceDataSection(train_files=file, train_batch_size=3, chosen_key="response", rejected_key="other")
+        reader = Conversations(tokenizer=tokenizer, pad_token_id=None, max_length=99)
+        learnt, preferred = PairStream(sft, file, tokenizer).take(3), PreferenceStream(two, file, reader).take(3)
+        return learnt.responses.tolist(), [list(prompt.token_ids) for prompt in preferred.prompts]
+
+    assert answered(lines) == answered(parquet)
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {

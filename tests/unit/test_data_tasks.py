@@ -220,3 +220,17 @@ def test_the_command_counts_faults_and_names_their_rows(
     assert "has no column 'data_source' (data.reward_fn_key" in capsys.readouterr().out
     assert check(monkeypatch, "--check", str(tmp_path / "none")) == 1
     assert check(monkeypatch) == 2
+
+
+def test_the_command_knows_what_scores_and_how_columns_are_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lines := tmp_path / "mine.jsonl").write_text('{"question": "2+3?"}\n{"question": ""}\n')
+    (own := tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): ..."
+    )
+    assert check(monkeypatch, "--check", str(lines)) == 1
+    assert "no column 'prompt' (data.prompt_key names another), 'data_source'" in capsys.readouterr().out
+    for scored in (["--custom-reward-function", str(own)], ["--reward-model"]):
+        assert check(monkeypatch, "--check", str(lines), "--prompt-key", "question", *scored) == 1
+        assert capsys.readouterr().out == f"{lines}, line 2, question: the text is empty\n"

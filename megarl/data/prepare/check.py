@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.data.columns import REWARD_MODEL, Needs, PromptColumns, as_mapping
+from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns, as_mapping
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
@@ -16,11 +16,11 @@ PAIR = ("chosen", "rejected")
 _PROBE = "#### 0\n<answer>0</answer>"
 """An answer in the format of every built-in reward that asks something of the ground truth, so that it looks at it."""
 
-BY_SOURCE = PromptColumns(section=DataSection(train_files=""), needs=Needs())
-"""Prompts as a run reads them whose data sources pick the built-in rewards."""
+COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
+"""Prompts as a run reads them by default."""
 
 
-def faults(file: str, columns: PromptColumns = BY_SOURCE) -> Iterator[str]:
+def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
     """One line for each fault, beginning with the file and, where it is one row's, the row.
 
     `columns` says how prompts are read; it is not asked about preference pairs.
