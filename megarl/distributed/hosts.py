@@ -50,18 +50,22 @@ class Impatience:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`.
+    """Return the addresses of `host`; a name server may take SAYS_AFTER_S seconds to know a host that has just started.
 
     Raises:
         ValueError: no address is known for it.
     """
-    try:
-        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
-    except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"{socket.gethostname()} knows no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
-            "the node a NodeAddr that resolves"
-        ) from None
+    until = time.monotonic() + SAYS_AFTER_S
+    while True:
+        try:
+            return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"{socket.gethostname()} knows no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
+                    "the node a NodeAddr that resolves"
+                ) from None
+        time.sleep(_ROUND_S)
 
 
 def is_loopback(address: str) -> bool:
