@@ -1,7 +1,7 @@
 """What a run would need, before there are ranks or weights: `python -m megarl.plan CONFIG.yaml [a.b.c=value ...]`.
 
-Of the models only `config.json` is read. Exit code 1: the run does not fit, or a model cannot be planned; 2: the
-configuration is faulty.
+Of the models only `config.json` is read. Exit code 1: the run does not fit on the devices or in the hosts' memory, or
+a model cannot be planned; 2: the configuration is faulty.
 """
 
 import argparse
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             configuration,
             device_bytes=options.gpu_memory,
             ranks_per_node=options.gpus_per_node,
+            host_bytes=options.host_memory,
             links=Links(inside=options.intra_node_bandwidth, between=options.inter_node_bandwidth),
         )
         plan = planner.plan()
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     else:
         show_plan(plan.workload.config)
         show(plan, Console())
-    return 1 if plan.shortfalls else 0
+    return 1 if plan.shortfalls or plan.host_missing else 0
 
 
 def amount(text: str) -> int:
@@ -63,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--gpu-memory", type=amount, default="80GB", help="memory of a device (default: %(default)s)")
+    parser.add_argument(
+        "--host-memory",
+        type=amount,
+        help="host memory of a node (default: this machine's, if the run is one node that it could be)",
+    )
     parser.add_argument(
         "--gpus-per-node", type=int, help="ranks that share a node's links (default: trainer.n_gpus_per_node)"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megarl.planning.host import host_memory
 from megarl.planning.memory import PHASES, Phase, RankMemory
 from megarl.planning.workload import REWARD_MODEL, Workload
 
@@ -32,6 +33,7 @@ class Remedy:
 
     overrides: tuple[str, ...]  # a.b.c=value
     missing: int  # bytes still missing, over all phases; 0: it fits
+    host_bytes: int  # that a node needs of host memory then
 
 
 def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> list[Shortfall]:
@@ -58,27 +60,59 @@ def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: T
     The last resort is what comes closest.
     """
 
-    def missing(overrides: Sequence[str]) -> int | None:
-        tried = trial(overrides)
-        return None if tried is None else _total(*tried, device_bytes)
+    def attempt(*overrides: str) -> Remedy | None:
+        if (tried := trial(overrides)) is None:
+            return None
+        missing, host = _total(*tried, device_bytes), host_memory(*tried).total
+        return Remedy(overrides=overrides, missing=missing, host_bytes=host)
 
-    now = _total(workload, memory, device_bytes)
+    return _choose(candidates(workload, memory, device_bytes), attempt, now=_total(workload, memory, device_bytes))
+
+
+def host_remedies(
+    workload: Workload, memory: RankMemory, device_bytes: int, host_bytes: int, trial: Trial
+) -> list[Remedy]:
+    """Return the changes, as `remedies` does, with which a node of `host_bytes` is enough, and the device still is."""
+
+    def attempt(*overrides: str) -> Remedy | None:
+        tried = trial(overrides)
+        if tried is None or _total(*tried, device_bytes):
+            return None
+        needed = host_memory(*tried).total
+        return Remedy(overrides=overrides, missing=max(0, needed - host_bytes), host_bytes=needed)
+
+    now = host_memory(workload, memory).total - host_bytes
+    return _choose(host_candidates(workload), attempt, now=now)
+
+
+def host_candidates(workload: Workload) -> Iterator[str]:
+    """Yield changes that leave less on the host, as `a.b.c=value`."""
+    for flag in ("param_offload", "optimizer_offload"):
+        for model in workload.models:
+            if getattr(model.section, flag):
+                yield f"{SECTIONS[model.name]}.megatron.{flag}=false"
+    yield from _splits(workload)
+
+
+def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, now: int) -> list[Remedy]:
+    """Try changes alone, and if none is enough, those that help together; `now` bytes are missing without any."""
     helpful: dict[str, Remedy] = {}  # by key; of several values the first that is enough, else the last that helps
-    for candidate in candidates(workload, memory, device_bytes):
-        key = candidate.partition("=")[0]
+    for change in changes:
+        key = change.partition("=")[0]
         if key in helpful and not helpful[key].missing:
             continue
-        if (after := missing([candidate])) is not None and after < now:
-            helpful[key] = Remedy(overrides=(candidate,), missing=after)
+        if (tried := attempt(change)) and tried.missing < now:
+            helpful[key] = tried
     if enough := [remedy for remedy in helpful.values() if not remedy.missing]:
         return enough
-    together: tuple[str, ...] = ()
+    best: Remedy | None = None
     for remedy in helpful.values():
-        if (after := missing([*together, *remedy.overrides])) is not None and after < now:
-            together, now = (*together, *remedy.overrides), after
-        if not now:
+        tried = attempt(*(best.overrides if best else ()), *remedy.overrides)
+        if tried and tried.missing < (best.missing if best else now):
+            best = tried
+        if best and not best.missing:
             break
-    return [Remedy(overrides=together, missing=now)] if together else []
+    return [best] if best else []
 
 
 def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
@@ -104,12 +138,15 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
     while budget >= workload.longest:
         yield f"{ACTOR}.ppo_max_token_len_per_gpu={budget}"
         budget //= 2
-    for key, size in (
-        (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        (f"{ACTOR}.megatron.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size),
-        (f"{ACTOR}.megatron.pipeline_model_parallel_size", actor.megatron.pipeline_model_parallel_size),
-    ):
-        yield f"{key}={2 * size}"
+    yield f"{ROLLOUT}.tensor_model_parallel_size={2 * rollout.tensor_model_parallel_size}"
+    yield from _splits(workload)
+
+
+def _splits(workload: Workload) -> Iterator[str]:
+    """Yield cuts of the trainer's models in twice as many parts."""
+    megatron = workload.config.actor_rollout_ref.actor.megatron
+    yield f"{ACTOR}.megatron.tensor_model_parallel_size={2 * megatron.tensor_model_parallel_size}"
+    yield f"{ACTOR}.megatron.pipeline_model_parallel_size={2 * megatron.pipeline_model_parallel_size}"
 
 
 def _shares(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from megarl.config.root import Config
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.ends import engine_end
@@ -76,14 +75,6 @@ def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) ->
     )
     memories = [rank_memory(workload, stage, engine, bucket_bytes=bucket_bytes) for stage in range(workload.grid.pp)]
     return max(memories, key=lambda memory: (memory.peak, sum(moment.total for moment in memory.fullest.values())))
-
-
-def reward_bytes(config: Config) -> int:
-    """Private host memory that the processes which call rules may take on a node, all of them together."""
-    rules = config.reward_model.rules
-    if rules is None:
-        return 0
-    return config.trainer.n_gpus_per_node * rules.num_workers * int(rules.max_memory_gb * 1e9)
 
 
 def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_bytes: int) -> RankMemory:

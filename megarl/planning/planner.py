@@ -1,8 +1,11 @@
 """The plan of a run: what it needs, what else could be done, and what to change where it does not fit."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
@@ -11,10 +14,12 @@ from megarl.config.root import Config
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
 from megarl.models.hub import read_model
-from megarl.planning.advice import Remedy, Shortfall, remedies, shortfalls
+from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
+from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
+from megarl.tracking.config import TrainerSection
 
 ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -39,13 +44,29 @@ class Plan:
     options: list[Option]
     shortfalls: list[Shortfall]
     remedies: list[Remedy]
+    host: HostMemory
+    host_bytes: int | None  # that a node has; None: not told
+    host_remedies: list[Remedy]
+
+    @property
+    def host_missing(self) -> int:
+        """Bytes of host memory that a node lacks."""
+        return max(0, self.host.total - self.host_bytes) if self.host_bytes else 0
 
 
 class Planner:
     """Plans a configuration, and the same with other values."""
 
-    def __init__(self, argv: Sequence[str], *, device_bytes: int, ranks_per_node: int | None, links: Links) -> None:
-        self._argv, self._device_bytes, self._links = argv, device_bytes, links
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        device_bytes: int,
+        ranks_per_node: int | None,
+        links: Links,
+        host_bytes: int | None = None,
+    ) -> None:
+        self._argv, self._device_bytes, self._host_bytes, self._links = argv, device_bytes, host_bytes, links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
         self._bucket_bytes = 0
@@ -63,7 +84,9 @@ class Planner:
         full_bucket = workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
         self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
         memory = self._memory(workload)
-        missing = shortfalls(workload, memory, self._device_bytes)
+        missing, host = shortfalls(workload, memory, self._device_bytes), host_memory(workload, memory)
+        host_bytes = self._host_bytes or own_host_bytes(workload.config.trainer)
+        lacks_host = host_bytes is not None and host.total > host_bytes
         return Plan(
             workload=workload,
             device_bytes=self._device_bytes,
@@ -72,6 +95,11 @@ class Planner:
             options=list(self._options(workload)),
             shortfalls=missing,
             remedies=remedies(workload, memory, self._device_bytes, self._trial) if missing else [],
+            host=host,
+            host_bytes=host_bytes,
+            host_remedies=host_remedies(workload, memory, self._device_bytes, host_bytes, self._trial)
+            if host_bytes and lacks_host
+            else [],
         )
 
     def _options(self, workload: Workload) -> Iterator[Option]:
@@ -121,6 +149,12 @@ class Planner:
 
     def _traffic(self, workload: Workload, *, data_last: bool = False) -> SyncTraffic:
         return sync_traffic(workload, ranks_per_node=self._ranks_per_node, links=self._links, data_last=data_last)
+
+
+def own_host_bytes(trainer: TrainerSection) -> int | None:
+    """Return this machine's host memory if a run of one node may be meant for it; None if its devices are not here."""
+    here = trainer.device == "cpu" or torch.cuda.device_count() >= trainer.n_gpus_per_node
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if here and trainer.nnodes == 1 else None
 
 
 def architecture_of(section: CheckpointSection) -> Architecture:

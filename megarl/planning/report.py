@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.report import batch_table
-from megarl.planning.memory import PHASES, RankMemory, reward_bytes
+from megarl.planning.advice import Remedy
+from megarl.planning.memory import PHASES, RankMemory
 from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
 
@@ -21,7 +22,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """The whole plan in plain types: bytes, seconds, and ratios, which are null where nothing travels."""
     grid, memory = plan.workload.grid, plan.memory
     return {
-        "fits": not plan.shortfalls,
+        "fits": not plan.shortfalls and not plan.host_missing,
         "gpu_memory_bytes": plan.device_bytes,
         "batch": [row._asdict() for row in batch_table(plan.workload.config)],
         "grid": {**asdict(grid), "dp": grid.dp},
@@ -29,13 +30,20 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "rank": memory.rank,
             "stage": memory.stage,
             "states": {name: asdict(states) for name, states in memory.states.items()},
-            "reward_host_bytes": reward_bytes(plan.workload.config),
+            "reward_host_bytes": plan.host.rewards,
             "kv_cache_tokens": memory.engine.num_tokens,
             "host_copies": memory.host_copies,
             "moments": [
                 {"phase": moment.phase, "worker": moment.worker, "total": moment.total, "parts": dict(moment.parts)}
                 for moment in memory.moments
             ],
+        },
+        "host": {
+            "parts": dict(plan.host.parts),
+            "total": plan.host.total,
+            "memory_bytes": plan.host_bytes,
+            "missing": plan.host_missing,
+            "remedies": [asdict(remedy) for remedy in plan.host_remedies],
         },
         "sync": _sync_to_dict(plan.traffic),
         "options": [
@@ -64,25 +72,50 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_traffic_table(plan))
     ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
-    if rewards := reward_bytes(plan.workload.config):
-        rules = plan.workload.config.reward_model
-        console.print(
-            f"host memory of a node that rewards may take: {_gb(rewards)} GB ({rules.num_workers} processes of at most "
-            f"{rules.max_memory_gb:g} GB beside each of its ranks; they start as they are needed)"
-        )
+    _show_host(plan, console)
     for better in _cheaper(plan):
         console.print(f"[yellow]note:[/] {better}")
     for shortfall in plan.shortfalls:
         console.print(f"[red]{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:[/] {shortfall.reason}")
-    for remedy in plan.remedies:
-        effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
-        console.print(f"  {' '.join(remedy.overrides)} {effect}", highlight=False)
+    _show_remedies(plan.remedies, plan, console)
     if not plan.shortfalls:
-        free = plan.device_bytes - plan.memory.peak
+        free = _gb(plan.device_bytes - plan.memory.peak)
+        verdict = "The devices have room" if plan.host_missing else "It fits"
         console.print(
-            f"[green]It fits:[/] {_gb(free)} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the "
-            "CUDA context, the communication libraries and fragmentation"
+            f"[green]{verdict}:[/] {free} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the CUDA "
+            "context, the communication libraries and fragmentation"
         )
+
+
+def _show_host(plan: Plan, console: Console) -> None:
+    """Print what a node needs of host memory, what rewards may take beside it, and whether that is there."""
+    host = plan.host
+    parts = ", ".join(f"{name} {_gb(num_bytes)}" for name, num_bytes in host.parts.items())
+    console.print(f"host memory that a node needs: {_gb(host.total)} GB ({parts})")
+    if host.rewards:
+        rules = plan.workload.config.reward_model
+        console.print(
+            f"host memory of a node that rewards may take beside it: {_gb(host.rewards)} GB ({rules.num_workers} "
+            f"processes of at most {rules.max_memory_gb:g} GB beside each of its ranks; a bound that few come near)"
+        )
+    if plan.host_missing:
+        console.print(f"[red]host: {_gb(plan.host_missing)} GB short[/] of a node's {_gb(plan.host_bytes or 0)}")
+        _show_remedies(plan.host_remedies, plan, console)
+    elif plan.host_bytes and host.total + host.rewards > plan.host_bytes:
+        console.print(
+            f"[yellow]note:[/] of a node's {_gb(plan.host_bytes)} GB of host memory "
+            f"{_gb(plan.host_bytes - host.total)} are left for rewards: lower reward_model.num_workers or "
+            "reward_model.max_memory_gb if they may need more"
+        )
+
+
+def _show_remedies(remedies: list[Remedy], plan: Plan, console: Console) -> None:
+    for remedy in remedies:
+        effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
+        more = remedy.host_bytes - plan.host.total
+        cost = f"{_gb(abs(more))} GB {'more' if more > 0 else 'less'}, " if more else ""
+        host = f"host memory of a node: {cost}{_gb(remedy.host_bytes)} GB in all"
+        console.print(f"  {' '.join(remedy.overrides)} {effect} ({host})", highlight=False)
 
 
 def _memory_table(plan: Plan) -> Table:

@@ -1,0 +1,112 @@
+"""What a run needs of a node's host memory: what is offloaded, copies for saves, records, and the engine's host parts.
+
+Counted for the fullest rank, as if all ranks of its node were like it. Not counted: the processes themselves (Python,
+CUDA and the libraries take a few GB a rank), files that the system caches, and what torch's allocator adds to pinned
+memory, which it takes in powers of two.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megarl.config.root import Config
+from megarl.models.trainer import parameter_shapes
+from megarl.planning.memory import RankMemory
+from megarl.planning.states import copied_bytes
+from megarl.planning.workload import Workload
+
+GIB = 1 << 30
+TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
+    {
+        **{"responses": 8, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
+        **{"advantages": 4, "returns": 4, "weights": 4},
+    }
+)
+"""Bytes of one response token in each `[B, T]` field of `megarl.batch.Experience`; every rank has all of them."""
+PROMPT_TOKEN_BYTES = 8 + 32
+"""Of a token of a prompt, which is a Python integer in a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Bytes of host memory on a node."""
+
+    parts: Mapping[str, int]  # what a run needs, by name
+    rewards: int  # what the processes that call rules may take beside it, and seldom do
+
+    @property
+    def total(self) -> int:
+        """All that a run needs."""
+        return sum(self.parts.values())
+
+
+def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
+    """Return what the ranks of one node need together.
+
+    Megatron keeps no gradients on the host: it frees those that are offloaded, as the next update begins with zeros.
+    """
+    num_ranks = workload.config.trainer.n_gpus_per_node
+    parts: dict[str, int] = {}
+    for model in workload.models:
+        states = memory.states[model.name]
+        if model.section.param_offload:
+            parts[f"{model.name} weights"] = num_ranks * states.weights
+        if model.section.optimizer_offload and model.updates:
+            parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
+    parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
+    parts["records"] = num_ranks * record_bytes(workload.config)
+    parts["engine"] = _engine_bytes(workload.config, num_ranks=num_ranks)
+    return HostMemory(
+        parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes}, rewards=reward_bytes(workload.config)
+    )
+
+
+def record_bytes(config: Config) -> int:
+    """Return what one rank has of the records of an iteration: all samples, with the longest prompts and responses."""
+    rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+    num_samples = num_prompts * rollout.n
+    num_tokens = num_samples * rollout.response_length
+    return num_tokens * sum(TOKEN_FIELDS.values()) + num_prompts * rollout.prompt_length * PROMPT_TOKEN_BYTES
+
+
+def reward_bytes(config: Config) -> int:
+    """Return the private host memory that the processes which call rules may take on a node: a bound, not a need."""
+    rules = config.reward_model.rules
+    if rules is None:
+        return 0
+    return config.trainer.n_gpus_per_node * rules.num_workers * int(rules.max_memory_gb * 1e9)
+
+
+def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:
+    """Return what is copied to the host to be written, beside training or while training waits.
+
+    Every run saves at some time: one that is told to end does.
+    The first data-parallel ranks put the whole optimizer state of their part of the model together; the others send
+    their shard. Each expert-parallel rank is the first that has its experts.
+    """
+    grid = workload.grid
+    num_first = min(num_ranks, grid.tp * grid.cp * grid.ep)
+    total = 0
+    for model in workload.models:
+        if model.updates:
+            shapes = parameter_shapes(model.architecture, grid, memory.rank)
+            total += num_first * copied_bytes(shapes, model.section, grid)
+            if model.section.use_distributed_optimizer:
+                total += (num_ranks - num_first) * memory.states[model.name].optimizer
+    return total
+
+
+def _engine_bytes(config: Config, *, num_ranks: int) -> int:
+    """Return what vLLM's own keys take: weights that stay on the host, of each rank, and keys and values, of a replica.
+
+    An engine that sleeps has nothing on the host.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    weights = num_ranks * _gib(rollout.engine_kwargs.get("cpu_offload_gb"))
+    replicas = max(1, num_ranks // rollout.tensor_model_parallel_size)
+    return weights + replicas * _gib(rollout.engine_kwargs.get("kv_offloading_size"))
+
+
+def _gib(number: Any) -> int:
+    return int(number * GIB) if isinstance(number, int | float) else 0

@@ -1,0 +1,120 @@
+"""What a node needs of host memory, against numbers worked by hand."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from megarl.batch import Experience
+from megarl.plan import main
+from megarl.planning.host import TOKEN_FIELDS
+from megarl.planning.planner import Plan, Planner
+from megarl.planning.traffic import Links
+
+GB = 10**9
+LLAMA_70B, DEEPSEEK = "configs/plans/llama-3-70b_64gpu.yaml", "configs/plans/deepseek-v3_2048gpu.yaml"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+OFFLOADED = [
+    f"{section}.megatron.{part}_offload=true"
+    for section in ("actor_rollout_ref.actor", "critic")
+    for part in ("param", "optimizer", "grad")
+]
+LLAMA_8B = [
+    *("data.train_files=train.parquet", "actor_rollout_ref.model.path=configs/models/llama-3-8b"),
+    *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "algorithm.kl_ctrl.kl_coef=0"),
+    *(f"{MEGATRON}.tensor_model_parallel_size=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+]
+
+
+def plan(*argv: str, host_bytes: int | None = None) -> Plan:
+    links = Links(inside=400e9, between=45e9)
+    return Planner(argv, device_bytes=80 * GB, ranks_per_node=None, links=links, host_bytes=host_bytes).plan()
+
+
+def test_what_is_offloaded_of_llama_3_70b_on_256_devices() -> None:
+    """Tensor 8, data 32, with critic and reference: 59.2 GB a rank, 474 GB a node."""
+    split = (f"{MEGATRON}.pipeline_model_parallel_size=1", "trainer.nnodes=32")
+    parts = dict(plan(LLAMA_70B, *split, *OFFLOADED).host.parts)
+    layer = (8192 + 2 * 1024) * 8192 + 8192**2 + 3 * 28672 * 8192  # queries, keys and values; output; gate, up and down
+    embeddings = 128_512 * 8192 // 8  # 64 x 8 rows divide them
+    actor = 80 * (layer // 8 + 2 * 8192) + 2 * embeddings + 8192
+    critic = actor - embeddings + 8192  # one score instead of the vocabulary
+    assert parts["actor weights"] == parts["reference weights"] == 8 * 2 * actor
+    assert parts["critic weights"] == 8 * 2 * critic
+    assert parts["actor optimizer"] == pytest.approx(8 * 12 * actor / 32, rel=1e-5)
+    offloaded = sum(parts[f"{name}"] for name in parts if name.endswith((" weights", " optimizer")))
+    assert offloaded / 8 == pytest.approx(59.2 * GB, rel=1e-3)
+    assert offloaded == pytest.approx(474 * GB, rel=1e-3)
+    assert not [name for name in parts if "gradients" in name]  # which Megatron frees, and does not keep
+    # Weights in bfloat16, and in float32 weights and two moments, come together on the first data-parallel ranks.
+    assert parts["copies for a save"] == pytest.approx(8 * 14 * (actor + critic), rel=1e-5)
+
+
+def test_the_shipped_plan_of_llama_3_70b() -> None:
+    parts = plan(LLAMA_70B).host.parts
+    offloaded = sum(num_bytes for name, num_bytes in parts.items() if name.endswith((" weights", " optimizer")))
+    assert offloaded == pytest.approx(327 * GB, rel=1e-3)
+
+
+def test_records_of_deepseek_v3() -> None:
+    """2,048 prompts with 8 responses: 37 bytes a token, and the tokens of prompts as Python has them, on 8 ranks."""
+    assert plan(DEEPSEEK).host.parts["records"] == 8 * (2048 * 8 * 7168 * 37 + 2048 * 1024 * 40)
+
+
+def test_every_field_of_tokens_is_counted() -> None:
+    per_sample = {"groups", "truncated", "weight_versions", "scores", "accuracies"}
+    with_another_tokenizer = {"places"}
+    tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
+    assert tensors - per_sample - with_another_tokenizer == set(TOKEN_FIELDS)
+
+
+def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> None:
+    """Tensor 4 x data 2 on one node: four ranks have all of their part, and four the shard that they send."""
+    found = plan(*LLAMA_8B)
+    weights, optimizer = found.memory.states["actor"].weights, found.memory.states["actor"].optimizer
+    assert optimizer == 3 * weights  # half of 12 bytes a weight
+    assert found.host.parts["copies for a save"] == 4 * (weights + 2 * optimizer) + 4 * optimizer
+
+
+def test_what_the_engine_keeps_on_the_host() -> None:
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs={cpu_offload_gb: 3, kv_offloading_size: 10}"
+    assert plan(*LLAMA_8B, kwargs).host.parts["engine"] == (8 * 3 + 2 * 10) * 2**30  # ranks, and replicas
+
+
+def test_a_host_that_is_too_small_is_named_with_changes_that_are_enough() -> None:
+    offloaded = (*LLAMA_8B, f"{MEGATRON}.optimizer_offload=true")
+    needed = plan(*offloaded).host
+    found = plan(*offloaded, host_bytes=needed.total - 1)
+    assert found.host_missing == 1
+    assert (f"{MEGATRON}.optimizer_offload=false",) in [remedy.overrides for remedy in found.host_remedies]
+    for remedy in found.host_remedies:
+        again = plan(*offloaded, *remedy.overrides, host_bytes=needed.total - 1)
+        assert again.host.total == remedy.host_bytes
+        assert again.host_missing == remedy.missing == 0
+        assert not again.shortfalls
+    assert plan(*offloaded, host_bytes=needed.total).host_missing == 0
+
+
+def test_a_remedy_of_the_device_says_what_it_costs_the_host() -> None:
+    found = plan(*LLAMA_8B, "actor_rollout_ref.rollout.gpu_memory_utilization=0.75")
+    costs = {remedy.overrides: remedy.host_bytes - found.host.total for remedy in found.remedies}
+    assert costs[(f"{MEGATRON}.optimizer_offload=true",)] == 8 * found.memory.states["actor"].optimizer
+    assert costs[(f"{MEGATRON}.grad_offload=true",)] == 0
+
+
+def test_the_command_ends_with_1_where_the_host_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LLAMA_70B, "--host-memory", "500GB"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "host memory that a node needs: 83" in shown
+    assert "GB short of a node's 500.00" in shown
+    assert "is enough (host memory of a node: " in shown
+    assert "The devices have room: " in shown
+    assert main([LLAMA_70B, "--host-memory", "900GB", "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["host"]
+    assert host["total"] == sum(host["parts"].values())
+    assert (host["memory_bytes"], host["missing"], host["remedies"]) == (900 * GB, 0, [])
+    assert main([LLAMA_70B, "--host-memory", "900GB"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "are left for rewards: lower reward_model.num_workers" in shown  # 256 GB that they may take
+    assert "It fits: " in shown
