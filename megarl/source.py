@@ -19,8 +19,9 @@ from megarl.distributed.launch import Launch
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture, hf_shapes
 from megarl.models.claims import weight_faults
-from megarl.models.hub import local_directory, read_model
+from megarl.models.hub import local_directory, place_of, read_model
 from megarl.platform.files import explained, replacing
+from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles, ShardWriter, export
 from megarl.reshard.headers import SINGLE, has_weights
 from megarl.reshard.layout import Piece, row_major, whole
@@ -54,9 +55,14 @@ class Source:
         for library in [libraries] if isinstance(libraries, str) else libraries:
             importlib.import_module(library)
         directory = local_directory(section.path, with_code=section.trust_remote_code)
-        hf_config, architecture = read_model(directory, section.override_config)
-        if has_weights(directory):
-            _check_weights(directory, architecture)
+        try:
+            hf_config, architecture = read_model(directory, section.override_config)
+            if has_weights(directory):
+                _check_weights(directory, architecture)
+        except ValueError as error:
+            if is_uri(section.path):
+                raise ValueError(f"{place_of(section.path)}: {error}") from error
+            raise
         return cls(
             directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
         )

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import PREFIX, publish, step_called
 from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
-from megarl.checkpoint.remote import WAITS_S, Remote, persist, share_of
+from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.small_files import read_bytes
+from megarl.platform.uri import WAITS_S, persist
 
 
 def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) -> Path:

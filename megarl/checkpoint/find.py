@@ -12,9 +12,10 @@ from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, name_latest, saved_steps
 from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.manifest import STATE_FILE
-from megarl.checkpoint.remote import WAITS_S, Remote, persist
+from megarl.checkpoint.remote import Remote
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
+from megarl.platform.uri import WAITS_S, persist
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)

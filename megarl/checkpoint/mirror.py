@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megarl.checkpoint.background import Background, Task
 from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, step_called
 from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
-from megarl.checkpoint.remote import WAITS_S, Remote, persist, share_of
+from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.small_files import read_bytes
+from megarl.platform.uri import WAITS_S, persist
 from megarl.tracking.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)

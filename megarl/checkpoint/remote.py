@@ -5,13 +5,12 @@ is there may be half written; what says that a checkpoint is whole is its manife
 """
 
 import os
-import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
@@ -21,13 +20,9 @@ from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem
 
-T = TypeVar("T")
-
 WITHOUT_DIRECTORIES = ("abfs", "gcs", "s3")
 """Where a file needs no directory to be written, and to make one may not be allowed."""
 CHUNK_BYTES = 1 << 23
-WAITS_S = (1.0, 4.0, 16.0)
-"""Between the tries of one thing."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +144,3 @@ class Remote:
 def share_of(files: Mapping[str, Seal], rank: int, world_size: int) -> list[tuple[str, Seal]]:
     """The files that one of `world_size` ranks carries, the largest first; each has as many, and about as much."""
     return sorted(files.items(), key=lambda item: (-item[1][0], item[0]))[rank::world_size]
-
-
-def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
-    """Do what may fail, again after each of `waits` seconds; raises what the last try raised."""
-    for wait in waits:
-        try:
-            return work()
-        except Exception:  # each file system has errors of its own
-            time.sleep(wait)
-    return work()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
-from megarl.config.model_files import read_sizes
+from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
 from megarl.models.architecture import Architecture
@@ -180,8 +180,7 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
             yield Fault(path="data.train_files", message="is empty: name at least one data file")
         for file in filter(None, files):
             yield from file_faults(file, f"data.{key}")
-    if data.tokenizer and data.tokenizer.startswith(("/", ".")):
-        yield from path_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file or a HF id")
+    yield from tokenizer_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file, a URI or a HF id")
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:

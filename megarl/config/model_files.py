@@ -5,21 +5,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.faults import Fault
+from megarl.data.remote_tokenizer import RemoteTokenizer
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
-from megarl.models.hub import read_model
-from megarl.reshard.headers import has_weights
+from megarl.models.hub import Place, place_of, read_model, weight_files
+from megarl.platform.remote import RemoteDirectory, remote_directory
+from megarl.platform.uri import is_uri, local_path
+from megarl.reshard.headers import CONFIG, has_weights
 
 _HF_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read_sizes(model: CheckpointSection) -> Architecture | None:
-    """Return the sizes of a local model with `override_config` applied; None where they cannot be known yet."""
+    """Return the sizes of a model with `override_config` applied; None where they cannot be known yet.
+
+    Of a model at a URI `config.json` is read, once.
+    """
     try:
-        return read_model(Path(model.path), model.override_config)[1]
+        return read_model(place_of(model.path), model.override_config)[1]
     except ValueError:
-        return None  # `model_faults` says what is wrong with a local directory
+        return None  # `model_faults` says what is wrong
 
 
 def model_faults(
@@ -29,23 +35,43 @@ def model_faults(
 
     `needs_head` says whether an output layer for tokens must be there where config.json speaks of it.
     """
-    directory = Path(model.path)
     if not model.path:
         return
-    if not directory.exists():
-        if not _HF_ID.fullmatch(model.path) or model.path.startswith("."):
-            yield Fault(path=key, message=f"no directory {model.path}: give a HF directory or a HF id (org/name)")
-    elif not (directory / "config.json").is_file():
-        yield Fault(path=key, message=f"{model.path} has no config.json: give a directory in Hugging Face's format")
-    else:
-        if needs_weights and not has_weights(directory):
-            remedy = "convert them with transformers' save_pretrained" if any(directory.glob("*.bin")) else "add them"
-            yield Fault(path=key, message=f"{model.path} has no weights (*.safetensors): {remedy}")
-        try:
-            _, architecture = read_model(directory, model.override_config)
-        except ValueError as fault:
-            yield Fault(path=key, message=str(fault))
-            return
-        if has_weights(directory):
-            for said in weight_faults(directory, architecture, needs_head=needs_head):
-                yield Fault(path=key, message=said)
+    try:
+        place = place_of(model.path)
+        if isinstance(place, Path) and not place.exists():
+            if is_uri(model.path) or not _HF_ID.fullmatch(model.path) or model.path.startswith("."):
+                yield Fault(path=key, message=f"no directory {model.path}: give a HF directory, its URI or a HF id")
+        elif not (place / CONFIG).is_file():
+            yield Fault(path=key, message=f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
+        else:
+            for fault in _place_faults(place, model, needs_weights=needs_weights, needs_head=needs_head):
+                yield Fault(path=key, message=fault)
+    except ValueError as error:
+        yield Fault(path=key, message=str(error))
+
+
+def _place_faults(place: Place, model: CheckpointSection, *, needs_weights: bool, needs_head: bool) -> Iterator[str]:
+    if needs_weights and not has_weights(place):
+        has_pickles = isinstance(place, Path) and any(place.glob("*.bin"))
+        remedy = "convert them with transformers' save_pretrained" if has_pickles else "add them"
+        yield f"{place} has no weights (*.safetensors): {remedy}"
+    _, architecture = read_model(place, model.override_config)
+    if isinstance(place, RemoteDirectory):
+        weight_files(place)
+    elif has_weights(place):
+        yield from weight_faults(place, architecture, needs_head=needs_head)
+
+
+def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
+    """Yield why there is no tokenizer at a local path or a URI; a HF id is left to the hub."""
+    if not path or not (is_uri(path) or path.startswith(("/", "."))):
+        return
+    try:
+        if (place := local_path(path)) and not place.exists():
+            raise ValueError(f"no such file: {path}: {remedy}")
+        if not place:
+            remote = RemoteTokenizer.at(path)
+            remote.files(remote_directory(remote.directory), with_code=False)
+    except ValueError as error:
+        yield Fault(path=key, message=str(error))

@@ -21,7 +21,7 @@ from megarl.config.checks import (
 )
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
-from megarl.config.model_files import model_faults, read_sizes
+from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 from megarl.data.columns import Needs, PromptColumns, first_faults
@@ -86,9 +86,8 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from model_faults(policy, f"{POLICY}.path")
         if needs_critic:
             yield from model_faults(critic, "critic.model.path", needs_head=False)
-            if (own := config.tokenizer_of_critic) and own.startswith(("/", ".")):
-                place = "critic.model.tokenizer_path"
-                yield from path_faults(own, place, "give a directory, a .model file, a HF id or null")
+            own, place = config.tokenizer_of_critic, "critic.model.tokenizer_path"
+            yield from tokenizer_faults(own, place, "give a directory, a .model file, a URI, a HF id or null")
     sizes = read_sizes(policy)
     if sizes and sizes.scalar_head:
         yield Fault(

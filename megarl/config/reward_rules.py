@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.checks import length_faults, path_faults, reward_faults
+from megarl.config.checks import length_faults, reward_faults
 from megarl.config.faults import Fault
-from megarl.config.model_files import model_faults, read_sizes
+from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
 from megarl.config.rule import Facts, Rule, rule
@@ -61,7 +61,7 @@ def _reward_model(config: Config, facts: Facts) -> Iterator[Fault]:
     section = config.reward_model
     if not section.enable:
         return
-    yield from _reward_checkpoint_faults(section, check_paths=facts.check_paths)
+    yield from _reward_checkpoint_faults(section, config.actor_rollout_ref.model.path, check_paths=facts.check_paths)
     sizes, key = read_sizes(section.model), f"{REWARD}.model.path"
     if sizes is None:
         return
@@ -78,17 +78,16 @@ def _reward_model(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from length_faults(sizes, key, "data.max_response_length", longest)
 
 
-def _reward_checkpoint_faults(section: RewardModelSection, *, check_paths: bool) -> Iterator[Fault]:
+def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, check_paths: bool) -> Iterator[Fault]:
     """The checkpoint must be named and there."""
     if not section.model.path:
         yield Fault(path=f"{REWARD}.model.path", message=f"{REWARD}.enable=true needs one: name a sequence classifier")
     elif check_paths:
         yield from model_faults(section.model, f"{REWARD}.model.path")
         tokenizer = section.model.input_tokenizer
-        if tokenizer and tokenizer.startswith(("/", ".")):
-            yield from path_faults(
-                tokenizer, f"{REWARD}.model.input_tokenizer", "give a directory, a .model file, a HF id or null"
-            )
+        if tokenizer != policy_path:  # which stands for the policy's own, wherever that is
+            place = f"{REWARD}.model.input_tokenizer"
+            yield from tokenizer_faults(tokenizer, place, "give a directory, a .model file, a URI, a HF id or null")
 
 
 @rule(POLICY, f"{REWARD}.model", *MESH, LAYERS, f"{REWARD}.megatron", f"{REWARD}.enable")

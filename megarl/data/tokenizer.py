@@ -4,14 +4,19 @@ What `save` writes encodes and decodes as this object does: training and every r
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer
 from megarl.data.spm import load_sentencepiece
+from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import computing_at_most
+from megarl.platform.secrets import redact
+from megarl.platform.uri import is_uri, local_path
 
 TEMPLATE_SECONDS = 10.0
 """What a chat template may compute for one conversation, in CPU time."""
@@ -118,7 +123,7 @@ def load_tokenizer(
     """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
 
     Args:
-        path: of the tokenizer.
+        path: of the tokenizer, or its URI; collective where there are ranks and the URI is that of another machine.
         chat_template: a Jinja file, or the template itself; overrides the tokenizer's own.
         apply_chat_template: whether prompts go through the template; None: lists of messages do, if there is one.
         trust_remote_code: run the code that comes with the tokenizer.
@@ -126,7 +131,7 @@ def load_tokenizer(
     Raises:
         ValueError: nothing loads from `path`, or `apply_chat_template` asks for a template that there is not.
     """
-    place = Path(path)
+    place = _find(path, with_code=trust_remote_code)
     configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not configured and (place / "tokenizer.model").exists():
         place /= "tokenizer.model"
@@ -134,14 +139,24 @@ def load_tokenizer(
         if not place.is_file():
             raise ValueError(f"data.tokenizer: no such file: {place}")
         tokenizer = load_sentencepiece(place)
-        beside = place.with_name("chat_template.jinja")
+        beside = place.with_name(TEMPLATE)
         if beside.exists():
             tokenizer.chat_template = beside.read_text()
     else:
-        tokenizer = _load_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = _load_pretrained(str(place) if is_uri(path) else path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
-    return Tokenizer(tokenizer, source=path, apply_chat_template=apply_chat_template)
+    return Tokenizer(tokenizer, source=redact(path), apply_chat_template=apply_chat_template)
+
+
+def _find(path: str, *, with_code: bool) -> Path:
+    """Where the tokenizer is on this machine, if `path` is no id of the Hugging Face hub."""
+    if place := local_path(path):
+        return place
+    remote = RemoteTokenizer.at(path)
+    kind = f"tokenizer {remote.file or ''}{' with code' * with_code}".strip()
+    directory = local_copy(remote.directory, kind, partial(remote.files, with_code=with_code))
+    return directory / remote.file if remote.file else directory
 
 
 def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:

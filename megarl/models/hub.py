@@ -1,40 +1,90 @@
-"""Where a model's files are: a local directory, or a Hugging Face id that is downloaded once."""
+"""Where a model's files are: a local directory, a URI or a Hugging Face id, both of which are copied here once."""
 
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
+from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
+from megarl.platform.uri import is_uri, local_path
+from megarl.reshard.headers import CONFIG, INDEX, SINGLE, read_index
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+GENERATION = "generation_config.json"
+DATA = ("*.json", "*.model", "*.jinja", "*.txt")
+WEIGHTS, CODE = "*.safetensors", "*.py"
+
+Place = Path | RemoteDirectory
+
+
+def place_of(path: str) -> Place:
+    """Where a user's path or URI leads; of a Hugging Face id, a local directory that is not there. Nothing is asked.
+
+    Raises:
+        ValueError: the URI is that of a file on another host.
+    """
+    return local_path(path) or remote_directory(path)
 
 
 def local_directory(path: str, *, with_code: bool = False) -> Path:
-    """The directory of a local checkpoint, or of the downloaded files of a Hugging Face id: data, unless `with_code`.
+    """The directory of a local checkpoint, or of the copy of the one at a URI or under a Hugging Face id.
+
+    Only data is copied, unless `with_code`. Collective where there are ranks and the path is a URI.
 
     Raises:
-        ValueError: there is no such directory, and nothing could be downloaded under that id.
+        ValueError: there is no such directory, and nothing could be copied.
     """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    if (directory := local_path(path)) and directory.is_dir():
         return directory
+    if is_uri(path):
+        if directory:
+            raise ValueError(f"no directory {directory}")
+        from megarl.distributed.copies import local_copy  # it needs torch, and the check of a configuration does not
+
+        kind = f"model{' with code' * with_code}"
+        return local_copy(path, kind, partial(needed_files, with_code=with_code))
     from huggingface_hub import snapshot_download  # half a second that local models need not wait
 
     try:
-        return Path(snapshot_download(path, allow_patterns=[*FILES, *(["*.py"] if with_code else [])]))
+        return Path(snapshot_download(path, allow_patterns=[*DATA, WEIGHTS, *([CODE] if with_code else [])]))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no local directory, and as a Hugging Face id it failed: {error}") from error
 
 
-def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:
+    """The files of a model: configuration, tokenizer, and the weights that are read where there are several kinds.
+
+    Raises:
+        ValueError: there is no `config.json`, or the index lists a file that is not there.
+    """
+    if CONFIG not in remote.sizes:
+        raise ValueError(f"{remote} has no {CONFIG}: give a directory in Hugging Face's format")
+    patterns = (*DATA, CODE) if with_code else DATA
+    small = [name for name in remote.sizes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return sorted({*small, *weight_files(remote)})
+
+
+def weight_files(remote: RemoteDirectory) -> list[str]:
+    """The files of weights. Raises ValueError where the index lists one that is not there."""
+    if SINGLE in remote.sizes:
+        return [SINGLE]
+    if INDEX not in remote.sizes:
+        return []
+    files = sorted(set(read_index(remote / INDEX).values()))
+    if missing := [file for file in files if "/" not in file and file not in remote.sizes]:
+        raise ValueError(f"{remote / INDEX} lists {missing[0]}, which is not there")
+    return files
+
+
+def read_config(directory: Place, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The parsed `config.json` of a checkpoint with some of its fields replaced. Raises as `read_json` does."""
     return {**read_json(directory / CONFIG), **overrides}
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path | RemoteFile) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
@@ -53,7 +103,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_model(directory: Path, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
+def read_model(directory: Place, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """The configuration of a checkpoint, overrides applied, and the model that it describes.
 
     Raises:

@@ -1,7 +1,7 @@
 """How a `config.json` has rotary positions scaled."""
 
 from dataclasses import MISSING, dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.models.fields import Fields
 
@@ -70,7 +70,8 @@ def _read(scaling: type[S], rope: Fields, *, kind: str, required: list[str]) -> 
     if missing := [name for name in required if name not in rope]:
         raise ValueError(f"config.json: the {kind} rotary scaling has no {missing[0]!r}")
     given = [trait.name for trait in fields(scaling) if trait.name in rope]
-    return scaling(**{name: _value(rope, name) for name in given})
+    values: dict[str, Any] = {name: _value(rope, name) for name in given}
+    return scaling(**values)
 
 
 def _value(rope: Fields, name: str) -> float:

@@ -13,7 +13,7 @@ from megarl.config.model_files import model_faults
 from megarl.config.root import Config
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
-from megarl.models.hub import read_model
+from megarl.models.hub import place_of, read_model
 from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
@@ -163,14 +163,14 @@ def architecture_of(section: CheckpointSection) -> Architecture:
     Raises:
         ValueError: there is none, or it describes a model that megarl does not know.
     """
-    directory = Path(section.path).expanduser()
-    if not directory.is_dir():
+    place = place_of(section.path)
+    if isinstance(place, Path) and not place.is_dir():
         from huggingface_hub import hf_hub_download  # half a second that local models need not wait
 
         try:
-            directory = Path(hf_hub_download(section.path, "config.json")).parent
+            place = Path(hf_hub_download(section.path, "config.json")).parent
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{section.path} is no local directory, and as a Hugging Face id it failed: {error}"
             ) from error
-    return read_model(directory, section.override_config)[1]
+    return read_model(place, section.override_config)[1]

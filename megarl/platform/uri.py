@@ -1,11 +1,16 @@
 """File systems by the name a user gave: a local path, or a URI of anything that pyarrow or fsspec opens."""
 
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec import available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+
+from megarl.platform.secrets import redact
 
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
 """What pyarrow opens itself; all other schemes are fsspec's."""
@@ -19,6 +24,33 @@ REMEDIES = MappingProxyType(
         "viewfs": _HADOOP,
     }
 )
+
+WAITS_S = (1.0, 4.0, 16.0)
+"""Seconds between the tries of one thing."""
+
+T = TypeVar("T")
+
+
+def is_uri(name: str) -> bool:
+    """Whether a user's name of a file or a directory is a URI, and no path."""
+    return "://" in name
+
+
+def local_path(name: str) -> Path | None:
+    """The path of what lies on this machine, as a path or a `file://` URI; None for any other URI."""
+    if not is_uri(name):
+        return Path(name).expanduser()
+    return Path(open_filesystem(name)[1]) if name.startswith("file://") else None
+
+
+def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
+    """Do what may fail, again after each of `waits` seconds. Raises what the last try raised."""
+    for wait in waits:
+        try:
+            return work()
+        except Exception:  # each file system has errors of its own
+            time.sleep(wait)
+    return work()
 
 
 def open_filesystem(name: str) -> tuple[Any, str]:
@@ -42,10 +74,10 @@ def open_filesystem(name: str) -> tuple[Any, str]:
 
 
 def out_of_reach(name: str, error: Exception) -> ValueError:
-    """What to tell a user of `error`, which came of opening `name`."""
+    """What to tell a user of `error`, which came of opening `name`; without secrets."""
     remedy = REMEDIES.get(name.partition("://")[0], "check the name, and that this machine may read it")
     reason = str(error).partition("\n")[0]
-    return ValueError(f"{name} cannot be opened: {reason} ({remedy})")
+    return ValueError(redact(f"{name} cannot be opened: {reason} ({remedy})"))
 
 
 def why_unopened(name: str) -> str | None:

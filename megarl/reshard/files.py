@@ -47,7 +47,7 @@ class CheckpointFiles:
             with opened(single) as file:
                 self._file_of = dict.fromkeys(file.keys(), single)
         elif (index := directory / INDEX).is_file():
-            self._file_of = read_index(index)
+            self._file_of = {name: directory / file for name, file in read_index(index).items()}
         else:
             raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
 

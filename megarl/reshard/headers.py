@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megarl.platform.files import inside
+from megarl.platform.remote import RemoteDirectory, RemoteFile
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -25,7 +26,7 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def has_weights(directory: Path) -> bool:
+def has_weights(directory: Path | RemoteDirectory) -> bool:
     """Whether there is a file of weights, or an index of several."""
     return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
 
@@ -40,11 +41,18 @@ def opened(file: Path, *, framework: str = "np") -> Iterator[Any]:
         raise ValueError(f"{file} cannot be read as safetensors: {error}; copy the file again") from error
 
 
-def read_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor. Raises ValueError where it is no index, or lists a file of another directory."""
+def read_index(path: Path | RemoteFile) -> dict[str, str]:
+    """The file of each tensor, relative to the directory of the index.
+
+    Raises:
+        ValueError: it is no index, or lists a file of another directory.
+    """
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {name: inside(path.parent, str(file)) for name, file in weight_map.items()}
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files = {name: str(file) for name, file in weight_map.items()}
+        for file in set(files.values()):
+            inside(Path(str(path.parent)), file)
+        return files
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ValueError(f"{path} is no index of weights: {error}") from error
 
@@ -59,7 +67,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         return _tensors_of(single)
     if not (directory / INDEX).is_file():
         raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
-    index, found = read_index(directory / INDEX), dict[str, Stored]()
+    index = {name: directory / file for name, file in read_index(directory / INDEX).items()}
+    found: dict[str, Stored] = {}
     for file in sorted(set(index.values())):
         if not file.is_file():
             raise ValueError(f"{directory / INDEX} lists {file.name}, which is not there")

@@ -1,0 +1,44 @@
+"""Which files at a URI are a tokenizer's: those of a Hugging Face directory, or a SentencePiece `.model`."""
+
+from dataclasses import dataclass
+
+from megarl.platform.remote import RemoteDirectory
+
+TEMPLATE = "chat_template.jinja"
+DATA = (".json", ".model", ".jinja", ".txt")
+CODE = ".py"
+ENOUGH = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class RemoteTokenizer:
+    """A tokenizer at a URI."""
+
+    directory: str  # URI
+    file: str | None  # the SentencePiece model in it; None: the directory is the tokenizer
+
+    @classmethod
+    def at(cls, uri: str) -> "RemoteTokenizer":
+        """What a user's URI means; nothing is asked."""
+        first, chain, rest = uri.partition("::")
+        path, query, parameters = first.partition("?")
+        parent, _, name = path.rstrip("/").rpartition("/")
+        if not name.endswith(".model"):
+            return cls(uri, None)
+        return cls(f"{parent}{query}{parameters}{chain}{rest}", name)
+
+    def files(self, remote: RemoteDirectory, *, with_code: bool) -> list[str]:
+        """The files of it that are needed; Python code only if `with_code`.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        names = sorted(remote.sizes)
+        if self.file:
+            if self.file not in names:
+                raise ValueError(f"no such file: {remote / self.file}")
+            return [name for name in (self.file, TEMPLATE) if name in names]
+        if not set(ENOUGH) & set(names):
+            raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} is there")
+        endings = (*DATA, CODE) if with_code else DATA
+        return [name for name in names if name.endswith(endings) and not name.endswith(".index.json")]
