@@ -15,7 +15,7 @@ class DataSection:
     val_files: str | list[str] | None = None
     """File or files for validation, as `train_files`; null = no validation."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file; null = the actor's."""
+    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the actor's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
     max_prompt_length: Length = 512
@@ -60,7 +60,7 @@ class SupervisedDataSection:
     val_files: str | list[str] | None = None
     """File or files that are reported on, as `train_files`; null = none."""
     tokenizer: str | None = None
-    """HF directory, HF id or SentencePiece `.model` file; null = the model's."""
+    """HF directory, HF id or SentencePiece `.model` file, or a URI of one; null = the model's."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages {role, content}, or a plain string."""
     train_batch_size: Count = 256

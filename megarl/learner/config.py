@@ -81,7 +81,7 @@ class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
     path: str
-    """HF directory or HF id."""
+    """HF directory, its URI (s3://, gs://, hdfs://, anything that fsspec opens) or HF id."""
     external_lib: str | list[str] | None = None
     """Module or modules imported first, to register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint that the critic starts from; a language model's head becomes a scalar."""
 
     path: str = ""
-    """HF directory or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
+    """HF directory, its URI or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
     tokenizer_path: str | None = None
     """Tokenizer that the critic was trained with; null = the policy's. With another one the critic reads the policy's
     text in its own tokens."""
@@ -114,7 +114,7 @@ class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """HF directory or HF id; required by reward_model.enable."""
+    """HF directory, its URI or HF id; required by reward_model.enable."""
     input_tokenizer: str | None = None
     """Tokenizer of the tokens it is given, the policy's unless set: they are decoded, and encoded again under its own
     chat template. null = vocabulary and chat template are the policy's, and tokens pass as they are."""

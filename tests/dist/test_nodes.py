@@ -12,10 +12,7 @@ from tests.tiny import write_checkpoint
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3) as ranks:
-        yield ranks
+NUM_RANKS = 3
 
 
 def answers() -> tuple[str, int, list[tuple[int, str | None]]]:
