@@ -27,7 +27,7 @@ from tests.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = SIZES | VARIANTS["llama"]
 RUN = (
-    *("data.train_files=s3://models/train.parquet", "data.max_prompt_length=64", "data.max_response_length=64"),
+    *("data.train_files=/nowhere.parquet", "data.max_prompt_length=64", "data.max_response_length=64"),
     *("algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=2", "critic.model.path=a/b"),
 )
 
@@ -91,7 +91,7 @@ def read(uri: str) -> Source:
 
 
 def faults(*arguments: str) -> dict[str, str]:
-    """What the check of a run's configuration says."""
+    """What the check of a run's configuration says, but of its data."""
     as_a_new_process()
     try:
         load_config([*RUN, *arguments], world_size=None)
@@ -99,7 +99,7 @@ def faults(*arguments: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for fault in error.faults:
             found[fault.path] = f"{found.get(fault.path, '')}{fault.message}\n"
-        return found
+        return {key: message for key, message in found.items() if key != "data.train_files"}
     return {}
 
 
@@ -207,7 +207,7 @@ def test_what_lacks_there_is_a_fault_of_the_configuration(
     assert message in reward["reward_model.model.path"]
     as_a_new_process()
     with pytest.raises(ConfigError, match="model.path"):
-        load_sft_config(["data.train_files=s3://models/x", f"model.path={uri}"], world_size=None)
+        load_sft_config(["data.train_files=/nowhere.parquet", f"model.path={uri}"], world_size=None)
     if "weights" not in message:
         with pytest.raises(ConfigError, match="model.path"):
             load_verify_config([f"actor_rollout_ref.model.path={uri}"], world_size=None)
