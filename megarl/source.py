@@ -19,7 +19,8 @@ from megarl.distributed.launch import Launch
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture, hf_shapes
 from megarl.models.claims import weight_faults
-from megarl.models.hub import local_directory, place_of, read_model
+from megarl.models.hub import local_directory, place_of, read_config, read_model
+from megarl.models.overrides import unread_overrides
 from megarl.platform.files import explained, replacing
 from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles, ShardWriter, export
@@ -57,6 +58,8 @@ class Source:
         directory = local_directory(section.path, with_code=section.trust_remote_code)
         try:
             hf_config, architecture = read_model(directory, section.override_config)
+            for fault in unread_overrides(read_config(directory, {}), section.override_config):
+                raise ValueError(f"override_config: {fault}")
             if has_weights(directory):
                 _check_weights(directory, architecture)
         except ValueError as error:

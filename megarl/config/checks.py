@@ -18,9 +18,17 @@ from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, rule_names
 from megarl.rollout.config import RolloutSection
+from megarl.rollout.fields import engine_faults
 from megarl.tracking.config import TrainerSection
 
 MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+
+
+def engine_argument_faults(rollout: RolloutSection, where: str) -> Iterator[Fault]:
+    """vLLM must have the arguments that it is to get, and they must be the user's to give."""
+    if rollout.engine_kwargs:
+        for said in engine_faults(rollout.engine_kwargs):
+            yield Fault(path=f"{where}.engine_kwargs", message=said)
 
 
 def world_size(trainer: TrainerSection) -> int:

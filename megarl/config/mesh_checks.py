@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megarl.config.faults import Fault
 from megarl.learner.config import MegatronSection
+from megarl.learner.fields import transformer_faults
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -70,6 +71,10 @@ def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
                 path=path,
                 message=f"{key} is not understood: lay uneven stages out with {FIRST} and {LAST}",
             )
+    unproven = {key: value for key, value in override.items() if key not in (*SIZES, *OTHER_LAYOUTS, FIRST, LAST)}
+    if unproven:
+        for said in transformer_faults(unproven):
+            yield Fault(path=path, message=said)
     for key in (FIRST, LAST):
         value = override.get(key)
         if value is not None and (type(value) is not int or value < 1):

@@ -9,7 +9,8 @@ from megarl.data.remote_tokenizer import RemoteTokenizer
 from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
-from megarl.models.hub import Place, place_of, read_model, weight_files
+from megarl.models.hub import Place, place_of, read_config, read_model, weight_files
+from megarl.models.overrides import unread_overrides
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import CONFIG, has_weights
@@ -45,6 +46,8 @@ def model_faults(
         elif not (place / CONFIG).is_file():
             yield Fault(path=key, message=f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
         else:
+            for fault in unread_overrides(read_config(place, {}), model.override_config):
+                yield Fault(path=f"{key.removesuffix('path')}override_config", message=fault)
             for fault in _place_faults(place, model, needs_weights=needs_weights, needs_head=needs_head):
                 yield Fault(path=key, message=fault)
     except ValueError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megarl.config.checks import (
     data_faults,
+    engine_argument_faults,
     engine_cut_faults,
     launch_faults,
     length_faults,
@@ -247,6 +248,11 @@ def _lengths(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from length_faults(read_sizes(policy.model), f"{POLICY}.path", "data.max_response_length", longest)
 
 
+@rule(f"{ROLLOUT}.engine_kwargs")
+def _engine_arguments(config: Config, facts: Facts) -> Iterator[Fault]:
+    yield from engine_argument_faults(config.actor_rollout_ref.rollout, ROLLOUT)
+
+
 @rule("data.max_prompt_length", "data.max_response_length", ROLLOUT)
 def _engine(config: Config, facts: Facts) -> Iterator[Fault]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
@@ -321,6 +327,7 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _work_for_all,
     _micro_batches,
     _lengths,
+    _engine_arguments,
     _engine,
     _validation,
     _val_sampling,

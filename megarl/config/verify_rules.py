@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from megarl.config.checks import engine_cut_faults, launch_faults, mesh_faults, partition_faults, replica_faults
+from megarl.config.checks import (
+    engine_argument_faults,
+    engine_cut_faults,
+    launch_faults,
+    mesh_faults,
+    partition_faults,
+    replica_faults,
+)
 from megarl.config.faults import Fault
 from megarl.config.model_files import model_faults
 from megarl.config.root import VerifyConfig
@@ -23,6 +30,7 @@ def _ranks(config: VerifyConfig, facts: Facts) -> Iterator[Fault]:
     yield from launch_faults(config.trainer, facts.world_size)
     yield from mesh_faults(config.actor_rollout_ref.actor.megatron, config.trainer, MEGATRON)
     yield from replica_faults(config.actor_rollout_ref.rollout, config.trainer, ROLLOUT)
+    yield from engine_argument_faults(config.actor_rollout_ref.rollout, ROLLOUT)
 
 
 @rule(MODEL, MEGATRON, ROLLOUT)

@@ -8,7 +8,6 @@ Invariant: no token is generated from weights or cached keys of an earlier sync.
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +19,7 @@ from megarl.batch import Prompt
 from megarl.distributed.exchange import together
 from megarl.rollout import patches, segments
 from megarl.rollout.config import RolloutSection
+from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cache_bytes_per_token, check_cache_tokens, cpu_cache_bytes
 from megarl.rollout.sampling import Generation, Sampling, read_output, request_params, request_seed
 
@@ -274,8 +274,6 @@ def llm_arguments(
     section: RolloutSection, *, model_dir: Path, max_model_len: int, trust_remote_code: bool, on_cpu: bool
 ) -> dict[str, Any]:
     """The arguments of `vllm.LLM`; ValueError for `engine_kwargs` that contradict them or that vLLM does not know."""
-    from vllm import EngineArgs
-
     ours: dict[str, Any] = {
         "model": str(model_dir),
         "trust_remote_code": trust_remote_code,
@@ -298,17 +296,14 @@ def llm_arguments(
         "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
     }
     where = "actor_rollout_ref.rollout.engine_kwargs"
-    if section.engine_kwargs.get("enable_eplb"):
-        raise ValueError(f"{where}: enable_eplb moves experts between ranks after a sync has placed them; remove it")
     if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
         raise ValueError(
             f"{where}: vLLM crashes where it computes with enable_expert_parallel on CPU; remove it, and every expert "
             "is cut over the ranks of a replica"
         )
-    if taken := sorted(ours.keys() & section.engine_kwargs.keys()):
-        raise ValueError(f"{where}: {', '.join(taken)} follow from other keys of the configuration; remove them")
-    if unknown := sorted(section.engine_kwargs.keys() - {field.name for field in fields(EngineArgs)}):
-        raise ValueError(f"{where}: vLLM has no argument {', '.join(unknown)}; see vllm.EngineArgs")
+    assert ours.keys() == OURS
+    for fault in engine_faults(section.engine_kwargs):
+        raise ValueError(f"{where}: {fault}")
     # vLLM 0.26 - 0.32 otherwise rounds logits to the model's type, the trainer does not (`megarl.learner.heads`).
     overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
     return ours | section.engine_kwargs | {"hf_overrides": overrides}

@@ -1,0 +1,44 @@
+"""What `engine_kwargs` may say, from vLLM's own class of arguments."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+
+OURS = frozenset(
+    {
+        *("model", "trust_remote_code", "skip_tokenizer_init", "generation_config", "load_format", "dtype", "seed"),
+        *("distributed_executor_backend", "tensor_parallel_size", "max_model_len", "max_num_seqs"),
+        *("max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"),
+        *("enable_sleep_mode", "logprobs_mode"),
+    }
+)
+"""Arguments that follow from other keys of the configuration."""
+
+
+def engine_faults(names: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with each argument that vLLM does not have, or that is not the user's to give.
+
+    Imports vLLM, which takes seconds.
+    """
+    known = _known()
+    for name in names:
+        if name in ("vllm", "sglang", "trtllm"):
+            yield f"{name}: the engine is vLLM, write its arguments without that name"
+        elif name in OURS:
+            yield f"{name} follows from other keys of the configuration: remove it"
+        elif name == "enable_eplb":
+            yield "enable_eplb moves experts between ranks after a sync has placed them: remove it"
+        elif name not in known:
+            meant = get_close_matches(name, known, n=1)
+            yield f"vLLM has no argument {name}: " + (f"did you mean {meant[0]}?" if meant else "see vllm.EngineArgs")
+
+
+@cache
+def _known() -> frozenset[str]:
+    from megarl.rollout.patches import prepare_environment
+
+    prepare_environment()  # vLLM reads it when it is imported
+    from vllm import EngineArgs
+
+    return frozenset(field.name for field in fields(EngineArgs))
