@@ -105,13 +105,21 @@ def to_yaml(config: Config | SupervisedConfig) -> str:
 
 
 @cache
-def _adapter(root: type[C]) -> TypeAdapter[C]:
+def _cached_adapter(root: Any) -> TypeAdapter[Any]:
     return TypeAdapter(root)
 
 
 @cache
-def _schema(root: type) -> Schema:
+def _cached_schema(root: Any) -> Schema:
     return Schema.of(root)
+
+
+def _adapter(root: Any) -> TypeAdapter[Any]:
+    return _cached_adapter(root)
+
+
+def _schema(root: Any) -> Schema:
+    return _cached_schema(root)
 
 
 def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
