@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import batch_table, remarks, unread_keys
+from megarl.config.report import batch_table, remarks, unread_keys, unwritten_keys
 from megarl.config.root import Config
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         argv,
         read_arguments,
         train,
-        remarks=lambda arguments, argv: unread_keys(arguments.config, argv),
+        remarks=lambda arguments, argv: chain(
+            unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
+        ),
     )
 
 

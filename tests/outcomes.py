@@ -1,5 +1,7 @@
 """What a run leaves, and how two runs that should be the same are held against each other."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,23 @@ def _same(mine: Path, other: Path) -> bool:
     if mine.suffix == ".parquet":
         return bool(pq.read_table(mine).equals(pq.read_table(other)))
     return mine.read_bytes() == other.read_bytes()
+
+
+def wandb_records(run_dir: Path) -> Iterator[Any]:
+    """Yield W&B's offline records of all parts of a run, in the order in which `wandb sync` reads them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while data := store.scan_data():
+            record = Record()
+            record.ParseFromString(data)
+            yield record
+
+
+def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics that W&B has of a run that was recorded offline."""
+    rows = [record.history for record in wandb_records(run_dir) if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]

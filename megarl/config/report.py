@@ -170,6 +170,16 @@ def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
     return unread(config, written_keys(type(config), argv))
 
 
+def unwritten_keys(config: Config, argv: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
+    if config.kl_of_reward and "algorithm.use_kl_in_reward" not in written_keys(Config, argv):
+        yield (
+            "algorithm.use_kl_in_reward is not written and actor.use_kl_loss is off: the reward is reduced by "
+            f"algorithm.kl_ctrl.kl_coef={config.algorithm.kl_ctrl.kl_coef:g} times the divergence from a reference; "
+            "write algorithm.use_kl_in_reward=false to train without a reference"
+        )
+
+
 def _update_rows(config: Config, model: str, mini_batch: int, epochs: int, micro_batch: int | None) -> list[BatchRow]:
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     count = config.data.train_batch_size // mini_batch

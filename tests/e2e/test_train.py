@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -23,8 +24,8 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
-from tests.outcomes import metrics_of
-from tests.programs import succeed
+from tests.outcomes import metrics_of, wandb_history
+from tests.programs import ROOT, succeed
 from tests.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -68,46 +69,38 @@ def mlflow_runs(run_dir: Path, project: str) -> tuple[MlflowClient, list[Any]]:
 
 @pytest.fixture(scope="module")
 def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The best-known small script, shrunk: its run directory, and what it printed."""
+    """TinyZero's own script on its own kind of data, with small sizes: its run directory, and what it printed."""
     root = tmp_path_factory.mktemp("small")
+    data = root / "data"
+    data.mkdir()
+    for source, name in ((workspace.train, "train"), (workspace.val, "test")):
+        table = pq.read_table(source)
+        messages = [[{"role": "user", "content": text}] for text in table["prompt"].to_pylist()]
+        place = table.column_names.index("prompt")
+        pq.write_table(table.set_column(place, "prompt", pa.array(messages)), data / f"{name}.parquet")
     output = succeed(
-        *(sys.executable, "-m", "megarl.train"),
-        f"data.train_files={workspace.train}",
-        f"data.val_files={workspace.val}",
+        "env",
+        *(f"PYTHON={sys.executable}", f"BASE_MODEL={workspace.model}", f"DATA_DIR={data}"),
+        *("N_GPUS=2", "ROLLOUT_TP_SIZE=2", "EXPERIMENT_NAME=countdown"),
+        *("bash", ROOT / "scripts" / "train_tiny_zero.sh"),
         "data.train_batch_size=24",
         "data.val_batch_size=8",
         "data.max_prompt_length=64",
         "data.filter_overlong_prompts=true",
         f"data.max_response_length={MAX_RESPONSE_LENGTH}",
-        f"actor_rollout_ref.model.path={workspace.model}",
-        "actor_rollout_ref.actor.optim.lr=1e-6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=12",
         "actor_rollout_ref.actor.ppo_micro_batch_size=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size=4",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         "actor_rollout_ref.rollout.val_kwargs={n: 2, do_sample: true, temperature: 1.0}",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
-        "critic.optim.lr=1e-5",
-        f"critic.model.path={workspace.model}",
-        "critic.ppo_micro_batch_size=4",
-        "algorithm.kl_ctrl.kl_coef=0.001",
-        "trainer.logger=['console','mlflow']",
-        "trainer.val_before_train=False",
-        "trainer.default_hdfs_dir=null",
-        "trainer.n_gpus_per_node=2",
-        "trainer.nnodes=1",
+        "trainer.logger=['wandb','console','mlflow']",
         "trainer.save_freq=2",
         "trainer.save_huggingface=true",
         "trainer.async_save=true",
         "trainer.test_freq=2",
-        "trainer.project_name=Small",
-        "trainer.experiment_name=countdown",
         "trainer.total_epochs=1",
         timeout_s=LAUNCH_S,
         cwd=root,
     )
-    return root / "checkpoints" / "Small" / "countdown", output
+    return root / "checkpoints" / "TinyZero" / "countdown", output
 
 
 def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]) -> None:
@@ -135,7 +128,7 @@ def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]
 
 def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     run_dir, _ = small_run
-    client, [run] = mlflow_runs(run_dir, "Small")
+    client, [run] = mlflow_runs(run_dir, "TinyZero")
     assert (run.info.run_name, run.info.status) == ("countdown", "FINISHED")
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert run.data.params == {safe_name(key): str(value) for key, value in flatten(config)}
@@ -152,6 +145,20 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     assert run.data.metrics["sync/check_probs_diff_mean"] < bfloat16.probs_stop / 8
     tables = [file.path for file in client.list_artifacts(run.info.run_id, "val")]
     assert tables == ["val/generations.json"]
+
+
+def test_the_small_script_reads_complete_prompts_as_they_are(small_run: tuple[Path, str], workspace: Workspace) -> None:
+    _, output = small_run
+    assert "the content of its messages, as the tokenizer has no chat template" in output
+    shown = output.partition("as the model reads it")[2]
+    assert any(text in shown for text in pq.read_table(workspace.train)["prompt"].to_pylist())
+
+
+def test_the_small_script_is_in_wandb_without_a_server(small_run: tuple[Path, str]) -> None:
+    run_dir, _ = small_run
+    steps = {row["_step"]: row for row in wandb_history(run_dir)}
+    assert {1, 2} <= steps.keys()
+    assert all("critic/score/mean" in steps[step] for step in (1, 2))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from megarl.build.models import make_budget
 from megarl.build.run import make_kl_controller
 from megarl.checkpoint.state import State
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, written_keys
-from megarl.config.report import unread_keys
+from megarl.config.report import unread_keys, unwritten_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
 from megarl.config.unread import ROWS, reasons
@@ -157,6 +157,24 @@ def said(*arguments: str) -> list[str]:
     return list(unread_keys(load(*arguments), [*MINIMAL, *arguments]))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [
+        ([], True),
+        (grpo(), True),
+        (["algorithm.use_kl_in_reward=null"], False),  # whoever writes null has read what it means
+        (["algorithm.use_kl_in_reward=true"], False),
+        (["algorithm.use_kl_in_reward=false"], False),
+        (["algorithm.kl_ctrl.kl_coef=0"], False),
+        (grpo(f"{ACTOR}.use_kl_loss=true"), False),
+    ],
+)
+def test_a_divergence_in_the_reward_that_nobody_asked_for_is_said(arguments: list[str], is_said: bool) -> None:
+    found = list(unwritten_keys(load(*arguments), [*MINIMAL, *arguments]))
+    assert len(found) == is_said
+    assert all("algorithm.kl_ctrl.kl_coef=0.005" in sentence for sentence in found)
+
+
 @pytest.mark.parametrize("root", [Config, SFTConfig, RewardTrainConfig])
 def test_every_key_is_always_read_or_in_the_table(root: type) -> None:
     always = {f"{section}.{name}".lstrip(".") for section, names in ALWAYS.items() for name in names.split()}
@@ -253,7 +271,7 @@ def numbers(config: Config) -> Iterator[Any]:
     totals = Totals(num_tokens=int(mask.sum()), num_sequences=size)
     loss, parts = ActorObjective(actor, horizon=length)(outputs, marked, totals)
     yield loss.item(), {name: value.item() for name, value in parts.items()}
-    controller = make_kl_controller(config.algorithm.kl_ctrl, State())
+    controller = make_kl_controller(config.algorithm.kl_ctrl, State(step=0))
     if penalised:
         yield [controller.update(current, num_steps=64).coef for current in (0.01, 0.11, 5.0)]
     yield make_budget(config, actor.ppo_micro_batch_size)

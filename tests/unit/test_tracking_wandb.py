@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE
 from megarl.tracking.tracker import Tracker, make_tracker
 from megarl.tracking.wandb import UNFINISHED_FILE
+from tests.outcomes import wandb_history, wandb_records
 
 PARAMS = {"data": {"seed": 1}, "trainer": {"logger": ["wandb"]}}
 
@@ -32,27 +32,8 @@ def tracker(run_dir: Path, **options: Any) -> Tracker:
     return make_tracker(["wandb"], run_dir=run_dir, **(arguments | options))
 
 
-def records(run_dir: Path) -> Iterator[Any]:
-    """Yield W&B's records of all parts of a run, in the order in which `wandb sync` reads them."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
-    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while data := store.scan_data():
-            record = Record()
-            record.ParseFromString(data)
-            yield record
-
-
-def history(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [record.history for record in records(run_dir) if record.WhichOneof("record_type") == "history"]
-    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
-
-
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    return [(row["_step"], row["loss"]) for row in history(run_dir) if "loss" in row]
+    return [(row["_step"], row["loss"]) for row in wandb_history(run_dir) if "loss" in row]
 
 
 def log(tracker: Tracker, *steps: int, scale: float = 1.0) -> None:
@@ -66,11 +47,11 @@ def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_t
     run.log_table("val/generations", [{"prompt": "3 5 é", "score": 1.0}, {"prompt": "b", "score": 0.0}], step=2)
     run.close([{"exported": "runs/hf"}])
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
-    assert {row["val-core/countdown/mean@1"] for row in history(tmp_path)} == {0.5}
+    assert {row["val-core/countdown/mean@1"] for row in wandb_history(tmp_path)} == {0.5}
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_2_*.table.json")
     content = json.loads(table.read_text())
     assert (content["columns"], content["data"]) == (["prompt", "score"], [["3 5 é", 1.0], ["b", 0.0]])
-    (opened,) = [record.run for record in records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    (opened,) = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in opened.config.update}
     assert {name: value for name, value in config.items() if name != "_wandb"} == PARAMS
     assert (opened.project, opened.display_name, opened.run_id) == (
@@ -78,7 +59,7 @@ def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_t
         "e",
         (tmp_path / WANDB_RUN_ID_FILE).read_text(),
     )
-    said = "".join(map(str, records(tmp_path)))
+    said = "".join(map(str, wandb_records(tmp_path)))
     assert sys.argv[0] not in said and str(Path.cwd()) not in said
 
 
@@ -105,7 +86,9 @@ def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
     log(last, 5, 6)
     last.close()
     assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5, 6)]
-    assert {record.run.run_id for record in records(tmp_path) if record.WhichOneof("record_type") == "run"} == {run_id}
+    assert {record.run.run_id for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"} == {
+        run_id
+    }
 
 
 def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> None:
