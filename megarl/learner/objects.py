@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import UNSAFE_MESSAGE
 
 from megarl.platform.small_files import Damage, read_bytes
 
@@ -25,6 +26,6 @@ def read_objects(path: Path) -> Any:
 
 def first_words(error: Exception) -> str:
     """Return the kind of an error of torch's, and what it says before it gives advice."""
-    said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-    first, *_ = re.split(r"[.] |[.]?\n", said)
+    said = str(error).rpartition("WeightsUnpickler error: ")[2].removeprefix("Weights only load failed.")
+    first, *_ = re.split(r"[.] |[.]?\n", said.replace(UNSAFE_MESSAGE, "").strip())
     return f"{type(error).__name__}: {first[:200]}"
