@@ -105,9 +105,6 @@ def _obey(number: int, frame: FrameType | None) -> None:
     global _told
     if not _heeding:
         _end(number)
-    if not _told and local_rank() == "0":
-        at_once = "" if number == signal.SIGUSR1 else "; a second one ends the job at once"
-        say(f"{signal.Signals(number).name}: the job ends when this step is saved{at_once}")
     _told = True
 
 
@@ -119,14 +116,21 @@ def _end(number: int) -> None:
 
 
 def _listen(heard: int) -> None:
-    """End this process outside of its steps, and at a second wish.
+    """Say that this process heeds a wish; end it outside of its steps, and at a second wish.
 
-    A thread does: the main one may be in a collective, and never come out.
+    A thread does: the main one may be in a collective, and come out late or never.
     """
     first: float | None = None
+    has_said = False
     while number := os.read(heard, 1):
-        if not (_heeding or _told) and number[0] in SIGNALS:
+        if number[0] not in SIGNALS:
+            continue
+        if not (_heeding or _told):
             _end(number[0])
+        if not has_said and local_rank() == "0":
+            at_once = "" if number[0] == signal.SIGUSR1 else "; a second one ends the job at once"
+            say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{at_once}")
+            has_said = True
         if number[0] in _AT_ONCE:
             now = time.monotonic()
             if first is not None and now - first > ECHO_S:
