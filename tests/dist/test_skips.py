@@ -251,19 +251,19 @@ def test_a_run_that_learns_from_files_stops_likewise(
             "data.max_length=32",
             f"model.path={checkpoints['qwen2']}",
             "megatron={dtype: float32}",
-            "optim.lr=1e30",  # the first step leads to where nothing is finite
+            "optim={lr: 10, weight_decay: 1e6}",  # each step multiplies weights by 1e7 until squares overflow
             f"trainer.default_local_dir={tmp_path / 'run'}",
-            "trainer.total_training_steps=6",
-            "trainer.save_freq=2",
+            "trainer.total_training_steps=12",
+            "trainer.save_freq=1",
             "trainer.max_skipped_updates=1",
             "trainer.n_gpus_per_node=2",
             "trainer.logger=[jsonl]",
         ],
     )
     assert said[0] == said[1]
-    assert f"the last good checkpoint is {tmp_path / 'run' / 'global_step_2'}" in said[0]
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [line["skipped_updates"] for line in lines] == [0.0, 1.0]
+    assert [line["skipped_updates"] for line in lines] == [*[0.0] * (len(lines) - 1), 1.0]
+    assert f"the last good checkpoint is {tmp_path / 'run' / f'global_step_{len(lines)}'}" in said[0]
     assert "reward_model/loss" in lines[0]
-    assert "reward_model/loss" not in lines[1]
-    assert len(pq.read_table(next((tmp_path / "run" / "nonfinite").glob("step_3_*.parquet")))) == 8
+    assert "reward_model/loss" not in lines[-1]
+    assert len(pq.read_table(next((tmp_path / "run" / "nonfinite").glob(f"step_{len(lines) + 1}_*.parquet")))) == 8
