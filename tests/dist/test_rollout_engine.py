@@ -116,6 +116,27 @@ def test_engine_follows_two_different_syncs(
                 assert generation.token_ids == greedy[0, tokens.shape[1] :].tolist()
 
 
+def answers_with_few_tokens(paths: list[Path]) -> list[Generation]:
+    """What an engine says that draws from the 5 likeliest tokens."""
+    section = {"top_k": 5, "n": 2}
+    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **section)
+    with engine.awake(writer(tensors_of(paths[0])), version=7):
+        sampling = SamplingSection(do_sample=True, temperature=1.0, **section)
+        generations = engine.generate(PROMPTS, sampling, max_tokens=RESPONSE, step=7)
+    tear_down(engine)
+    return generations
+
+
+def test_log_probs_are_those_of_all_tokens_also_if_few_can_be_drawn(pool: RankPool, checkpoints: Checkpoints) -> None:
+    paths = checkpoints("llama")
+    [generations] = pool.run(1, answers_with_few_tokens, paths)
+    model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32)
+    for generation in generations:
+        expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=1e-4)
+        assert generation.weight_version == 7
+
+
 def trace_whole_experts(paths: list[Path]) -> None:
     from megarl.rollout.layout import trace
 
