@@ -1,5 +1,6 @@
 """A real run with secrets planted wherever they may stand, and code in its model: none is kept, shown or run."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,14 +38,11 @@ VARIABLES = {
 SECRETS = {*map(str.strip, VARIABLES.values()), USER, PASSWORD, quote(PASSWORD, safe=""), HUB, "planted99"}
 REWARD = """
 import os
-from itertools import count
-
-calls = count()
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("asking the judge with", os.environ["JUDGE_API_KEY"])
     others = {"key": os.environ["OPENAI_KEY"].strip(), "login": os.environ["DB_CREDENTIALS"]}
-    if next(calls) == 0:  # of each process
+    if len(solution_str) % 2:
         raise PermissionError(f"the judge does not know {os.environ['JUDGE_API_KEY']}, {others}")
     return {"score": 1.0, "pred": f"{others}"}
 """
@@ -59,6 +57,11 @@ class Bucket:
 
     def uri(self, path: str) -> str:
         return f"s3://{USER}:{quote(PASSWORD, safe='')}@bucket/{path}?{self.query}"
+
+    def put(self, directory: Path) -> None:
+        for file in filter(Path.is_file, directory.iterdir()):
+            with self.filesystem.open_output_stream(f"bucket/{directory.name}/{file.name}") as stream:
+                stream.write(file.read_bytes())
 
     def texts(self) -> Iterator[tuple[Path, str]]:
         for info in self.filesystem.get_file_info(FileSelector("bucket", recursive=True)):
@@ -93,6 +96,8 @@ def test_secrets_and_code_that_are_planted(
         monkeypatch.setenv(name, value)
     model = copytree(workspace.model, tmp_path / "model")
     witness = plant_code(model)
+    bucket.put(model)
+    monkeypatch.setenv("MEGARL_CACHE", str(cache := tmp_path / "cache"))
     (tmp_path / "reward.py").write_text(REWARD)
     run_dir = tmp_path / "run"
     code, output = run_program(
@@ -101,7 +106,7 @@ def test_secrets_and_code_that_are_planted(
         "data.train_batch_size=8",
         "data.max_prompt_length=64",
         "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.model.path={bucket.uri('model')}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.rollout.n=2",
         f"+actor_rollout_ref.rollout.engine_kwargs.hf_token={HUB}",
@@ -121,16 +126,24 @@ def test_secrets_and_code_that_are_planted(
     assert not witness.exists()
     assert f"the judge does not know {BLOT}" in output
     assert f"it printed 'asking the judge with {BLOT}'" in output
-    keys = "data.train_files, actor_rollout_ref.rollout.engine_kwargs.hf_token, trainer.default_hdfs_dir"
-    assert f"there is a secret in {keys}" in " ".join(output.split())
+    [keys] = re.findall("there is a secret in ([^:]*):", " ".join(output.split()))
+    assert set(keys.split(", ")) == {
+        "data.train_files",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.rollout.engine_kwargs.hf_token",
+        "reward_model.model.input_tokenizer",  # which follows the model's path
+        "trainer.default_hdfs_dir",
+    }
     assert f"compute_score of {tmp_path / 'reward.py'} (SHA-256: " in output
     assert f"s3://{BLOT}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
-    texts = dict(kept(run_dir)) | dict(bucket.texts())
+    assert f"s3://{BLOT}@bucket/model: its model is copied to {cache}/model-" in output
+    texts = dict(kept(run_dir)) | dict(kept(cache)) | dict(bucket.texts())
+    assert "modeling_planted.py" not in {path.name for path in cache.rglob("*")}, "code is copied where it may run"
+    assert not any(secret in str(path) for path in cache.rglob("*") for secret in SECRETS)
     assert Path("bucket/mirror/global_step_1/manifest.json") in texts
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
     assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir / "mlflow.db"]
     assert "compute_score of " in texts[run_dir / "mlflow.db"]
-    assert f"the judge does not know {BLOT}" in texts[run_dir / "samples" / "step_1.parquet"]
 
     for secret in SECRETS:
         assert secret not in output
