@@ -13,9 +13,9 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.build.models import device_of, make_actor, make_critic, make_reference
 from megarl.build.resume import Standing, companions, mirror_of, nothing_left, resumed_checkpoint
 from megarl.build.sampling import (
-    make_archive,
     make_limits,
     make_sampler,
+    make_samples,
     make_scorer,
     make_tokenizer,
     make_validation,
@@ -48,8 +48,8 @@ from megarl.ptx import Supervision
 from megarl.reward_model import make_rules
 from megarl.roles import Model
 from megarl.rollout.engine import RolloutEngine
-from megarl.samples.collect import Collector, SampleSource
-from megarl.samples.replay import Recorder, Replay, replaying
+from megarl.samples.collect import SampleSource
+from megarl.samples.replay import Replay, replaying
 from megarl.samples.validation import Validation
 from megarl.source import Source, export_model
 from megarl.tracking.config import TrainerSection
@@ -89,11 +89,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         finish_records(config, launch, standing, last_step=last_step)
         return None
     if launch.rank == 0 and not replay:
-        if trainer.val_only and val_prompts:
-            print(val_prompts.first_as_read(Position()))
-        else:
-            print(prompts.first_as_read(state.position or prompts.position_of(state.step)))
-
+        print(_first_as_read(config, state, prompts, val_prompts))
     engine = None if replay else start_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     reference = make_reference(config, source, mesh)
@@ -112,16 +108,11 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         samples = Replay.find(replay, after=state.step)
         first_step, last_step = samples.first_step, samples.last_step
     tracker = open_records(config, launch, standing, last_step=last_step)
-    if config.data.filter_overlong_prompts and not standing.is_resumed:
-        _log_sizes(tracker, {"train": prompts, "validation": val_prompts}, step=state.step)
-    gate = None if replay or not policy.rollout.compares else Gate(limits=make_limits(config))
-    if gate and launch.rank == 0:
-        print(gate)
+    _log_sizes(config, standing, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
         scorer = make_scorer(config, rules, mesh, tokenizer)
         sampler = make_sampler(config, engine, actor.learner, scorer, launch)
-        collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
-        samples = Recorder(samples=collector, archive=archive) if (archive := make_archive(config)) else collector
+        samples = make_samples(config, prompts, sampler, scorer)
         if val_prompts:
             validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=goes_on)
     job = Job(
@@ -129,7 +120,7 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         actor=actor,
         reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
         critic=critic,
-        gate=gate,
+        gate=_make_gate(config, launch) if engine else None,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
         schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=standing.is_resumed),
         validation=validation,
@@ -138,6 +129,23 @@ def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path |
         num_ranks=launch.world_size,
     )
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
+
+
+def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prompts: PromptStream | None) -> str:
+    """Describe for people the prompt that this job reads first."""
+    if config.trainer.val_only and val_prompts:
+        return val_prompts.first_as_read(Position())
+    return prompts.first_as_read(state.position or prompts.position_of(state.step))
+
+
+def _make_gate(config: Config, launch: Launch) -> Gate | None:
+    """Make what new samples must pass; None if the engine's log-probabilities cannot be compared."""
+    if not config.actor_rollout_ref.rollout.compares:
+        return None
+    gate = Gate(limits=make_limits(config))
+    if launch.rank == 0:
+        print(gate)
+    return gate
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
@@ -231,9 +239,13 @@ def _console(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tr
     )
 
 
-def _log_sizes(tracker: Tracker, streams: Mapping[str, PromptStream | None], *, step: int) -> None:
-    sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
-    tracker.log_table("data/prompts", sizes, step=step)
+def _log_sizes(
+    config: Config, standing: Standing, tracker: Tracker, streams: Mapping[str, PromptStream | None]
+) -> None:
+    """Record how many prompts a new run found too long, if it looked."""
+    if config.data.filter_overlong_prompts and not standing.is_resumed:
+        sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
+        tracker.log_table("data/prompts", sizes, step=standing.state.step)
 
 
 def _checkpoints(

@@ -21,6 +21,8 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.sampling import stop_token_ids
 from megarl.samples.archive import Archive
+from megarl.samples.collect import Collector, SampleSource
+from megarl.samples.replay import Recorder
 from megarl.samples.validation import Validation
 from megarl.selfcheck import SelfCheck
 from megarl.source import Source
@@ -118,6 +120,13 @@ def make_archive(config: Config) -> Archive | None:
     """Where samples are kept, None where they are not."""
     directory = config.trainer.rollout_data_dir
     return Archive(Path(directory)) if directory else None
+
+
+def make_samples(config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward) -> SampleSource:
+    """Make the source of new samples, which keeps them if `trainer.rollout_data_dir` says where."""
+    collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
+    archive = make_archive(config)
+    return Recorder(samples=collector, archive=archive) if archive else collector
 
 
 def make_validation(

@@ -106,43 +106,25 @@ def make_tracker(
         return NullTracker()
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    resume: dict[str, Any] = {"resume_step": resume_step, "resume_metrics": resume_metrics}
+    of_run = resume | {"run_dir": run_dir, "project": project, "experiment": experiment, "params": params}
     trackers: list[Tracker] = []
     for name in names:
         if name == "console":
             trackers.append(Console(total_steps=total_steps))
         elif name == "jsonl":
-            trackers.append(Jsonl(run_dir, resume_step=resume_step, resume_metrics=resume_metrics))
+            trackers.append(Jsonl(run_dir, **resume))
         elif name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
-            trackers.append(
-                Mlflow(
-                    mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"),
-                    run_dir=run_dir,
-                    project=project,
-                    experiment=experiment,
-                    params=params,
-                    resume_step=resume_step,
-                    resume_metrics=resume_metrics,
-                    same_curve=same_curve,
-                )
-            )
+            uri = mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+            trackers.append(Mlflow(uri, same_curve=same_curve, **of_run))
         elif name == "tensorboard":
             from megarl.tracking.tensorboard import TensorBoard  # as for mlflow
 
-            board = TensorBoard(run_dir, params=params, resume_step=resume_step, resume_metrics=resume_metrics)
-            trackers.append(Guarded(board, "TensorBoard"))
+            trackers.append(Guarded(TensorBoard(run_dir, params=params, **resume), "TensorBoard"))
         elif name == "wandb":
-            run = Wandb(
-                run_dir=run_dir,
-                project=project,
-                experiment=experiment,
-                params=params,
-                resume_step=resume_step,
-                resume_metrics=resume_metrics,
-                same_curve=same_curve,
-            )
-            trackers.append(Guarded(run, "W&B"))
+            trackers.append(Guarded(Wandb(same_curve=same_curve, **of_run), "W&B"))
         else:
             raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     return Trackers(trackers)
