@@ -23,7 +23,6 @@ from urllib.request import urlopen
 import pytest
 
 from megarl.section import flatten
-from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
 from megarl.tracking.run_id import RUN_ID_FILE
 from megarl.tracking.tracker import Tracker, make_tracker
@@ -54,7 +53,8 @@ def client(run_dir: Path) -> Any:
 
 def unsent(run_dir: Path) -> list[dict[str, Any]]:
     """What lies in the run's directory for later."""
-    return read_jsonl(run_dir / "mlflow_unsent.jsonl")
+    file = run_dir / "mlflow_unsent.jsonl"
+    return list(map(json.loads, file.read_bytes().splitlines())) if file.exists() else []
 
 
 def sent(run_dir: Path) -> None:
