@@ -32,15 +32,15 @@ test-unit: setup
 # One pytest at a time, also under make -j: the tests start processes that need the cores.
 test: check
 	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/dist
+	$(BIN)/python -m pytest tests/ranks
 	$(BIN)/python -m pytest tests/e2e
 
 # What differs between losses alone is Megatron's business no more.
-LOSSES := tests/dist/test_learner_losses.py tests/dist/test_learner_preferences.py
+LOSSES := tests/ranks/test_learner_losses.py tests/ranks/test_learner_preferences.py
 test-newest:
 	@scripts/setup.sh newest
 	.venv-newest/bin/python -m pytest tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
-		$(filter-out $(LOSSES),$(wildcard tests/dist/test_learner_*.py)) tests/dist/test_plan_memory.py tests/dist/test_sync.py \
+		$(filter-out $(LOSSES),$(wildcard tests/ranks/test_learner_*.py)) tests/ranks/test_planning_memory.py tests/ranks/test_sync_transfer.py \
 		tests/unit/test_rewards_reasoning_gym.py
 
 N := 1

@@ -8,11 +8,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def evaluate(config: Config, launch: Launch) -> None:
     """Run the validation on this rank."""
-    from megarl.build.run import build_validation
+    from megarl.assembly.run import build_validation
 
     validation, engine, step = build_validation(config, launch)
     scores = validation.run(step=step)

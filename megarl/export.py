@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest; the actor is written, or the reward model that a run of
-`megarl.reward.train` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is
+`megarl.train_reward` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is
 cut over all ranks, for one that does not fit into a single process.
 """
 
@@ -9,17 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
-
-ACTS: tuple[str, Literal["policy"]] = ("actor", "policy")
-SCORES: tuple[str, Literal["value"]] = ("reward_model", "value")
-"""Name of a model in checkpoints, and its role."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,14 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 def write(arguments: Arguments, launch: Launch) -> None:
     """Load the model on all ranks and write it. Raises what `whole_checkpoint` does."""
+    from megarl.checkpoint.huggingface import ACTS, SCORES, export_model
     from megarl.learner.checkpoint import load_learner
-    from megarl.learner.config import MegatronSection, ModelSection
+    from megarl.learner.config import MegatronSection
     from megarl.learner.factory import make_learner
     from megarl.learner.parallel import build_mesh
+    from megarl.models.config import ModelSection
+    from megarl.models.source import Source
     from megarl.platform.device import device_type, local_device
-    from megarl.source import Source, export_model
 
     checkpoint = whole_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))

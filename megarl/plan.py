@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from megarl.config.faults import ConfigError
+from megarl.config.report import show_plan
 from megarl.planning.planner import Planner
 from megarl.planning.report import show, to_dict
 from megarl.planning.traffic import Links
 from megarl.platform.secrets import Parser, guard_output, redact
-from megarl.train import show_plan
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_sft_config
 from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
 from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 
 if TYPE_CHECKING:
     from megarl.data.pairs import PairStream
@@ -29,12 +29,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
+    from megarl.assembly.supervised import Lessons, learn
+    from megarl.checkpoint.huggingface import ACTS, EXPORT, export_model
     from megarl.data.pairs import PairStream
-    from megarl.export import ACTS
     from megarl.learner.learner import Budget
-    from megarl.objectives import SFTObjective
-    from megarl.source import Source, export_model
-    from megarl.supervised import EXPORT, Lessons, learn
+    from megarl.models.source import Source
+    from megarl.training.objectives import SFTObjective
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(

@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import batch_table, remarks, unread_keys, unwritten_keys
+from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, heeding
 from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.tracking.config import TrainerSection
 
 
@@ -73,9 +70,9 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.build.run import build_run
-    from megarl.loop import train as loop
+    from megarl.assembly.run import build_run
     from megarl.tracking.tracker import recording
+    from megarl.training.loop import train as loop
 
     if launch.rank == 0:
         show_plan(arguments.config)
@@ -94,19 +91,6 @@ def train(arguments: Arguments, launch: Launch) -> None:
             built.engine.close()
     if stopped:
         raise stopped
-
-
-def show_plan(config: Config) -> None:
-    """Print how an iteration's prompts are divided, and what in the configuration deserves a second look."""
-    table = Table(title="one iteration")
-    for column in ("stage", "size", "meaning"):
-        table.add_column(column)
-    for row in batch_table(config):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    for remark in remarks(config):
-        console.print(f"[yellow]note:[/] {remark}")
 
 
 if __name__ == "__main__":

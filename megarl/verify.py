@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.platform.secrets import Parser
 from megarl.rollout.limits import Limits
 from megarl.tracking.config import TrainerSection
@@ -76,7 +76,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 def verify(arguments: Arguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 where something is wrong."""
     from megarl.distributed.exchange import together
-    from megarl.verification import Subject, look
+    from megarl.sync.verification import Subject, look
 
     with scratch_directory() as scratch:
         subject = Subject.build(arguments.config, scratch, launch)

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from megarl.platform.versions import versions  # noqa: E402
 from megarl.tracking.jsonl import read_jsonl  # noqa: E402
-from tests.faulty import START, Fault, Faults  # noqa: E402
-from tests.outcomes import differences  # noqa: E402
+from tests.support.faulty import START, Fault, Faults  # noqa: E402
+from tests.support.outcomes import differences  # noqa: E402
 
 CONFIG = "configs/quickstart_ppo.yaml"
 WARM_UP_STEPS = 20
@@ -61,7 +61,7 @@ def main() -> int:
         durations = seconds_of(expected)
         faults.write(draw(options.kills, options.ranks, num_steps, durations, random.Random(options.seed)))
     if not is_finished(found, num_steps):
-        restarts = ["--max-restarts", options.kills, "-m", "tests.faulty", faults.path]
+        restarts = ["--max-restarts", options.kills, "-m", "tests.support.faulty", faults.path]
         call("killed", *torchrun, *restarts, *common, *places(found), log=out / "killed.log")
     odd = differences(expected, found, step=num_steps)
     return report(out, faults, odd, num_kills=options.kills, num_steps=num_steps)

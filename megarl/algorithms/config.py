@@ -1,9 +1,20 @@
 """What a user may say about rewards over time: advantages and the penalty for leaving the reference."""
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
+
+AdvantageEstimator = Literal[
+    "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "grpo_passk"
+]
+LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov"]
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
+KLEstimator = Literal[SampledKL, "full"]
+Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 @section
@@ -66,17 +77,7 @@ class RolloutCorrectionSection:
 class AlgorithmSection:
     """`algorithm.*`."""
 
-    adv_estimator: Literal[
-        "gae",
-        "grpo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "gpg",
-        "grpo_passk",
-    ] = "gae"
+    adv_estimator: AdvantageEstimator = "gae"
     """From a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), or the group (the rest)."""
     gamma: Fraction = 1.0
     """Discount per token."""
@@ -86,7 +87,7 @@ class AlgorithmSection:
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation; false = Dr.GRPO."""
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = not actor.use_kl_loss."""
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "kl"
+    kl_penalty: KLEstimator = "kl"
     """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
     kl_penalty_k3_bound: Bound | None = 10.0
     """The largest k3 (low_var_kl) estimate of a token in nats; null = no bound."""
@@ -100,3 +101,21 @@ class AlgorithmSection:
     """Leave responses that met the length limit out of the updates; they still count in their group."""
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Importance weights between engine and trainer."""
+
+
+@section
+class PolicyLossSection:
+    """`actor_rollout_ref.actor.policy_loss.*`: which loss the advantages go into."""
+
+    loss_mode: LossMode = "vanilla"
+    """vanilla = PPO's clipped surrogate with dual clip."""
+    clip_cov_ratio: Fraction = 0.0002
+    """clip_cov: share of the tokens that get no gradient."""
+    clip_cov_lb: Covariance = 1.0
+    """clip_cov: they are drawn where the covariance of log-probability and advantage is above this."""
+    clip_cov_ub: Covariance = 5.0
+    """clip_cov: and below this."""
+    kl_cov_ratio: Fraction = 0.0002
+    """kl_cov: share of the tokens, those of the largest covariance, that are penalised."""
+    ppo_kl_coef: Weight = 1.0
+    """kl_cov: weight of the penalty on their divergence from the old policy."""

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+from megarl.algorithms.config import SampledKL
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -20,7 +20,7 @@ def bounded_exp(x: Tensor) -> Tensor:
     return torch.exp(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: KLKind, k3_bound: float | None = None) -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_bound: float | None = None) -> Tensor:
     """Per-token estimate of `KL(policy || reference)` from tokens that the policy sampled.
 
     With `d = log_probs - ref_log_probs` (Schulman 2020, "Approximating KL Divergence"):

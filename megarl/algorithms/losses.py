@@ -7,15 +7,14 @@ Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors ar
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.config import LossAggregation
 from megarl.algorithms.kl import bounded_exp
 from megarl.algorithms.masked import masked
-
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +292,7 @@ def reward_centering(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def aggregate(
-    sums: Tensor, counts: Tensor, *, mode: LossAggMode, num_tokens: int, num_sequences: int, horizon: int
+    sums: Tensor, counts: Tensor, *, mode: LossAggregation, num_tokens: int, num_sequences: int, horizon: int
 ) -> Tensor:
     """This part's contribution to the loss of its global mini-batch.
 

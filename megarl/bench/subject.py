@@ -18,7 +18,7 @@ from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.platform.device import local_device
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.selfcheck import ask, fixed_prompts, probability_differences
+from megarl.sync.selfcheck import ask, fixed_prompts, probability_differences
 
 MAX_MODEL_LEN = 160  # tokens: the fixed prompts and their answers
 

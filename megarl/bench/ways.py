@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.bench.full_tensors import load_full_tensors
 from megarl.bench.peer_mbridge import Counter, Exporter, on_this_platform
 from megarl.bench.subject import Subject
 from megarl.distributed.exchange import together
@@ -14,7 +15,6 @@ from megarl.learner.model import padded_vocab_size
 from megarl.reshard.executor import Destination, Reshard
 from megarl.reshard.layout import placement_of
 from megarl.reshard.planner import lower_bound, plan_between
-from megarl.rollout.full_tensors import load_full_tensors
 
 
 class Direct:

@@ -11,8 +11,9 @@ from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
-from megarl.learner.config import CheckpointSection, MegatronSection, OptimSection
+from megarl.learner.config import MegatronSection, OptimSection
 from megarl.models.architecture import Architecture
+from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
 from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection

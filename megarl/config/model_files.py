@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megarl.config.faults import Fault
 from megarl.data.remote_tokenizer import RemoteTokenizer
-from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
+from megarl.models.config import CheckpointSection
 from megarl.models.hub import Place, place_of, read_config, read_model, weight_files
 from megarl.models.overrides import unread_overrides
 from megarl.platform.remote import RemoteDirectory, remote_directory

@@ -26,7 +26,8 @@ from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 from megarl.data.columns import Needs, PromptColumns, first_faults
-from megarl.learner.config import CheckpointSection, MegatronSection
+from megarl.learner.config import MegatronSection
+from megarl.models.config import CheckpointSection
 from megarl.platform.uri import why_unopened
 
 POLICY = "actor_rollout_ref.model"

@@ -6,6 +6,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
 from megarl.config.checks import world_size
 from megarl.config.load import written_keys
 from megarl.config.mesh_checks import data_parallel_size
@@ -212,3 +215,16 @@ def _micro_batch_row(config: Config, model: str, share: int, micro_batch: int | 
         f"<= {ceil(share / sequences / round_size) * round_size}",
         f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
     )
+
+
+def show_plan(config: Config) -> None:
+    """Print how an iteration's prompts are divided, and what in the configuration deserves a second look."""
+    table = Table(title="one iteration")
+    for column in ("stage", "size", "meaning"):
+        table.add_column(column)
+    for row in batch_table(config):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for remark in remarks(config):
+        console.print(f"[yellow]note:[/] {remark}")

@@ -7,16 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 
 from megarl.algorithms.config import AlgorithmSection
+from megarl.config.policy import ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
-from megarl.learner.config import (
-    ActorSection,
-    CriticSection,
-    MegatronSection,
-    ModelSection,
-    OptimSection,
-    RefSection,
-    RewardCheckpointSection,
-)
+from megarl.learner.config import MegatronSection, OptimSection
+from megarl.models.config import ModelSection, RewardCheckpointSection
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import Bound, Count, Length, Weight, section

@@ -18,7 +18,7 @@ from torch.distributed.run import parse_args, run
 
 from megarl.distributed.hosts import REMEDY, SAYS_AFTER_S, resolve
 from megarl.distributed.signals import EXIT_CODE, forward
-from megarl.early import say
+from megarl.platform.early import say
 from megarl.platform.processes import children
 
 

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import Store
 
 from megarl.distributed.place import Launch
-from megarl.early import say
+from megarl.platform.early import say
 
 SAYS_AFTER_S = 20.0
 """How long a job waits in silence for a host, and from one line about it to the next."""

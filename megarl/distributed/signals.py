@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.exchange import host_group
-from megarl.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
+from megarl.platform.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
 from megarl.platform.processes import children
 
 __all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "heeding", "listen", "told"]

@@ -1,23 +1,17 @@
-"""What a user may say about the models that Megatron-Core trains: actor, reference and critic."""
+"""What a user may say about how Megatron-Core divides and optimises a model."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.section import Bound, Count, CountFromZero, Fraction, Interval, Length, Seed, Weight, section
+from megarl.section import Count, CountFromZero, Fraction, Interval, Seed, Weight, section
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
-Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
-LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def _none_if_negative(value: object) -> object:
     return None if value == -1 else value
-
-
-def _empty_if_none(value: object) -> object:
-    return "" if value is None else value
 
 
 @section
@@ -74,155 +68,3 @@ class OptimSection:
     """Decoupled weight decay; norms and biases have none."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Adam's decay rates, less than 1."""
-
-
-@section
-class CheckpointSection:
-    """`*.model.*`: a checkpoint to start from."""
-
-    path: str
-    """HF directory, its URI (s3://, gs://, hdfs://, anything that fsspec opens) or HF id."""
-    external_lib: str | list[str] | None = None
-    """Module or modules imported first, to register models or tokenizers."""
-    override_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the HF config to replace: {attention_dropout: 0.0, num_hidden_layers: 4}."""
-    trust_remote_code: bool = False
-    """Let a checkpoint's own Python code run."""
-
-
-@section
-class ModelSection(CheckpointSection):
-    """`actor_rollout_ref.model.*`: the checkpoint that the actor and the reference start from."""
-
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-
-
-@section
-class CriticModelSection(ModelSection):
-    """`critic.model.*`: the checkpoint that the critic starts from; a language model's head becomes a scalar."""
-
-    path: str = ""
-    """HF directory, its URI or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
-    tokenizer_path: str | None = None
-    """Tokenizer that the critic was trained with; null = the policy's. With another one the critic reads the policy's
-    text in its own tokens."""
-
-
-@section
-class RewardCheckpointSection(CheckpointSection):
-    """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
-
-    path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """HF directory, its URI or HF id; required by reward_model.enable."""
-    input_tokenizer: str | None = None
-    """Tokenizer of the tokens it is given, the policy's unless set: they are decoded, and encoded again under its own
-    chat template. null = vocabulary and chat template are the policy's, and tokens pass as they are."""
-
-
-@section
-class PolicyLossSection:
-    """`actor_rollout_ref.actor.policy_loss.*`: which loss the advantages go into."""
-
-    loss_mode: Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov"] = "vanilla"
-    """vanilla = PPO's clipped surrogate with dual clip."""
-    clip_cov_ratio: Fraction = 0.0002
-    """clip_cov: share of the tokens that get no gradient."""
-    clip_cov_lb: Covariance = 1.0
-    """clip_cov: they are drawn where the covariance of log-probability and advantage is above this."""
-    clip_cov_ub: Covariance = 5.0
-    """clip_cov: and below this."""
-    kl_cov_ratio: Fraction = 0.0002
-    """kl_cov: share of the tokens, those of the largest covariance, that are penalised."""
-    ppo_kl_coef: Weight = 1.0
-    """kl_cov: weight of the penalty on their divergence from the old policy."""
-
-
-@section
-class ActorSection:
-    """`actor_rollout_ref.actor.*`: the policy update."""
-
-    ppo_mini_batch_size: Count = 256
-    """Prompts per optimizer step, over all ranks."""
-    ppo_micro_batch_size: Count | None = None
-    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
-    use_dynamic_bsz: bool = True
-    """Pack micro-batches to a token budget; false = exactly ppo_micro_batch_size sequences each."""
-    ppo_max_token_len_per_gpu: Length = 16384
-    """Token budget of a micro-batch."""
-    grad_clip: Bound = 1.0
-    """Largest gradient norm."""
-    clip_ratio: Fraction = 0.2
-    """Policy ratios outside [1 - clip_ratio, 1 + clip_ratio] give no gradient."""
-    clip_ratio_low: Fraction | None = None
-    """Lower side of that interval; null = clip_ratio."""
-    clip_ratio_high: Annotated[float, Field(ge=0.0, le=1e30)] | None = None
-    """Upper side of that interval; null = clip_ratio."""
-    clip_ratio_c: Annotated[float, Field(gt=1.0, le=1e30)] = 3.0
-    """Dual clip: bound on the ratio where the advantage is negative."""
-    policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
-    """The loss."""
-    loss_agg_mode: LossAggregation = "token-mean"
-    """How per-token losses become one number."""
-    entropy_coeff: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.001
-    """Weight of the entropy bonus; less than 0 penalises entropy."""
-    use_kl_loss: bool = False
-    """Add the divergence from the reference to the loss; true for GRPO."""
-    kl_loss_coef: Weight = 0.001
-    """Weight of that divergence."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "full"] = "low_var_kl"
-    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
-    kl_loss_k3_bound: Bound | None = 10.0
-    """The largest k3 (low_var_kl) estimate of a token in nats, which has no gradient; null = no bound."""
-    ptx_coef: Weight = 0.0
-    """Weight of the loss of supervised pairs that every update learns from too (PPO-ptx)."""
-    ptx_files: str | list[str] | None = None
-    """Parquet or JSON file or files with those pairs: the prompts in data.prompt_key, the answers in `response`."""
-    ptx_batch_size: Count | None = None
-    """Pairs per optimizer step, over all ranks; null = as many as ppo_mini_batch_size prompts have samples."""
-    ppo_epochs: Count = 1
-    """Passes over the samples of one iteration."""
-    shuffle: bool = True
-    """Draw the mini-batches in random order."""
-    optim: OptimSection = field(default_factory=OptimSection)
-    """The optimizer."""
-    megatron: MegatronSection = field(default_factory=MegatronSection)
-    """The partition of the actor; reference and critic follow it."""
-
-
-@section
-class RefSection:
-    """`actor_rollout_ref.ref.*`: the frozen reference policy."""
-
-    log_prob_micro_batch_size: Count | None = None
-    """Sequences per forward pass at most, per rank; null = only the token budget bounds it."""
-    log_prob_max_token_len_per_gpu: Length | None = None
-    """Token budget of a forward pass; null = the actor's ppo_max_token_len_per_gpu."""
-    megatron: MegatronSection = field(default_factory=MegatronSection)
-    """The partition; each key follows the actor's unless set."""
-
-
-@section
-class CriticSection:
-    """`critic.*`: the value model and its update."""
-
-    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
-    """The optimizer."""
-    model: CriticModelSection = field(default_factory=CriticModelSection)
-    """The checkpoint it starts from."""
-    megatron: MegatronSection = field(default_factory=MegatronSection)
-    """The partition; each key follows the actor's unless set."""
-    ppo_mini_batch_size: Count = 256
-    """Prompts per optimizer step, over all ranks; follows the actor's unless set."""
-    ppo_micro_batch_size: Count | None = None
-    """Sequences per forward pass of the update at most, per rank; null = only the token budget bounds it."""
-    forward_micro_batch_size: Count | None = None
-    """Sequences per forward pass of the estimate at most, per rank; null = ppo_micro_batch_size."""
-    ppo_epochs: Count = 1
-    """Passes over the samples of one iteration; follows the actor's unless set."""
-    grad_clip: Bound = 1.0
-    """Largest gradient norm."""
-    cliprange_value: Bound = 0.5
-    """Values further than this from the old ones give no gradient; 1e30 = no limit."""
-    loss_agg_mode: LossAggregation = "token-mean"
-    """How per-token losses become one number."""

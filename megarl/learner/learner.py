@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Rollouts
-from megarl.data.packing import pack, partition
 from megarl.distributed.exchange import together
 from megarl.learner.experts import share_batch_size
 from megarl.learner.finite import Buffers, NotFinite, parameters_not_finite
@@ -37,6 +36,7 @@ from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.packed import Packed, pack_samples
+from megarl.learner.packing import pack, partition
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import Micro, num_micro_batches, run_schedule
 from megarl.models.architecture import Architecture

@@ -3,7 +3,7 @@
 A tensor that nobody claims is a fault: dropped without a word it leaves another model than the one that was trained.
 Left out on purpose are the frequencies of rotary positions, which are computed, the layers that predict several tokens
 ahead (deepseek_v3), and those behind an overridden num_hidden_layers. An `lm_head.weight` beside tied embeddings is
-looked at by `megarl.source`, as its values decide.
+looked at by `megarl.models.source`, as its values decide.
 """
 
 import re

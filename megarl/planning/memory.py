@@ -12,10 +12,10 @@ from typing import Literal
 
 from megarl.models.trainer import parameter_shapes
 from megarl.planning.activations import Work, inference_bytes, training_bytes
-from megarl.planning.ends import engine_end
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
+from megarl.sync.plan import engine_end
 
 Phase = Literal["sync", "generate", "infer", "update"]
 PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")

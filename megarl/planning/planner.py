@@ -11,8 +11,8 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.model_files import model_faults
 from megarl.config.root import Config
-from megarl.learner.config import CheckpointSection
 from megarl.models.architecture import Architecture
+from megarl.models.config import CheckpointSection
 from megarl.models.hub import place_of, read_model
 from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory

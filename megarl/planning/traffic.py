@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from megarl.models.architecture import hf_shapes
 from megarl.models.grid import Grid
-from megarl.planning.ends import actor_end, engine_end
 from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
 from megarl.reshard.layout import Holding, Place, Placement
 from megarl.reshard.planner import Schedule
+from megarl.sync.plan import actor_end, engine_end
 
 
 @dataclass(frozen=True, kw_only=True)

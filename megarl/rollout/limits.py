@@ -5,7 +5,7 @@ where r is the relative error of one number: 2^-8 in bfloat16, whose results are
 where a sum of n products is off by about sqrt(n) 2^-24 and n goes up to 2^16. With logits up to 32:
 
 - the log-probabilities of two sides differ by d with a mean square of up to 2 (32 r)^2, of which the mismatch
-  (`megarl.gate`) is half: (32 r)^2;
+  (`megarl.training.gate`) is half: (32 r)^2;
 - a probability differs by up to p (1 - p) times the error of a difference of two logits, 64 r / 4 = 16 r.
 """
 

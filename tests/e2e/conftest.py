@@ -1,6 +1,6 @@
 import pytest
 
-from tests.workspace import Workspace, make_workspace
+from tests.support.workspace import Workspace, make_workspace
 
 
 @pytest.fixture(scope="session")

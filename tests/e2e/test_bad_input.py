@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from megarl.train import main
-from tests.hollow import write_hollow
-from tests.programs import run_program
-from tests.workspace import Workspace
+from tests.support.hollow import write_hollow
+from tests.support.programs import run_program
+from tests.support.workspace import Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

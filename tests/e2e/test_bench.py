@@ -7,7 +7,7 @@ import pytest
 
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
-from tests.programs import run_python
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.e2e
 

@@ -16,18 +16,17 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from megarl import plan, sft, train
+from megarl import plan, sft, train, train_reward
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config
 from megarl.config.root import Config
 from megarl.data.parquet import write_rows
-from megarl.reward import train as reward_train
 from megarl.tracking.jsonl import read_jsonl
-from tests import tiny
-from tests.forked import run_forked
-from tests.programs import ROOT
-from tests.sentencepieces import train_sentencepiece
-from tests.tiny import write_checkpoint, write_classifier
-from tests.workspace import MAX_RESPONSE_LENGTH, NUM_TOKENS, Workspace
+from tests.support import tiny
+from tests.support.forked import run_forked
+from tests.support.programs import ROOT
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint, write_classifier
+from tests.support.workspace import MAX_RESPONSE_LENGTH, NUM_TOKENS, Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -113,7 +112,7 @@ ALWAYS = {
 
 SUPERVISED = {  # by the beginning or the end of the file's name: entry point, loader, metric
     "sft": (sft.main, load_sft_config, "sft/loss"),
-    "reward": (reward_train.main, load_reward_train_config, "reward_model/loss"),
+    "reward": (train_reward.main, load_reward_train_config, "reward_model/loss"),
 }
 
 
@@ -285,7 +284,7 @@ def follow(kind: str, arguments: list[str]) -> bool:
 
 def explore(arguments: list[str]) -> bool:
     """On the only rank: `python -m megarl.train ARGUMENTS`; whether every weight of the actor is another afterwards."""
-    from megarl.build import run as build
+    from megarl.assembly import run as build
 
     build_run, watched = build.build_run, {}
 

@@ -7,9 +7,9 @@ import pytest
 
 from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
-from tests.programs import succeed
-from tests.sentencepieces import train_sentencepiece
-from tests.tiny import write_checkpoint
+from tests.support.programs import succeed
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ def test_a_flipped_bit_of_the_newest_manifest(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i} =", "chosen": f" {i} + 0", "rejected": f" {i} * 0"} for i in range(12)]
     write_rows(tmp_path / "pairs.parquet", rows)
     command = [
-        *(sys.executable, "-m", "megarl.reward.train"),
+        *(sys.executable, "-m", "megarl.train_reward"),
         *(f"data.train_files={tmp_path / 'pairs.parquet'}", "data.train_batch_size=4", "data.max_length=32"),
         *(f"model.path={model}", "megatron={dtype: float32}", "optim.lr=1e-3"),
         *(f"trainer.default_local_dir={run_dir}", "trainer.total_training_steps=3", "trainer.save_freq=1"),

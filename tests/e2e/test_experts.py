@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megarl.tracking.jsonl import read_jsonl
-from tests.programs import succeed
-from tests.tiny import write_checkpoint
-from tests.workspace import Workspace, train_arguments
+from tests.support.programs import succeed
+from tests.support.tiny import write_checkpoint
+from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 
 from megarl.distributed.watchdog import EXIT_CODE
 from tests.e2e.test_train import TORCHRUN, ppo_arguments
-from tests.faulty import Fault, Faults, serve
-from tests.outcomes import differences
-from tests.programs import run_program, succeed
-from tests.workspace import Workspace, train_arguments
+from tests.support.faulty import Fault, Faults, serve
+from tests.support.outcomes import differences
+from tests.support.programs import run_program, succeed
+from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -57,7 +57,7 @@ def test_ranks_killed_in_every_phase_leave_no_trace(workspace: Workspace, tmp_pa
     faults.write(KILLS)
     torchrun = (*TORCHRUN[:-1], "--max-restarts", len(KILLS), "-m")
     arguments = [*ppo_arguments(workspace, found), length]
-    succeed(*torchrun, "tests.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
+    succeed(*torchrun, "tests.support.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
     assert [(met["rank"], met["phase"]) for met in faults.met()] == [(kill.rank, kill.phase) for kill in KILLS]
     assert differences(expected, found, step=NUM_STEPS) == []
 
@@ -92,7 +92,7 @@ def hang(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
     faults.write([fault])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context.set_forkserver_preload(["tests.support.preloaded"])
     argv = [str(faults.path), *arguments]
     ranks = [context.Process(target=serve, args=(rank, 2, store.port, log, argv)) for rank in range(2)]
     try:
@@ -141,7 +141,9 @@ def launch(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
     """Run a job under our own launcher."""
     faults = Faults(root / "faults.json")
     faults.write([fault])
-    code, printed = run_program(sys.executable, "-m", "tests.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
+    code, printed = run_program(
+        sys.executable, "-m", "tests.support.faulty", faults.path, *arguments, timeout_s=LAUNCH_S
+    )
     return ended(code, printed, root / "run")
 
 

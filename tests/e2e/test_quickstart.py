@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.programs import run_python
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.e2e
 

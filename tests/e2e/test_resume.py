@@ -19,9 +19,9 @@ from megarl import train
 from megarl.checkpoint.state import State
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
-from tests.forked import Job
-from tests.shards import tensors_of
-from tests.workspace import Workspace, train_arguments
+from tests.support.forked import Job
+from tests.support.shards import tensors_of
+from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megarl.tracking.jsonl import read_jsonl
-from tests.programs import succeed
-from tests.sentencepieces import train_sentencepiece
-from tests.tiny import write_classifier
-from tests.workspace import Workspace, train_arguments
+from tests.support.programs import succeed
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_classifier
+from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -13,10 +13,10 @@ import pytest
 from pyarrow.fs import FileSelector, S3FileSystem
 
 from megarl.platform.secrets import BLOT
-from tests.programs import run_program
-from tests.s3 import s3_server
-from tests.tiny import plant_code
-from tests.workspace import Workspace
+from tests.support.programs import run_program
+from tests.support.s3 import s3_server
+from tests.support.tiny import plant_code
+from tests.support.workspace import Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

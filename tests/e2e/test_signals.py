@@ -16,8 +16,8 @@ import pytest
 
 from megarl.distributed.signals import EXIT_CODE
 from tests.e2e.test_train import PYTHON, metrics_of, mlflow_runs
-from tests.programs import CTRL_C, ROOT, AtTerminal, succeed
-from tests.workspace import Workspace, train_arguments
+from tests.support.programs import CTRL_C, ROOT, AtTerminal, succeed
+from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [
     pytest.mark.e2e,

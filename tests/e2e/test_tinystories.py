@@ -13,8 +13,8 @@ import pytest
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.tracking.jsonl import read_jsonl
-from tests.assets import asset
-from tests.programs import run_python
+from tests.support.assets import asset
+from tests.support.programs import run_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -24,9 +24,9 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
-from tests.outcomes import metrics_of, wandb_history
-from tests.programs import ROOT, succeed
-from tests.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
+from tests.support.outcomes import metrics_of, wandb_history
+from tests.support.programs import ROOT, succeed
+from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

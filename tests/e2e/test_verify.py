@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program, succeed
-from tests.tiny import write_checkpoint
+from tests.support.programs import run_program, succeed
+from tests.support.tiny import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.learner.config import ActorSection
-from megarl.objectives import ActorObjective
-from tests.dist.test_learner_heads import assert_not_rounded, in_bfloat16
-from tests.dist.test_learner_split import experience
-from tests.learners import make_test_learner
-from tests.ranks import RankPool
-from tests.tiny import write_checkpoint
+from megarl.config.policy import ActorSection
+from megarl.training.objectives import ActorObjective
+from tests.ranks.test_learner_heads import assert_not_rounded, in_bfloat16
+from tests.ranks.test_learner_split import experience
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.gpu
 

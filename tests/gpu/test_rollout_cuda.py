@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import Generation
-from tests.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
-from tests.ranks import RankPool
+from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
 

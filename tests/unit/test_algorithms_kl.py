@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl import AdaptiveKL, FixedKL, KLKind, full_kl, kl_penalty
+from megarl.algorithms.kl import AdaptiveKL, FixedKL, SampledKL, full_kl, kl_penalty
 
 D = math.log(2.0)
 
@@ -20,14 +20,14 @@ D = math.log(2.0)
         ("k3", 0.5 + D - 1.0, 2.0 - D - 1.0),
     ],
 )
-def test_each_kind_by_hand(kind: KLKind, above: float, below: float) -> None:
+def test_each_kind_by_hand(kind: SampledKL, above: float, below: float) -> None:
     log_probs = torch.log(torch.tensor([0.4, 0.1]))
     ref_log_probs = torch.log(torch.tensor([0.2, 0.2]))
     assert kl_penalty(log_probs, ref_log_probs, kind=kind).tolist() == pytest.approx([above, below], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_unbiased_kinds_average_to_the_divergence(kind: KLKind) -> None:
+def test_unbiased_kinds_average_to_the_divergence(kind: SampledKL) -> None:
     policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
     exact = (policy * (policy / reference).log()).sum()
@@ -38,7 +38,7 @@ def test_unbiased_kinds_average_to_the_divergence(kind: KLKind) -> None:
 @pytest.mark.parametrize(
     ("kind", "gradient_of"), [("k1", "nothing"), ("k2", "KL(policy || reference)"), ("k3", "KL(reference || policy)")]
 )
-def test_what_each_kind_is_as_a_loss(kind: KLKind, gradient_of: str) -> None:
+def test_what_each_kind_is_as_a_loss(kind: SampledKL, gradient_of: str) -> None:
     logits = torch.tensor([0.3, -0.2, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
     log_p = logits.log_softmax(-1)
@@ -73,7 +73,7 @@ def test_k3_stays_finite_far_from_the_reference() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
-def test_a_bound_holds_k3_and_its_gradient(kind: KLKind) -> None:
+def test_a_bound_holds_k3_and_its_gradient(kind: SampledKL) -> None:
     log_probs = torch.tensor([-26.0, -4.0, -1.0], requires_grad=True)
     reference = torch.tensor([-1.0, -1.0, -1.0])
     kl = kl_penalty(log_probs, reference, kind=kind, k3_bound=10.0)
@@ -86,7 +86,7 @@ def test_a_bound_holds_k3_and_its_gradient(kind: KLKind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2"])
-def test_the_bound_is_that_of_k3_alone(kind: KLKind) -> None:
+def test_the_bound_is_that_of_k3_alone(kind: SampledKL) -> None:
     log_probs, reference = torch.tensor([-26.0, -1.0]), torch.tensor([-1.0, -26.0])
     assert torch.equal(
         kl_penalty(log_probs, reference, kind=kind, k3_bound=0.5), kl_penalty(log_probs, reference, kind=kind)

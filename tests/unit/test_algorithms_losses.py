@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.losses import (
-    LossAggMode,
+    LossAggregation,
     Totals,
     aggregate,
     entropy,
@@ -18,7 +18,7 @@ from megarl.algorithms.losses import (
 
 NAN = float("nan")
 TRUE = torch.tensor([[True]])
-MODES: list[LossAggMode] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES: list[LossAggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_aggregate_by_hand() -> None:
     owners=st.lists(st.integers(0, 3), min_size=12, max_size=12),
     mode=st.sampled_from(MODES),
 )
-def test_any_split_adds_up_to_the_same_loss(lengths: list[int], owners: list[int], mode: LossAggMode) -> None:
+def test_any_split_adds_up_to_the_same_loss(lengths: list[int], owners: list[int], mode: LossAggregation) -> None:
     counts = torch.tensor(lengths)
     sums = torch.linspace(-1.0, 2.0, len(lengths), dtype=torch.float64)
     mask = torch.arange(7) < counts[:, None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.losses import (
-    LossAggMode,
+    LossAggregation,
     PolicyLoss,
     Totals,
     aggregate,
@@ -24,7 +24,7 @@ from megarl.algorithms.losses import (
 
 NAN = float("nan")
 NUM_SAMPLES, NUM_TOKENS = 6, 5
-MODES: list[LossAggMode] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES: list[LossAggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], PolicyLoss]
 LOSSES: dict[str, Loss] = {  # of log_probs, old_log_probs, advantages, mask, chosen
     "ppo_clip": lambda x, old, a, mask, chosen: ppo_clip(x, old, a, mask, clip_low=0.2, clip_high=0.3, clip_c=3.0),
@@ -182,7 +182,7 @@ def test_a_positive_factor_of_the_advantages_is_one_of_the_loss(name: str) -> No
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
-def test_any_split_adds_up_to_the_whole(name: str, mode: LossAggMode, owners: list[int]) -> None:
+def test_any_split_adds_up_to_the_whole(name: str, mode: LossAggregation, owners: list[int]) -> None:
     log_probs, *others = example()
     mask = others[2]
     totals = Totals.of(mask)

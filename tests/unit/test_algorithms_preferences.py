@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.losses import Totals, bradley_terry, reward_centering
 from megarl.batch import Preferences
 from megarl.data.conversations import to_be_scored
-from megarl.objectives import PreferenceObjective
+from megarl.training.objectives import PreferenceObjective
 
 NUM_PAIRS = 5
 

@@ -6,7 +6,7 @@ import torch
 from megarl.batch import Rollouts, join
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.sampling import Generation
-from tests.records import answer, prompts
+from tests.support.records import answer, prompts
 
 
 def test_joined_records_have_the_samples_of_one_after_those_of_the_other() -> None:

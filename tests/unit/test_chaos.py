@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.faulty import START, Faults
+from tests.support.faulty import START, Faults
 
 ROOT = Path(__file__).parents[2]
 

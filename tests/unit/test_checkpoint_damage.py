@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.build.resume import companions
+from megarl.assembly.resume import companions
 from megarl.checkpoint.background import at_once
 from megarl.checkpoint.contents import Contents
 from megarl.checkpoint.directory import LATEST
@@ -29,9 +29,9 @@ from megarl.config.load import load_config
 from megarl.data.order import Position
 from megarl.platform.small_files import Damage
 from megarl.tracking.run_id import RUN_ID_FILE
-from tests.learners import make_test_learner
-from tests.ranks import world_of_one
-from tests.tiny import write_checkpoint
+from tests.support.learners import make_test_learner
+from tests.support.ranks import world_of_one
+from tests.support.tiny import write_checkpoint
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
 SHORTENED = {"config.yaml": "trainer: {project_name: x}\n"}  # as the whole takes YAML most of the time

@@ -13,7 +13,7 @@ from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import Checkpoints
-from tests.faulty_filesystem import FaultyFileSystem
+from tests.support.faulty_filesystem import FaultyFileSystem
 
 WAITS = (0.0, 0.0)
 FILES = ["huggingface/config.json", "rng/rank_0.pt", "state.json"]

@@ -21,8 +21,8 @@ from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import Checkpoints
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
-from tests.disks import small_disk
-from tests.ranks import world_of_one
+from tests.support.disks import small_disk
+from tests.support.ranks import world_of_one
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_reward_train_config, to_dict
-from tests.hollow import write_hollow
-from tests.tiny import SIZES
+from tests.support.hollow import write_hollow
+from tests.support.tiny import SIZES
 
 
 @pytest.fixture

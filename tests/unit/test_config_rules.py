@@ -9,7 +9,7 @@ import pytest
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
 from megarl.data.parquet import write_rows
-from tests.hollow import write_hollow
+from tests.support.hollow import write_hollow
 
 ROW = {"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}}
 SIZES = {

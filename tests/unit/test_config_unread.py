@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.assembly.models import make_budget
+from megarl.assembly.run import make_kl_controller
 from megarl.batch import Experience, Prompt, Scored
-from megarl.build.models import make_budget
-from megarl.build.run import make_kl_controller
 from megarl.checkpoint.state import State
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, written_keys
 from megarl.config.report import unread_keys, unwritten_keys
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
 from megarl.config.unread import ROWS, reasons
-from megarl.estimate import estimate
-from megarl.objectives import ActorObjective, mark
+from megarl.training.estimate import estimate
+from megarl.training.objectives import ActorObjective, mark
 
 MINIMAL = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic"]
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"

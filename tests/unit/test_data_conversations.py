@@ -4,7 +4,7 @@ import pytest
 
 from megarl.data.conversations import Conversations, to_be_scored
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}?{% endif %}"
 

@@ -25,7 +25,7 @@ from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.rows import Rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 ROW = {"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 0}}
 NOTHING = Needs(source=False, ground_truth=False)

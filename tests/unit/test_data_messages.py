@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.data.conversations import Conversations
 from megarl.data.messages import SHOWN_CHARACTERS, as_read, encode_prompt, prompt_faults
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}?{% endif %}"
 TEXT = "ab 12"

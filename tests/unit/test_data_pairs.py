@@ -10,7 +10,7 @@ from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.parquet import write_rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 PAIRS = [{"prompt": f"{number} 5 =", "response": f"{number} + 5"} for number in (1, 22, 3, 4, 55)]
 

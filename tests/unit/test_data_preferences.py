@@ -11,7 +11,7 @@ from megarl.data.conversations import Conversations
 from megarl.data.parquet import write_rows
 from megarl.data.preferences import PreferenceStream
 from megarl.data.tokenizer import load_tokenizer
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 PAIRS = [
     {"prompt": f"{number} 5 =", "chosen": f" {number} + 5", "rejected": f" {number}", "margin": number / 10}

@@ -19,8 +19,8 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import REWARDS
 from megarl.rewards.countdown import evaluate
-from tests.assets import asset
-from tests.sentencepieces import train_sentencepiece
+from tests.support.assets import asset
+from tests.support.sentencepieces import train_sentencepiece
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, task: str, *options: str) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ import pytest
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import check, tinystories_sentiment
 from megarl.data.prepare.__main__ import main
-from tests.assets import asset
+from tests.support.assets import asset
 
 TALK = [{"role": "user", "content": "Hi"}]
 PAIR = {"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"}

@@ -11,7 +11,7 @@ from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream, truncate
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 

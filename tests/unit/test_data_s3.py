@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.rows import Rows
-from tests.s3 import s3_server
+from tests.support.s3 import s3_server
 
 BUCKET = "prompts"
 

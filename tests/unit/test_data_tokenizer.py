@@ -9,8 +9,8 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import load_tokenizer
-from tests.assets import asset
-from tests.sentencepieces import WORDS, train_sentencepiece
+from tests.support.assets import asset
+from tests.support.sentencepieces import WORDS, train_sentencepiece
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"

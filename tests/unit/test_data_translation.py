@@ -11,7 +11,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import HALF, Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
-from tests.sentencepieces import train_sentencepiece
+from tests.support.sentencepieces import train_sentencepiece
 
 VERBATIM = {
     "normalization_rule_name": "identity",

@@ -9,10 +9,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection
+from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, PolicyLossSection
+from megarl.config.policy import ActorSection
 from megarl.config.root import LINKS
 from megarl.config.schema import Schema
-from megarl.learner.config import ActorSection, PolicyLossSection
 from megarl.rewards import PREFIXES, REWARDS, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
 

@@ -14,8 +14,8 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.data.rows import Rows
 from megarl.data.tokenizer import load_tokenizer
-from tests.sentencepieces import train_sentencepiece
-from tests.tiny import plant_code
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import plant_code
 
 MESSAGES = [{"role": "user", "content": "3 5 = 8"}]
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.learner.packed import Packed, pack_samples, places_of
-from tests.records import answer, prompts
+from tests.support.records import answer, prompts
 
 CPU = torch.device("cpu")
 # Prompts 100 101 and 200 201 202; responses 10 11 | 20 | 30 31 32 | 40 41, two to each prompt.

@@ -9,7 +9,7 @@ from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.experts import Experts
 from megarl.models.families import FAMILIES
 from megarl.models.rotary import RopeScaling, Yarn
-from tests.tiny import SIZES, VARIANTS, write_checkpoint
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = {**SIZES, "model_type": "llama", "hidden_act": "silu"}
 LLAMA3_ROPE = {

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.learner.config import ModelSection
 from megarl.models.architecture import hf_shapes
 from megarl.models.claims import weight_faults
+from megarl.models.config import ModelSection
 from megarl.models.hub import read_model
-from megarl.source import Source
-from tests.hollow import write_hollow, write_zeros
-from tests.tiny import SIZES, VARIANTS, write_checkpoint, write_classifier
+from megarl.models.source import Source
+from tests.support.hollow import write_hollow, write_zeros
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint, write_classifier
 
 STRANGERS = {
     "bias of the attention": ("model.layers.1.self_attn.o_proj.bias", "attention_bias"),

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.model_files import model_faults
-from megarl.learner.config import ModelSection
 from megarl.models.architecture import hf_shapes
 from megarl.models.claims import weight_faults
+from megarl.models.config import ModelSection
 from megarl.models.hub import read_model
 from megarl.reshard.headers import stored_tensors
-from tests.hollow import write_hollow, write_zeros
-from tests.tiny import SIZES, VARIANTS
+from tests.support.hollow import write_hollow, write_zeros
+from tests.support.tiny import SIZES, VARIANTS
 
 LLAMA = SIZES | VARIANTS["llama"]
 ODD_VALUES = st.one_of(

@@ -16,7 +16,7 @@ from megarl.models.experts import Experts
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
 from megarl.reshard.layout import Box, placement_of
-from tests.layouts import architecture, slices
+from tests.support.layouts import architecture, slices
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=8, first_dense_layers=1)
 LATENT = LatentAttention(q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)

@@ -14,16 +14,16 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config, load_verify_config
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed import copies
-from megarl.learner.config import ModelSection
 from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.models.config import ModelSection
+from megarl.models.source import Source
 from megarl.plan import main as plan
 from megarl.platform import cache, remote
 from megarl.platform.remote import RemoteDirectory
-from megarl.source import Source
-from tests.hollow import write_hollow, write_zeros
-from tests.s3 import s3_server
-from tests.sentencepieces import train_sentencepiece
-from tests.tiny import SIZES, VARIANTS, write_checkpoint
+from tests.support.hollow import write_hollow, write_zeros
+from tests.support.s3 import s3_server
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = SIZES | VARIANTS["llama"]
 RUN = (

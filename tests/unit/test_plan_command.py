@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.plan import amount, main
-from tests.hollow import write_hollow
+from tests.support.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # from the root of the repository, where pytest runs
 SMALL = (EXAMPLE, "trainer.nnodes=1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1")

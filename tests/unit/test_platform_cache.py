@@ -14,7 +14,7 @@ import pytest
 from megarl.platform import cache
 from megarl.platform.cache import RECORD, cache_directory, copy_of
 from megarl.platform.remote import RemoteDirectory
-from tests.programs import ROOT
+from tests.support.programs import ROOT
 
 FILES = {"config.json": b"{}", "a.safetensors": b"a" * 100_000, "b.safetensors": b"b" * 200_000, "other.bin": b"pickle"}
 WANTED = ["config.json", "a.safetensors", "b.safetensors"]

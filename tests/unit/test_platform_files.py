@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megarl.platform.files import check_writable, explained, inside
-from tests.disks import small_disk
+from tests.support.disks import small_disk
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.c", "..a/b..", "a/./b", ".metadata", "a b"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.platform.secret_values import MIN_VALUE
 from megarl.platform.secrets import BLOT, is_secret, redact, redacted
-from tests.programs import ROOT
+from tests.support.programs import ROOT
 
 NO_VARIABLES: dict[str, str] = {}
 PIECE = 6

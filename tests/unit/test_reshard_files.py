@@ -10,8 +10,8 @@ from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.platform.files import replacing
 from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.layout import Box, Piece, row_major, whole
-from tests.layouts import blank, filled, trainer_layouts
-from tests.tiny import VARIANTS, write_checkpoint
+from tests.support.layouts import blank, filled, trainer_layouts
+from tests.support.tiny import VARIANTS, write_checkpoint
 
 
 def single_file(directory):

@@ -14,7 +14,7 @@ from megarl.models.experts import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
 from megarl.reshard.planner import Schedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement
-from tests.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
+from tests.support.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
 
 FLOAT = torch.float32
 

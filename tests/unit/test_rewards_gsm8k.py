@@ -6,7 +6,7 @@ import pytest
 
 from megarl.rewards import REWARDS
 from megarl.rewards.gsm8k import compute_score, compute_score_flexible
-from tests.assets import asset
+from tests.support.assets import asset
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megarl.rewards import ANSWERS, REWARDS, answers_of
-from tests.programs import ROOT
+from tests.support.programs import ROOT
 
 CHARACTERS = 200_000
 LIMIT_S = 10

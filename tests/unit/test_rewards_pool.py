@@ -22,8 +22,8 @@ from megarl.rewards.keeper import _TAIL, MAX_PROCESSES, _last_lines
 from megarl.rewards.pool import Limits, Outcome, Pool
 from megarl.rewards.rules import MAX_NUMBERS, Rules
 from megarl.rewards.wire import pack, unpack
-from tests.hostile_rewards import SECRET, counts_the_escaped
-from tests.programs import ROOT
+from tests.support.hostile_rewards import SECRET, counts_the_escaped
+from tests.support.programs import ROOT
 
 TIMEOUT_S = 3.0
 MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: what they are found by

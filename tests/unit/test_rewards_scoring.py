@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from megarl.batch import Rollouts, Scored
 from megarl.platform.secrets import READ_CHARACTERS, redact
-from megarl.reward_model import ModelScorer
 from megarl.rewards.pool import Outcome
 from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_verdict, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, first_failures, metrics_of
-from tests.records import answer, prompts
+from megarl.training.reward_model import ModelScorer
+from tests.support.records import answer, prompts
 
 ROW: dict[str, Any] = {
     "data_source": "countdown",

@@ -18,7 +18,7 @@ from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.outbox import Outbox
 from megarl.tracking.records import is_record
-from tests.disks import Disk, small_disk
+from tests.support.disks import Disk, small_disk
 
 LONG = "x" * 5000
 

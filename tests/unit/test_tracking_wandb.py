@@ -15,7 +15,7 @@ from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE
 from megarl.tracking.tracker import Tracker, make_tracker
 from megarl.tracking.wandb import UNFINISHED_FILE
-from tests.outcomes import wandb_history, wandb_records
+from tests.support.outcomes import wandb_history, wandb_records
 
 PARAMS = {"data": {"seed": 1}, "trainer": {"logger": ["wandb"]}}
 

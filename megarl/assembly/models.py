@@ -1,0 +1,147 @@
+"""The models of a run as configured: actor, reference, critic, with budgets and objectives."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megarl.config.policy import ActorSection, CriticSection
+from megarl.config.root import Config
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.translation import Translation
+from megarl.learner.factory import make_learner
+from megarl.learner.learner import Budget, Learner, Objective
+from megarl.learner.parallel import Mesh
+from megarl.models.source import Source
+from megarl.platform.device import device_type, local_device
+from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from megarl.training.ptx import Supervision
+from megarl.training.roles import Model, Updates
+from megarl.training.skips import Skips
+
+
+def make_actor(
+    config: Config,
+    source: Source,
+    mesh: Mesh,
+    reference: Learner | None,
+    supervision: Supervision | None,
+    *,
+    last_step: int,
+) -> Model[Any]:
+    """The policy that learns, with the parts of its loss that the configuration asks for."""
+    policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        actor.megatron,
+        mesh,
+        role="policy",
+        device=device_of(config),
+        temperature=policy.rollout.temperature,
+        recompute=policy.model.enable_gradient_checkpointing,
+        balance=config.trainer.balance_batch,
+        training=(actor.optim, actor.grad_clip, last_step),
+    )
+    return Model(
+        name="actor",
+        learner=learner,
+        against=reference if config.kl_of_reward == "full" else None,
+        budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
+        updates=replace(
+            _updates(config, "actor", actor, ActorObjective(actor, horizon=config.data.max_response_length)),
+            prepare=partial(mark, section=actor),
+            against=reference if config.kl_of_loss == "full" else None,
+            beside=supervision.parts if supervision else None,
+        ),
+    )
+
+
+def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
+    """The frozen policy, where something asks for the KL to it."""
+    policy = config.actor_rollout_ref
+    if not config.has_reference:
+        return None
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        policy.ref.megatron,
+        mesh,
+        role="policy",
+        device=device_of(config),
+        temperature=policy.rollout.temperature,
+        balance=config.trainer.balance_batch,
+    )
+    ref = policy.ref
+    max_tokens = ref.log_prob_max_token_len_per_gpu
+    return Model(
+        name="reference",
+        learner=learner,
+        budget=make_budget(config, ref.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size, max_tokens),
+    )
+
+
+def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: int) -> Model[Any] | None:
+    """The value model, where the advantages need one; `tokenizer` is the policy's.
+
+    Raises:
+        ValueError: it is to read the policy's tokens and does not know them all.
+    """
+    critic = config.critic
+    if not config.has_critic:
+        return None
+    source, own = Source.read(critic.model), config.tokenizer_of_critic
+    if own is None and tokenizer.vocab_size > source.architecture.vocab_size:
+        raise ValueError(
+            f"critic.model.path: {source.directory} knows {source.architecture.vocab_size} tokens, the policy writes "
+            f"{tokenizer.vocab_size}: name the critic's own tokenizer in critic.model.tokenizer_path"
+        )
+    reader = own and load_tokenizer(
+        own,
+        apply_chat_template=config.data.apply_chat_template,
+        trust_remote_code=critic.model.trust_remote_code,
+    )
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        critic.megatron,
+        mesh,
+        role="value",
+        device=device_of(config),
+        recompute=critic.model.enable_gradient_checkpointing,
+        balance=config.trainer.balance_batch,
+        training=(critic.optim, critic.grad_clip, last_step),
+    )
+    return Model(
+        name="critic",
+        learner=learner,
+        budget=make_budget(config, critic.forward_micro_batch_size or critic.ppo_micro_batch_size),
+        updates=_updates(config, "critic", critic, CriticObjective(critic, horizon=config.data.max_response_length)),
+        translate=Translation(writer=tokenizer, reader=reader) if reader else None,
+    )
+
+
+def _updates(config: Config, name: str, section: ActorSection | CriticSection, objective: Objective) -> Updates:
+    """How the actor or the critic goes through a batch."""
+    return Updates(
+        objective=objective,
+        budget=make_budget(config, section.ppo_micro_batch_size),
+        skips=Skips(name, config.trainer),
+        num_prompts=section.ppo_mini_batch_size,
+        num_epochs=section.ppo_epochs,
+        shuffle=config.actor_rollout_ref.actor.shuffle,
+        seed=config.data.seed,
+    )
+
+
+def make_budget(config: Config, max_sequences: int | None, max_tokens: int | None = None) -> Budget:
+    """What one forward pass takes: tokens, or without dynamic batches exactly so many sequences of any length."""
+    policy = config.actor_rollout_ref
+    if policy.actor.use_dynamic_bsz or max_sequences is None:
+        return Budget(max_tokens=max_tokens or policy.actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
+    longest = policy.rollout.prompt_length + policy.rollout.response_length
+    return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
+
+
+def device_of(config: Config) -> Any:
+    """Where this rank computes."""
+    return local_device(device_type(config.trainer.device))

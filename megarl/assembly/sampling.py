@@ -1,0 +1,146 @@
+"""What a run samples with and judges by: prompts, engine, sampler, reward, validation."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.assembly.models import device_of, make_budget
+from megarl.config.root import Config
+from megarl.data.columns import Needs
+from megarl.data.prompts import PromptDataset, PromptStream
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.launch import Launch
+from megarl.learner.learner import Learner
+from megarl.learner.parallel import Mesh
+from megarl.models.source import Source
+from megarl.reshard.executor import Reshard
+from megarl.rewards.scoring import Scorer
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.limits import Limits
+from megarl.rollout.sampling import stop_token_ids
+from megarl.rollout.start import start_engine
+from megarl.sync.plan import plan_sync
+from megarl.sync.selfcheck import SelfCheck
+from megarl.tracking.tracker import Tracker
+from megarl.training.archive import Archive
+from megarl.training.collect import Collector, SampleSource
+from megarl.training.replay import Recorder
+from megarl.training.reward_model import Reward, make_reward
+from megarl.training.roles import Sampler
+from megarl.training.validation import Validation
+
+
+def make_tokenizer(config: Config, source: Source) -> Tokenizer:
+    """The policy's tokenizer, or the one that `data` names."""
+    return source.tokenizer(
+        config.data.tokenizer,
+        chat_template=config.data.chat_template,
+        apply_chat_template=config.data.apply_chat_template,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+    )
+
+
+def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
+    """What the policy learns to answer."""
+    data = config.data
+    dataset = PromptDataset(data, data.train_files, tokenizer, _needs(config))
+    return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
+    """What it is judged on, None where no file is named."""
+    data = config.data
+    if data.val_files is None:
+        return None
+    dataset = PromptDataset(data, data.val_files, tokenizer, _needs(config))
+    return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
+
+
+def _needs(config: Config) -> Needs:
+    return Needs.of(config.reward_model.rules, config.custom_reward_function)
+
+
+def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
+    """This rank's part of a vLLM engine, without weights yet."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
+    return start_engine(
+        source,
+        rollout,
+        stop_token_ids=stop_token_ids(source.directory, tokenizer.eos_token_id),
+        max_model_len=rollout.prompt_length + rollout.response_length,
+        max_sequences=prompts_per_replica * rollout.n,
+        trust_remote_code=policy.model.trust_remote_code,
+    )
+
+
+def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch) -> Sampler:
+    """The engine with the actor's weights, brought by a planned reshard."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
+    plan = plan_sync(
+        actor.architecture,
+        policy.actor.megatron,
+        rollout,
+        held=actor.layout(),
+        needed=engine.weights.layout(),
+        launch=launch,
+    )
+    return Sampler(
+        engine=engine,
+        actor=actor,
+        reshard=Reshard(plan, device=actor.device),
+        section=rollout,
+        check=SelfCheck(make_limits(config), engine, actor, budget, check_every=rollout.sync.check_every),
+        finished=scorer.begin,
+    )
+
+
+def make_limits(config: Config) -> Limits:
+    """How far engine and trainer may be apart."""
+    policy = config.actor_rollout_ref
+    return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
+
+
+def make_scorer(config: Config, rules: Scorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
+    """Rules, a reward model, or both."""
+    section = config.reward_model
+    return make_reward(
+        rules,
+        section,
+        tokenizer,
+        mesh,
+        policy_path=config.actor_rollout_ref.model.path,
+        device=device_of(config),
+        budget=make_budget(config, section.micro_batch_size),
+        balance=config.trainer.balance_batch,
+    )
+
+
+def make_archive(config: Config) -> Archive | None:
+    """Where samples are kept, None where they are not."""
+    directory = config.trainer.rollout_data_dir
+    return Archive(Path(directory)) if directory else None
+
+
+def make_samples(config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward) -> SampleSource:
+    """Make the source of new samples, which keeps them if `trainer.rollout_data_dir` says where."""
+    collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
+    archive = make_archive(config)
+    return Recorder(samples=collector, archive=archive) if archive else collector
+
+
+def make_validation(
+    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker, *, replaces: bool
+) -> Validation:
+    """The scores of held-out prompts; `replaces` says whether its samples may take the place of earlier ones."""
+    archive = make_archive(config)
+    return Validation(
+        prompts=prompts,
+        sampler=sampler,
+        scorer=scorer,
+        tracker=tracker,
+        num_shown=config.trainer.log_val_generations,
+        archive=archive and replace(archive, replaces=replaces),
+    )

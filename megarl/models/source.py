@@ -1,0 +1,130 @@
+"""The Hugging Face checkpoint that a run starts from, weights, architecture and tokenizer, and those it leaves."""
+
+import importlib
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.distributed.exchange import in_shares
+from megarl.models.architecture import EMBEDDING, HEAD, Architecture
+from megarl.models.claims import weight_faults
+from megarl.models.config import CheckpointSection
+from megarl.models.hub import local_directory, place_of, read_config, read_model
+from megarl.models.overrides import unread_overrides
+from megarl.platform.uri import is_uri
+from megarl.reshard.files import CheckpointFiles
+from megarl.reshard.headers import has_weights
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint to start from."""
+
+    directory: Path
+    hf_config: dict[str, Any]  # overrides applied
+    overrides: dict[str, Any]  # what its config.json does not say
+    architecture: Architecture
+
+    @classmethod
+    def read(cls, section: CheckpointSection) -> "Source":
+        """Find a checkpoint and what it describes; imports `external_lib` first, which may register its classes.
+
+        Collective where there are ranks.
+
+        Raises:
+            ValueError: it is not there, describes a model that megarl does not know, or has damaged weights or weights
+                of another model.
+        """
+        libraries = section.external_lib or []
+        for library in [libraries] if isinstance(libraries, str) else libraries:
+            importlib.import_module(library)
+        directory = local_directory(section.path, with_code=section.trust_remote_code)
+        try:
+            hf_config, architecture = read_model(directory, section.override_config)
+            for fault in unread_overrides(read_config(directory, {}), section.override_config):
+                raise ValueError(f"override_config: {fault}")
+            if has_weights(directory):
+                _check_weights(directory, architecture)
+        except ValueError as error:
+            if is_uri(section.path):
+                raise ValueError(f"{place_of(section.path)}: {error}") from error
+            raise
+        return cls(
+            directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
+        )
+
+    def tokenizer(
+        self,
+        path: str | None = None,
+        *,
+        chat_template: str | None = None,
+        apply_chat_template: bool | None = None,
+        trust_remote_code: bool = False,
+    ) -> Tokenizer:
+        """The tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
+
+        Raises:
+            ValueError: it knows tokens that the model does not.
+        """
+        tokenizer = load_tokenizer(
+            path or str(self.directory),
+            chat_template=chat_template,
+            apply_chat_template=apply_chat_template,
+            trust_remote_code=trust_remote_code,
+        )
+        if tokenizer.vocab_size > self.architecture.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {self.directory} only "
+                f"{self.architecture.vocab_size}: set data.tokenizer to the one that the model was trained with"
+            )
+        return tokenizer
+
+    def as_classifier(self, tokenizer: Tokenizer) -> "Source":
+        """The source as what scores sequences: transformers reads it as `...ForSequenceClassification`.
+
+        There the score stands at the last token that is not the pad token, so one has to be named.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+        config = self.hf_config | {
+            "architectures": [CLASSES[self.architecture.family]],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "pad_token_id": self.pad_token_id(tokenizer),
+        }
+        return replace(self, hf_config=config, architecture=self.architecture.with_scalar_head())
+
+    def pad_token_id(self, tokenizer: Tokenizer) -> int:
+        """What fills up batches: the token that config.json names, else the tokenizer's, else end-of-sequence."""
+        configured: int | None = self.hf_config.get("pad_token_id")
+        known = (configured, tokenizer.pad_token_id)
+        return next((pad for pad in known if pad is not None), tokenizer.eos_token_id)
+
+    def write_companions(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
+        """Write what a Hugging Face checkpoint has beside its weights: config, generation config and tokenizer."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(directory)
+        generation = self.directory / "generation_config.json"
+        if generation.exists() and not self.architecture.scalar_head:
+            shutil.copy(generation, directory)
+        (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
+
+
+def _check_weights(directory: Path, architecture: Architecture) -> None:
+    for fault in weight_faults(directory, architecture, needs_head=False):
+        raise ValueError(fault)
+    files = CheckpointFiles(directory)
+    if not architecture.tied_embeddings or HEAD not in files.names:
+        return
+    if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(HEAD, EMBEDDING, rows))):
+        raise ValueError(
+            f"{directory} holds {HEAD}, which differs from {EMBEDDING}, and its config.json says tie_word_embeddings: "
+            "true, with which it would be dropped: write false, or take the tensor out of the files"
+        )

@@ -1,0 +1,32 @@
+"""Start the engine of a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.models.architecture import hf_shapes
+from megarl.models.source import Source
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.engine import RolloutEngine
+
+
+def start_engine(
+    source: Source,
+    section: RolloutSection,
+    *,
+    stop_token_ids: Sequence[int],
+    max_model_len: int,
+    max_sequences: int,
+    trust_remote_code: bool,
+) -> RolloutEngine:
+    """Start this rank's part of an engine for the model, asleep and without weights; arguments as `RolloutEngine`."""
+    overrides = {"hf_overrides": source.overrides} if source.overrides else {}
+    return RolloutEngine(
+        replace(section, engine_kwargs=section.engine_kwargs | overrides),
+        model_dir=source.directory,
+        shapes=hf_shapes(source.architecture),
+        num_key_value_heads=source.architecture.num_key_value_heads,
+        stop_token_ids=stop_token_ids,
+        max_model_len=max_model_len,
+        max_sequences=max_sequences,
+        trust_remote_code=trust_remote_code,
+    )

@@ -1,0 +1,87 @@
+"""A reward model from preferences: `python -m megarl.train_reward CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+
+Starts from a language model, whose head is replaced, or from a classifier. Ends with RUN_DIR/huggingface, a directory
+that `AutoModelForSequenceClassification` and `reward_model.model.path` load.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.load import load_reward_train_config
+from megarl.config.report import unread_keys
+from megarl.config.root import RewardTrainConfig
+from megarl.distributed import watchdog
+from megarl.distributed.launch import Launch
+from megarl.entry import run
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+
+if TYPE_CHECKING:
+    from megarl.data.preferences import PreferenceStream
+    from megarl.learner.learner import Budget, Learner
+    from megarl.training.objectives import PreferenceObjective
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
+    """Train as the configuration says, on every rank of the job."""
+    run("megarl.train_reward", argv, load_reward_train_config, train, remarks=unread_keys)
+
+
+def train(config: RewardTrainConfig, launch: Launch) -> None:
+    """Run the job on this rank."""
+    from megarl.assembly.supervised import Lessons, learn
+    from megarl.checkpoint.huggingface import EXPORT, SCORES, export_model
+    from megarl.data.conversations import Conversations
+    from megarl.data.preferences import PreferenceStream
+    from megarl.learner.learner import Budget
+    from megarl.models.source import Source
+    from megarl.training.objectives import PreferenceObjective
+
+    data, source = config.data, Source.read(config.model)
+    tokenizer = source.tokenizer(
+        data.tokenizer,
+        chat_template=data.chat_template,
+        apply_chat_template=data.apply_chat_template,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
+    budget = Budget(
+        max_tokens=config.max_token_len_per_gpu,
+        max_sequences=data.micro_batch_size and 2 * data.micro_batch_size,
+        num_together=2,
+    )
+    objective = PreferenceObjective(config.center_rewards_coefficient)
+    val_pairs = PreferenceStream(data, data.val_files, reader) if data.val_files else None
+    name, role = SCORES
+    lessons = Lessons(
+        name=name,
+        role=role,
+        batches=PreferenceStream(data, data.train_files, reader),
+        objective=objective,
+        budget=budget,
+        validate=partial(judge, pairs=val_pairs, objective=objective, budget=budget) if val_pairs else None,
+    )
+    learner = learn(config, launch, source, tokenizer, lessons)
+    if learner:
+        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT, launch)
+
+
+def judge(
+    learner: "Learner", *, pairs: "PreferenceStream", objective: "PreferenceObjective", budget: "Budget"
+) -> dict[str, float]:
+    """The metrics of training, as means over all held-out pairs."""
+    from megarl.algorithms.losses import Totals
+
+    num_sequences, sums = 2 * len(pairs), dict[str, float]()
+    totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
+    for batch in pairs.batches():
+        watchdog.note(phase="validation")
+        _, metrics = objective(learner.infer(batch, budget), batch, totals)
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
+    return {name.replace("reward_model/", "val/"): value for name, value in sums.items()}
+
+
+if __name__ == "__main__":
+    main()

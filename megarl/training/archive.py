@@ -1,0 +1,233 @@
+"""Samples as parquet: a row for each, with all that an update needs to learn from them again.
+
+    DIRECTORY/step_40.parquet      what iteration 40 learnt from
+             /val_step_40.parquet  what the validation after 40 iterations drew
+
+A file is whole or not there; where the disk does not take one, training goes on without it. What is read back is bit
+for bit what was written, but for `extra_info`, which only rewards read, and for ground truths of other types than JSON
+has, which become texts.
+"""
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import Prompt, Rollouts, Scored
+from megarl.distributed.exchange import together
+from megarl.platform.files import remedy, replacing
+from megarl.platform.small_files import Damage, naming, open_file
+from megarl.training.archive_schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
+
+logger = logging.getLogger(__name__)
+
+STEP, SUFFIX = "step_", ".parquet"
+MAX_WIDTH = 1 << 24  # tokens; no model reads as many
+WIDTH = b"megarl.width"  # metadata: `T` of the record, which may be more than the longest response
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The directory of a run's samples; rank 0 writes."""
+
+    directory: Path
+    replaces: bool = True  # a file that is there already
+
+    def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        """Write what iteration `step`, counted from 1, learns from. Collective.
+
+        Returns whether the disk took it, on every rank alike.
+        """
+        return self._write(f"{STEP}{step}", scored, baselines, step=step)
+
+    def keep_validation(self, scored: Scored, *, step: int) -> bool:
+        """Write what the validation after `step` iterations drew; otherwise as `keep_iteration`."""
+        return self._write(f"val_{STEP}{step}", scored, None, step=step)
+
+    def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        path = self.directory / f"{name}{SUFFIX}"
+
+        def write() -> bool:
+            if dist.get_rank() == 0 and not self.replaces and path.exists():
+                logger.warning("%s stays as it is: name another trainer.rollout_data_dir to keep these samples", path)
+            elif dist.get_rank() == 0:
+                try:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    write_samples(path, scored, baselines, step=step)
+                except OSError as error:
+                    logger.warning("%s is not kept, training goes on: %s", path, remedy(error))
+                    return False
+            return True
+
+        return all(together(write))
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """The files of iterations in a directory, by number, ascending."""
+    numbers = {path: path.stem.removeprefix(STEP) for path in directory.glob(f"{STEP}*{SUFFIX}")}
+    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def step_of(path: Path) -> int:
+    """The iteration whose samples a file has. Damage as for `read_samples`."""
+    return int(_read(path)["step"][0].as_py())
+
+
+def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
+    """Write a record to a file; `baselines` are [B] float32, None where there are none."""
+    table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
+    with replacing(path) as file:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def write_record(path: Path, batch: Rollouts) -> None:
+    """Write every field of a record of any kind, a row for each sample, for inspection.
+
+    What has a number for each token is a list of those of the response; what is None is left out.
+    """
+    asked = [batch.prompt_of(sample) for sample in range(len(batch))]
+    columns: dict[str, Any] = {
+        "index": [prompt.index for prompt in asked],
+        "prompt": [prompt.text for prompt in asked],
+        "prompt_ids": [list(prompt.token_ids) for prompt in asked],
+    }
+    for name in [field.name for field in fields(batch) if field.name not in ("prompts", "mask")]:
+        match getattr(batch, name):
+            case Tensor(ndim=2) as values:
+                columns[name] = _flat(values, batch.mask)
+            case Tensor() as values:
+                columns[name] = values.numpy()
+            case None:
+                pass
+            case values:
+                columns[name] = list(values)
+    with replacing(path) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd")
+
+
+def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
+    """The record and the baselines that were written to `path`.
+
+    Raises:
+        Damage: there is no such file, or it has not what `schema.py` says; names the row and the column.
+    """
+    table = _read(path)
+    lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
+    mask = torch.arange(_width(table, path)) < lengths[:, None]
+    _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
+    first_rows = (sizes.cumsum(0) - sizes).numpy()
+    rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
+    baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
+    versions = table["weight_version"]
+    responses = _padded(table["response_ids"], mask, torch.int64)
+    assert responses is not None, "every response has tokens"
+    scored = Scored(
+        prompts=[_prompt(row) for row in rows],
+        groups=groups,
+        responses=responses,
+        mask=mask,
+        rollout_log_probs=_padded(table["rollout_log_probs"], mask, torch.float32),
+        truncated=torch.tensor(table["truncated"].to_pylist()),
+        weight_versions=None if versions.null_count else torch.from_numpy(versions.to_numpy().copy()),
+        texts=table["response"].to_pylist(),
+        scores=torch.from_numpy(table["score"].to_numpy().copy()),
+        accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
+        answers=None if answers.null_count == len(answers) else answers.to_pylist(),
+        failures=None if failures.null_count == len(failures) else failures.to_pylist(),
+    )
+    return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
+
+
+def _read(path: Path) -> Any:
+    """Return the table in a file, every value of it checked. Raises Damage."""
+    with naming(path):
+        file = open_file(path)
+    try:
+        with file:
+            table = pq.ParquetFile(file, page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise Damage(path, f"cannot be read as samples of a run: {error}") from error
+    check(table, file=path)
+    return table
+
+
+def _width(table: Any, path: Path) -> int:
+    """Return `T` of the record in a table."""
+    longest = pc.max(pc.list_value_length(table["response_ids"])).as_py()
+    text = (table.schema.metadata or {}).get(WIDTH, str(longest).encode())
+    width = int(text) if text.isdigit() and len(text) < 10 else -1
+    if not longest <= width <= MAX_WIDTH:
+        raise Damage.in_content(path, f"its width {text[:20]!r} does not fit responses of up to {longest} tokens")
+    return width
+
+
+def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
+    """One row a sample; the columns of its prompt are repeated."""
+    of_prompts = {
+        "index": [prompt.index for prompt in scored.prompts],
+        "prompt_id": [prompt.prompt_id for prompt in scored.prompts],
+        "data_source": [prompt.data_source for prompt in scored.prompts],
+        "prompt": [prompt.text for prompt in scored.prompts],
+        "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
+        "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
+    }
+    num, log_probs = len(scored), scored.rollout_log_probs
+    of_samples = {
+        "step": [step] * num,
+        "group": scored.groups.numpy(),
+        "response": list(scored.texts),
+        "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
+        "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
+        "truncated": scored.truncated.tolist(),
+        "weight_version": [None] * num if scored.weight_versions is None else scored.weight_versions.numpy(),
+        "score": _numbers(scored.scores),
+        "failure": scored.failures or [None] * num,
+        "accuracy": _numbers(scored.accuracies),
+        "answer": scored.answers or [None] * num,
+        "baseline": [None] * num if baselines is None else baselines.numpy(),
+    }
+    prompts = pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)).take(scored.groups.numpy())
+    samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
+    return pa.Table.from_arrays([*prompts.columns, *samples.columns], names=list(COLUMNS))
+
+
+def _numbers(values: Tensor) -> Any:
+    """[B] float32 with null in place of NaN."""
+    return pa.array(values.numpy(), from_pandas=True)
+
+
+def _flat(values: Tensor, mask: Tensor) -> Any:
+    """[B, T] as a list for each row, of what is under the mask."""
+    ends = mask.sum(-1).cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return pa.ListArray.from_arrays(offsets.numpy(), values[mask].numpy())
+
+
+def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The reverse: [B, T], zero outside the mask; None where a row has no list."""
+    if column.null_count:
+        return None
+    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy().copy()).to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values)
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        index=row["index"],
+        prompt_id=row["prompt_id"],
+        token_ids=row["prompt_ids"],
+        text=row["prompt"],
+        data_source=row["data_source"],
+        ground_truth=json.loads(row["ground_truth"]),
+        extra_info={},
+    )

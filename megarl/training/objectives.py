@@ -1,0 +1,195 @@
+"""What the learner minimises: the pure losses put together as the configuration asks.
+
+Invariant: the loss and every metric are this micro-batch's *contribution* to those of the global mini-batch (already
+divided by its `Totals`), so whoever holds the parts only adds them up, over micro-batches and over ranks.
+
+An objective is called with the model's outputs on a micro-batch, the micro-batch (its tensors on the outputs' device)
+and the totals of the mini-batch. The loss carries the gradient, the metrics do not.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
+
+from torch import Tensor
+
+from megarl.algorithms.config import LossAggregation
+from megarl.algorithms.covariance import clip_cov_tokens, kl_cov_tokens, token_covariances
+from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.losses import (
+    PolicyLoss,
+    PolicyOutputs,
+    Totals,
+    aggregate,
+    bradley_terry,
+    cispo,
+    clip_cov,
+    entropy,
+    gpg,
+    gspo,
+    kl_cov,
+    lm_cross_entropy,
+    ppo_clip,
+    reward_centering,
+    value_clip,
+)
+from megarl.algorithms.masked import masked
+from megarl.batch import Experience, Marked, Preferences, Rollouts
+from megarl.config.policy import ActorSection, CriticSection
+
+Contribution = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ActorObjective:
+    """The policy loss, less the entropy bonus, plus the KL loss where it is on."""
+
+    section: ActorSection
+    horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
+
+    def __call__(self, outputs: PolicyOutputs, micro: Experience, totals: Totals) -> Contribution:
+        """Loss and metrics of the policy on `micro`."""
+        section = self.section
+        mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
+        pg = policy_loss(outputs, micro, section)
+        pg_loss = mean(pg.sums)
+        entropy_mean = mean(entropy(outputs.entropy, micro.mask))
+        loss = pg_loss - section.entropy_coeff * entropy_mean
+        metrics = {
+            "actor/pg_loss": pg_loss,
+            "actor/entropy_loss": entropy_mean,
+            "actor/pg_clipfrac": pg.clip_frac / totals.num_tokens,
+            "actor/pg_clipfrac_lower": pg.clip_frac_lower / totals.num_tokens,
+            "actor/ppo_kl": pg.ppo_kl / totals.num_tokens,
+        }
+        if section.use_kl_loss:
+            metrics["actor/kl_loss"] = kl_loss = mean(divergence(outputs, micro, section).sum(-1))
+            loss = loss + section.kl_loss_coef * kl_loss
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
+    """[b, T] divergence from the reference as `kl_loss_type` measures it, zero under the mask."""
+    if section.kl_loss_type == "full":
+        assert outputs.kl is not None, "outputs that were not taken against the reference"
+        return masked(outputs.kl, micro.mask)
+    log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
+    return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type, k3_bound=section.kl_loss_k3_bound)
+
+
+def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
+    """The loss that `policy_loss.loss_mode` names, of a mini-batch that `mark` has seen."""
+    tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages * micro.weights, micro.mask)
+    low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
+    high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
+    settings = section.policy_loss
+    match settings.loss_mode:
+        case "vanilla":
+            return ppo_clip(*tensors, clip_low=low, clip_high=high, clip_c=section.clip_ratio_c)
+        case "gspo":
+            return gspo(*tensors, clip_low=low, clip_high=high)
+        case "cispo":
+            return cispo(*tensors, clip_low=low, clip_high=high)
+        case "gpg":
+            return gpg(*tensors)
+        case "clip_cov":
+            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
+            return clip_cov(*tensors, chosen=micro.marked, clip_low=low, clip_high=high)
+        case "kl_cov":
+            assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
+            return kl_cov(*tensors, chosen=micro.marked, kl_coef=settings.ppo_kl_coef)
+        case unknown:
+            assert_never(unknown)
+
+
+def mark(minibatch: Experience, section: ActorSection) -> Experience:
+    """The mini-batch with the tokens marked that its loss chooses; itself where the loss treats all alike."""
+    settings, mask = section.policy_loss, minibatch.mask
+    if settings.loss_mode not in ("clip_cov", "kl_cov"):
+        return minibatch
+    covariances = token_covariances(minibatch.old_log_probs, minibatch.advantages, mask)
+    if settings.loss_mode == "clip_cov":
+        marked = clip_cov_tokens(
+            covariances, mask, ratio=settings.clip_cov_ratio, lower=settings.clip_cov_lb, upper=settings.clip_cov_ub
+        )
+    else:
+        marked = kl_cov_tokens(covariances, mask, ratio=settings.kl_cov_ratio)
+    return minibatch.extend(Marked, marked=marked)
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    """The clipped value loss."""
+
+    section: CriticSection
+    horizon: int  # as in `ActorObjective`
+
+    def __call__(self, values: Tensor, micro: Experience, totals: Totals) -> Contribution:
+        """Loss and metrics of the critic's `values` `[b, T]` on `micro`."""
+        vf = value_clip(values, micro.values, micro.returns, micro.mask, clip_range=self.section.cliprange_value)
+        vf_loss = _mean(vf.sums, micro, totals, mode=self.section.loss_agg_mode, horizon=self.horizon)
+        metrics = {
+            "critic/vf_loss": vf_loss,
+            "critic/vf_clipfrac": vf.clip_frac / totals.num_tokens,
+            "critic/vpred_mean": masked(values, micro.mask).sum() / totals.num_tokens,
+        }
+        return vf_loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class SFTObjective:
+    """The cross-entropy of the response tokens, every token with the same weight: the supervised warm-up."""
+
+    def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
+        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
+        return loss, {"sft/loss": loss.detach()}
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """The Bradley-Terry loss of a reward model, plus `centering` times the squared sum of a pair's rewards."""
+
+    centering: float
+
+    def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
+        """Loss and metrics of the scores `values` `[b, 1]` of the pairs in `micro`."""
+        (chosen, rejected), num_pairs = values[:, 0].view(-1, 2).unbind(-1), totals.num_sequences / 2
+        loss = bradley_terry(chosen, rejected, micro.margins[::2]).sum() / num_pairs
+        margins = (chosen - rejected).detach()
+        metrics = {
+            "reward_model/loss": loss,
+            "reward_model/accuracy": ((margins > 0) + 0.5 * (margins == 0)).sum() / num_pairs,  # a tie is half right
+            "reward_model/margin/mean": margins.sum() / num_pairs,
+            "reward_model/score/mean": values.sum() / totals.num_sequences,
+        }
+        if self.centering:
+            loss = loss + self.centering * reward_centering(chosen, rejected).sum() / num_pairs
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class PTXObjective:
+    """Supervised pairs beside the policy loss, against forgetting what the model knew: `coef` times their loss.
+
+    PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 2), with the
+    mean over the tokens in place of the sum over a sequence.
+    """
+
+    coef: float
+
+    def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
+        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        ptx_loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
+        return self.coef * ptx_loss, {"actor/ptx_loss": ptx_loss.detach()}
+
+
+def _mean(sums: Tensor, micro: Rollouts, totals: Totals, *, mode: LossAggregation, horizon: int) -> Tensor:
+    return aggregate(
+        sums,
+        micro.mask.sum(-1),
+        mode=mode,
+        num_tokens=totals.num_tokens,
+        num_sequences=totals.num_sequences,
+        horizon=horizon,
+    )

@@ -1,0 +1,61 @@
+"""Supervised pairs beside the experience (PPO-ptx): which ones is a pure function of the iteration and the mini-batch.
+
+So a run that resumes takes the next ones, and no checkpoint has to know about them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Self
+
+from megarl.config.root import Config
+from megarl.data.config import SFTDataSection
+from megarl.data.pairs import PairStream
+from megarl.data.tokenizer import Tokenizer
+from megarl.learner.learner import Objective, Part
+from megarl.training.objectives import PTXObjective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """The pairs of the actor's updates."""
+
+    pairs: PairStream  # a batch for each mini-batch
+    objective: Objective
+    num_minibatches: int  # of one iteration
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer) -> Self | None:
+        """As configured; None where there are no files. Collective, as reading pairs is.
+
+        Raises:
+            ValueError: a pair is too long or none, or there are too few for one optimizer step.
+        """
+        data, actor = config.data, config.actor_rollout_ref.actor
+        if not actor.ptx_files:
+            return None
+        section = SFTDataSection(
+            train_files=actor.ptx_files,
+            prompt_key=data.prompt_key,
+            max_length=data.max_prompt_length + data.max_response_length,
+            train_batch_size=config.num_supervised,
+            shuffle=data.shuffle,
+            seed=data.seed,
+        )
+        longest = "data.max_prompt_length + data.max_response_length"
+        pairs = PairStream(section, actor.ptx_files, tokenizer, longest=longest)
+        if pairs.num_pairs < config.num_supervised:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ptx_files hold {pairs.num_pairs} pairs, and an optimizer step takes "
+                f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or give more"
+            )
+        num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+        return cls(pairs=pairs, objective=PTXObjective(actor.ptx_coef), num_minibatches=num_minibatches)
+
+    def parts(self, step: int) -> Iterator[Part]:
+        """What the mini-batches of iteration `step` are learnt with, one after the other, without end.
+
+        At temperature 1: the language model's own probabilities, not those of the sampler.
+        """
+        for number in count(step * self.num_minibatches):
+            yield Part(batch=self.pairs.take(number), objective=self.objective, temperature=1.0)

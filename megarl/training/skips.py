@@ -1,0 +1,100 @@
+"""Updates that were skipped because their loss or gradient was not finite: kept for inspection, and not too many.
+
+    RUN_DIR/nonfinite/step_12_actor_0.json      what was not finite in mini-batch 0 of the actor's step 12
+                     /step_12_actor_0.parquet   the mini-batch: a row for each sample, every field of the record
+                     /step_12_actor_0_1.parquet what was to be learnt beside it, if anything
+
+Invariant: what is decided here follows from facts that all ranks share, so all of them go on or none does.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.checkpoint.find import last_good
+from megarl.learner.finite import NotFinite
+from megarl.learner.learner import Outcome, Part
+from megarl.platform.files import write_whole
+from megarl.tracking.config import TrainerSection
+from megarl.training.archive import write_record
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "nonfinite"
+MOST_KEPT = 16  # mini-batches of all models together; the oldest go
+
+
+class Skips:
+    """The skipped updates of one model; how many there were in a row is remembered over the steps of a process."""
+
+    def __init__(self, model: str, trainer: TrainerSection) -> None:
+        self._model, self._most_in_a_row, self._in_a_row = model, trainer.max_skipped_updates, 0
+        self._run_dir = Path(trainer.default_local_dir)
+        self._directory = self._run_dir / DIRECTORY
+
+    def of_step(self, step: int) -> Outcome:
+        """What `Learner.update` tells of the mini-batches of a step, counted from 1.
+
+        Raises:
+            ValueError: when called, on all ranks alike, with one skipped mini-batch more in a row than there may be.
+        """
+        return partial(self._note, step)
+
+    def _note(self, step: int, minibatch: int, parts: Sequence[Part], why: NotFinite | None) -> None:
+        if why is None:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        record = self._directory / f"step_{step}_{self._model}_{minibatch}.json"
+        if dist.get_rank() == 0:
+            logger.warning(
+                "step %d: the %s does not learn from mini-batch %d (%s; number %d in a row of at most "
+                "trainer.max_skipped_updates=%d): see %s",
+                *(step, self._model, minibatch, why.describe(), self._in_a_row, self._most_in_a_row, record),
+            )
+            self._keep(record, step, minibatch, parts, why)
+        if self._in_a_row > self._most_in_a_row:
+            raise ValueError(self._too_many(record, why))
+
+    def _keep(self, record: Path, step: int, minibatch: int, parts: Sequence[Part], why: NotFinite) -> None:
+        """Write a mini-batch down; a disk that does not take it stops no run."""
+        facts = {
+            "model": self._model,
+            "step": step,
+            "minibatch": minibatch,
+            "loss": str(why.loss),  # JSON has no NaN
+            "grad_norm": str(why.grad_norm),
+            "samples_of_micro_batches_whose_loss_is_not_finite": [list(rows) for rows in why.rows],
+            "parameters_whose_gradient_is_not_finite": {f"rank {rank}": of for rank, of in why.parameters.items()},
+        }
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for number, part in enumerate(parts):
+                name = record.stem + (f"_{number}" if number else "")
+                write_record(record.with_name(f"{name}.parquet"), part.batch)
+            write_whole(record, json.dumps(facts, indent=1).encode())
+            self._forget_oldest()
+        except OSError as error:
+            logger.warning("%s could not be written: %s", record, error)
+
+    def _forget_oldest(self) -> None:
+        records = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for record in records[:-MOST_KEPT]:
+            for path in self._directory.iterdir():
+                if path.stem == record.stem or path.stem.startswith(f"{record.stem}_"):
+                    path.unlink()
+
+    def _too_many(self, record: Path, why: NotFinite) -> str:
+        found = last_good(self._run_dir)
+        good = f"the last good checkpoint is {found}" if found else f"{self._run_dir} has no whole checkpoint"
+        return (
+            f"the {self._model}'s loss or gradient was not finite in {self._in_a_row} updates in a row, more than "
+            f"trainer.max_skipped_updates={self._most_in_a_row}; the last time: {why.describe()}. Nothing was learnt "
+            f"from them, and {good}. What was not finite, and the samples, are in {record} and the parquet beside it. "
+            "Look there for an odd reward or log-probability; else lower the learning rate (optim.lr) or "
+            "grad_clip, and start again"
+        )

@@ -1,0 +1,179 @@
+"""Checkpoints of a model cut over ranks, on a disk that is full for a while."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.exchange import together
+from tests.ranks.test_learner_split import ACTOR, experience, sizes
+from tests.support.disks import Disk, small_disk
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+
+NUM_RANKS = 2
+CHECKPOINTS = {"llama": ("llama", {})}
+
+
+def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool) -> tuple[list[Any], str]:
+    """Save on a disk with room, without, with room for a part only, for all but the index, and with room again.
+
+    Returns what each has come to, and the error of a run that ends before the last.
+    """
+    from megarl.checkpoint import failures, store
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(source, split)
+    learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+    run = Checkpoints(
+        directory=disk.path,
+        learners={"actor": learner},
+        keep=1,
+        write_huggingface=lambda directory: None,
+        beside_training=beside_training,
+    )
+
+    def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
+        run.save(State(step=step))
+        with run.failures.tolerated(disk.path):
+            run.background.finish()
+        return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), list(disk.path.glob(".*"))
+
+    diary = [save(1)]
+    on_first_rank(disk.fill)
+    diary.append(save(2))
+    with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when the save has begun
+        patch.setattr(failures, "SMALL_BYTES", 0)
+        patch.setattr(Checkpoints, "num_bytes", 0)
+        on_first_rank(lambda: disk.fill(leave=200_000))
+        diary.append(save(3))
+    on_first_rank(disk.clear)
+    with pytest.MonkeyPatch.context() as patch:  # as if it did when all but what rank 0 writes alone was written
+        write_all = store._write_all
+        patch.setattr(store, "_write_all", lambda writings: (write_all(writings), together(lambda: None), disk.fill()))
+        diary.append(save(4))
+    with pytest.raises(ValueError, match="the last steps are not saved") as raised:
+        run.close()
+    on_first_rank(disk.clear)
+    diary.append(save(5))
+    run.close()
+    return diary, str(raised.value)
+
+
+def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[Any]:
+    """Save with the weights for others, on a disk that fills up when rank 0 alone has something to write.
+
+    Returns what has come of a save with room, of one for which the disk fills up right after room was found for it, of
+    one before the weights for others, whose room is not kept, of one before their config.json, and of one with room.
+    """
+    from megarl.checkpoint import store
+    from megarl.checkpoint.find import find_checkpoint
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.models.architecture import hf_shapes
+    from megarl.reshard import files
+
+    learner = make_test_learner(source, split)
+
+    def export(checkpoint: Path) -> None:
+        with learner.weights() as tensors:
+            files.export(
+                checkpoint / "huggingface",
+                hf_shapes(learner.architecture),
+                together(learner.layout),
+                tensors,
+                config={},
+                dtype=torch.float32,
+                ranks_per_node=2,
+                device=learner.device,
+            )
+
+    run = Checkpoints(
+        directory=disk.path,
+        learners={"actor": learner},
+        keep=1,
+        write_huggingface=lambda directory: None,
+        export=export,
+    )
+
+    def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
+        run.save(State(step=step))
+        on_first_rank(disk.clear)
+        left = together(lambda: list(disk.path.glob(".*")))[0]  # before any rank begins the next save
+        return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), left
+
+    diary = [save(1)]
+    room, finish = store.require_room, files._finish
+    for step, (module, name, instead) in enumerate(
+        [
+            (store, "require_room", lambda *args: (room(*args), on_first_rank(disk.fill))),
+            (files, "reserve", lambda *args: disk.fill()),
+            (files, "_finish", lambda *args: (disk.fill(), finish(*args))),
+        ],
+        start=2,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, instead)
+            diary.append(save(step))
+    diary.append(save(5))
+    run.close()
+    return diary
+
+
+def on_first_rank(work: Callable[[], None]) -> None:
+    together(lambda: work() if dist.get_rank() == 0 else None)
+
+
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_all_ranks_go_on_without_a_save_that_fails(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, beside_training: bool
+) -> None:
+    with small_disk(tmp_path / "disk", 16 << 20) as disk:
+        told = pool.run(2, saves, checkpoints["llama"], disk, sizes(2, 1), beside_training)
+        assert told[0] == told[1]
+        diary, error = told[0]
+        first, last = disk.path / "global_step_1", disk.path / "global_step_5"
+        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 3.0, 3.0)]
+        assert diary == [
+            (first, {}, []),
+            (first, failed[0], []),
+            (first, failed[1], []),
+            (first, failed[2], []),
+            (last, failed[3], []),
+        ]
+        assert "the checkpoint of step 4 cannot be written" in error
+        assert error.endswith("No space left on device; free space there, or name a directory on another disk")
+
+
+def test_what_one_rank_cannot_write_fails_the_save_on_all(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 16 << 20) as disk:
+        told = pool.run(2, saves_with_exports, checkpoints["llama"], disk, sizes(2, 1))
+        assert told[0] == told[1]
+        first, last = disk.path / "global_step_1", disk.path / "global_step_5"
+        failed = [{"checkpoint/failed_saves": number} for number in (1.0, 2.0, 3.0, 3.0)]
+        assert told[0] == [(first, {}, []), *((first, count, []) for count in failed[:3]), (last, failed[3], [])]
+        assert (last / "huggingface" / "config.json").is_file()
+
+
+def refused(directory: Path) -> str:
+    from megarl.assembly.run import check_directories
+    from megarl.tracking.config import TrainerSection
+
+    with pytest.raises(ValueError, match="cannot be written") as raised:
+        check_directories(TrainerSection(default_local_dir=str(directory)))
+    return str(raised.value)
+
+
+def test_a_directory_of_the_run_that_is_read_only_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk, disk.read_only():
+        for message in pool.run(2, refused, disk.path / "run"):
+            assert message.startswith(f"trainer.default_local_dir={disk.path / 'run'} cannot be written: ")
+            assert message.endswith("Read-only file system; have it mounted for writing, or name another directory")

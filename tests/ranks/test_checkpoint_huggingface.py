@@ -1,0 +1,113 @@
+"""A checkpoint with Hugging Face weights: `transformers` and vLLM say of it what the models say that were saved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from megarl.checkpoint.find import find_checkpoint
+from megarl.distributed.launch import Launch
+from tests.ranks.test_learner_split import ACTOR, CRITIC, experience, sizes
+from tests.support.engines import PROMPTS, load_as_published, log_probs, tear_down_vllm
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint
+
+NUM_RANKS = 2
+RESPONSE = 8
+
+
+def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
+    """Learn, save beside training, and learn again; what actor and critic said when they were saved."""
+    from megarl.checkpoint.huggingface import export_model
+    from megarl.checkpoint.state import State
+    from megarl.checkpoint.store import Checkpoints
+    from megarl.learner.learner import Budget
+    from megarl.models.config import ModelSection
+    from megarl.models.source import Source
+
+    source = Source.read(ModelSection(path=str(model)))
+    tokenizer = source.tokenizer()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    launch = Launch(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    actor = make_test_learner(model, sizes(2, 1))
+    critic = make_test_learner(model, sizes(2, 1), role="value", mesh=actor.mesh)
+    batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
+
+    def learn() -> None:
+        actor.update([batch], ACTOR, budget)
+        critic.update([batch], CRITIC, budget)
+
+    def export(checkpoint: Path) -> None:
+        export_model(actor, source, tokenizer, checkpoint / "huggingface", launch)
+        export_model(critic, source, tokenizer, checkpoint / "huggingface_critic", launch)
+
+    checkpoints = Checkpoints(
+        directory=run_dir,
+        learners={"actor": actor, "critic": critic},
+        keep=1,
+        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype="float32"),
+        export=export,
+        beside_training=True,
+    )
+    learn()
+    said = actor.infer(batch, budget).log_probs, critic.infer(batch, budget)
+    checkpoints.save(State(step=1))
+    learn()
+    checkpoints.close()
+    assert find_checkpoint(run_dir, mode="auto", path=None) == run_dir / "global_step_1"
+    return said
+
+
+def vllm_says(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
+    """The likeliest answers to PROMPTS, and their log-probabilities."""
+    from vllm import SamplingParams
+
+    llm = load_as_published(directory)
+    sampling = SamplingParams(temperature=0, max_tokens=RESPONSE, logprobs=0, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in PROMPTS]
+    answers = []
+    for request in llm.generate(asked, sampling, use_tqdm=False):
+        [output] = request.outputs
+        tokens = list(output.token_ids)
+        found = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
+        answers.append((tokens, torch.tensor(found)))
+    tear_down_vllm(llm)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, Any]]:
+    """A checkpoint, and what its models said."""
+    root = tmp_path_factory.mktemp("saved")
+    model = write_checkpoint(root / "model", "llama")
+    train_sentencepiece(model / "tokenizer.model", vocab_size=200)
+    return root / "run" / "global_step_1", pool.run(2, save, model, root / "run")[0]
+
+
+def test_transformers_reads_actor_and_critic(saved: tuple[Path, tuple[Any, Any]]) -> None:
+    checkpoint, (log_probs_of_actor, values_of_critic) = saved
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")
+    critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "huggingface_critic")
+    assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
+    batch = experience()
+    for number, length in enumerate(batch.mask.sum(-1).tolist()):
+        prompt, response = batch.prompts[batch.groups[number]], batch.responses[number, :length]
+        found = log_probs(policy, prompt, response.tolist(), temperature=1.0)
+        torch.testing.assert_close(found, log_probs_of_actor[number, :length], rtol=1e-4, atol=1e-4)
+        tokens = torch.tensor([[*prompt.token_ids, *response.tolist()]])
+        with torch.no_grad():
+            values = critic.score(critic.model(tokens).last_hidden_state)[0, len(prompt.token_ids) - 1 : -1, 0]
+        torch.testing.assert_close(values, values_of_critic[number, :length], rtol=1e-4, atol=1e-4)
+    assert values_of_critic.abs().max() > 1e-3  # the head is no longer the zeros that it began with
+
+
+def test_vllm_reads_the_actor(saved: tuple[Path, tuple[Any, Any]], pool: RankPool) -> None:
+    directory = saved[0] / "huggingface"
+    policy = AutoModelForCausalLM.from_pretrained(directory)
+    for prompt, (tokens, found) in zip(PROMPTS, pool.run(1, vllm_says, directory)[0], strict=True):
+        torch.testing.assert_close(found, log_probs(policy, prompt, tokens, temperature=1.0), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,80 @@
+"""Ranks learn each other's answers, and each other's errors."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megarl.distributed.exchange import together
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+NUM_RANKS = 3
+
+
+class TwoPartError(Exception):
+    """Like many of other libraries: it pickles, but cannot be made again from its one argument."""
+
+    def __init__(self, place: str, cause: str) -> None:
+        super().__init__(f"{place}: {cause}")
+
+
+class LockedError(Exception):
+    """It does not even pickle."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.handle = lambda: None
+
+
+def told(faulty: dict[int, Exception]) -> tuple[str, str]:
+    """The type and the words of what `together` raises where the given ranks fail."""
+
+    def compute() -> None:
+        if error := faulty.get(dist.get_rank()):
+            raise error
+
+    try:
+        together(compute)
+    except Exception as error:
+        assert together(dist.get_rank) == [0, 1, 2]  # every rank is still there and at the same place
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def two_parts() -> Any:
+    return told({1: TwoPartError("disk", "full")})
+
+
+def locked() -> Any:
+    return told({1: LockedError("in use")})
+
+
+def exceptions_as_answers() -> list[str]:
+    return [str(answer) for answer in together(lambda: ValueError(f"rank {dist.get_rank()}"))]
+
+
+def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:
+    assert pool.run(3, together, dist.get_rank) == [[0, 1, 2]] * 3
+    assert pool.run(2, together, dist.get_rank) == [[0, 1]] * 2
+
+
+def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool) -> None:
+    assert pool.run(3, told, {2: ValueError("row 7")}) == [("ValueError", "row 7")] * 3
+
+
+def test_of_several_errors_every_rank_has_its_own_or_the_first(pool: RankPool) -> None:
+    errors = {1: ValueError("row 7"), 2: KeyError("prompt")}
+    assert pool.run(3, told, errors) == [("ValueError", "row 7"), ("ValueError", "row 7"), ("KeyError", "'prompt'")]
+
+
+def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
+    there = ("RuntimeError", "TwoPartError: disk: full")
+    assert pool.run(3, two_parts) == [there, ("TwoPartError", "disk: full"), there]
+    there = ("RuntimeError", "LockedError: in use")
+    assert pool.run(3, locked) == [there, ("LockedError", "in use"), there]
+
+
+def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
+    assert pool.run(3, exceptions_as_answers) == [["rank 0", "rank 1", "rank 2"]] * 3

@@ -1,0 +1,89 @@
+"""Ranks on two hosts find each other, whatever the hosts call themselves; where they cannot, megarl says why."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from megarl.distributed import hosts
+from megarl.distributed.hosts import await_listener, gather, resolve
+from megarl.distributed.place import Launch
+from tests.ranks.test_distributed_launch import NEEDS_MPIRUN, outside_launchers
+from tests.support.namespaces import Hosts, two_hosts, unavailable
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+MEETING = ["rank 0/2 0/1 env 0 2 0 1 sum 3", "rank 1/2 0/1 env 1 2 0 1 sum 3"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["known names", "127.0.1.1"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with two_hosts(tmp_path_factory.mktemp("hosts"), names_are_loopback=request.param) as made:
+        yield made
+
+
+def meeting(output: str) -> list[str]:
+    return sorted(line for line in output.splitlines() if line.startswith("rank "))
+
+
+def test_torchrun_over_two_hosts(pair: Hosts) -> None:
+    environ = outside_launchers() | {
+        "PYTHON": sys.executable,
+        "MODULE": "tests.support.launched",
+        "GPUS_PER_NODE": "1",
+        "NNODES": "2",
+        "MASTER_ADDR": pair.names[0],
+    }
+    jobs = [
+        pair.start(name, ["scripts/launch_torchrun.sh"], environ | {"NODE_RANK": str(number)})
+        for number, name in enumerate(pair.names)
+    ]
+    outputs = [job.communicate(timeout=600)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(outputs)
+    assert meeting("".join(outputs)) == MEETING
+
+
+@NEEDS_MPIRUN
+def test_mpirun_over_two_hosts_is_told_nothing(pair: Hosts, tmp_path: Path) -> None:
+    """Run the README's line: no MASTER_ADDR, no exported variables."""
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in pair.names))
+    mpirun = ["mpirun", "--allow-run-as-root", "--mca", "plm_rsh_agent", pair.agent, "-n", "2"]
+    program = [sys.executable, "-m", "tests.support.launched", f"directory={tmp_path / 'run'}"]
+    job = pair.start(pair.names[0], [*mpirun, "--hostfile", tmp_path / "hosts", *program], outside_launchers())
+    output = job.communicate(timeout=600)[0]
+    assert job.returncode == 0, output
+    assert meeting(output) == MEETING
+
+
+def test_a_name_that_does_not_resolve_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    with pytest.raises(ValueError, match=r"no address of the host 'no\.such\.invalid'.*set MASTER_ADDR .*NodeAddr"):
+        resolve("no.such.invalid")
+
+
+OTHER_HOST = Launch(rank=2, world_size=4, local_rank=0, local_world_size=2)
+
+
+def test_a_first_host_that_is_this_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(ValueError, match=r"is 127\.0\.0\.1: itself, where nobody listens.*GLOO_SOCKET_IFNAME"):
+            await_listener("127.0.0.1", port, OTHER_HOST, timeout_s=600)
+
+
+def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    store = HashStore()
+    for rank in (0, 3):
+        store.set(f"megarl/seat/{rank}", "{}")
+        store.add("megarl/seated", 1)
+    with pytest.raises(ValueError, match=r"3 of 4 ranks are here; missing: 1 \(host number 0 of 2.*set MASTER_ADDR"):
+        gather(store, "127.0.0.1", OTHER_HOST, timeout_s=1.0)
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("megarl: waiting at 127.0.0.1: 3 of 4 ranks are here; missing: 1 (host number 0 of 2")

@@ -1,0 +1,128 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULE = ["-m", "tests.support.launched"]
+PLAIN = [sys.executable, *MODULE]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *MODULE]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MODULE]
+NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
+EVERY_LAUNCHER = pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(MPIRUN, id="mpirun", marks=NEEDS_MPIRUN),
+    ],
+)
+MEETING = ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
+pytestmark = pytest.mark.ranks
+
+
+def outside_launchers() -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+
+
+def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**outside_launchers(), **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:
+    """What the ranks printed, once all `processes` have succeeded."""
+    lines = []
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        lines += [line for line in stdout.splitlines() if line.startswith("rank")]
+    return sorted(lines)
+
+
+@EVERY_LAUNCHER
+def test_two_ranks_meet(command: list[str]) -> None:
+    assert lines_of_ranks(start(command)) == MEETING
+
+
+def test_two_tasks_of_a_slurm_step_meet() -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [start(PLAIN, environ={**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in ("0", "1")]
+    assert lines_of_ranks(*tasks) == MEETING
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("launch_torchrun.sh", {"GPUS_PER_NODE": "2"}),
+        pytest.param(
+            "launch_mpirun.sh", {"HOSTS": "localhost:2", "MPIRUN_ARGS": "--oversubscribe"}, marks=NEEDS_MPIRUN
+        ),
+    ],
+)
+def test_launch_scripts(script: str, ranks: dict[str, str]) -> None:
+    environ = {"PYTHON": sys.executable, "MODULE": "tests.support.launched", **ranks}
+    assert lines_of_ranks(start([f"scripts/{script}"], environ=environ)) == MEETING
+
+
+@EVERY_LAUNCHER
+def test_a_rank_that_fails_fails_the_job_and_is_heard(command: list[str]) -> None:
+    process = start(command, "fail=1")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "ValueError: rank 1 was told to fail" in stderr + stdout
+
+
+@pytest.mark.faults
+def test_a_killed_rank_is_named_and_its_signal_is_the_exit_code() -> None:
+    process = start(PLAIN, "kill=1")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "megarl: rank 1 failed first (exit code 137)" in stderr
+
+
+@pytest.mark.faults
+def test_ranks_that_torchrun_starts_again_find_each_other() -> None:
+    torchrun = [*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:]]
+    process = start(torchrun, "kill=1", "once=yes")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert sorted(stdout.splitlines()) == sorted(2 * MEETING)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills ranks with the agent that watches them")
+def test_ranks_do_not_outlive_a_killed_agent() -> None:
+    process = start(PLAIN, "hang=yes")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rank")
+    assert process.stdout.readline().startswith("rank")
+    process.kill()
+    process.communicate(timeout=60)  # returns when the last rank has closed the pipe: a rank left behind would not
+
+
+def test_a_terminated_job_says_so_in_its_exit_code() -> None:
+    process = start(PLAIN, "hang=yes")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rank")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,85 @@
+"""What one rank of a node does for the others, over real processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import RankPool
+from tests.support.tiny import write_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+NUM_RANKS = 3
+
+
+def answers() -> tuple[str, int, list[tuple[int, str | None]]]:
+    """The work is slow on the only rank that does it: the answer, whose it is, and what the watchdogs were told."""
+    from unittest.mock import patch
+
+    from megarl.distributed import nodes
+
+    told: list[str | None] = []
+
+    def work(count: nodes.Count) -> tuple[str, int]:
+        import time
+
+        for _ in range(4):
+            time.sleep(0.2)
+            count(10)
+        return "done", os.getpid()
+
+    def note(*, phase: str | None = None) -> str:
+        told.append(phase)
+        return "before"
+
+    with patch.object(nodes.watchdog, "note", note), patch.object(nodes, "TURN_S", 0.1):
+        answer, pid = nodes.once_a_node(work, phase="fetch")
+    return answer, pid, told
+
+
+def fails() -> str:
+    from megarl.distributed.nodes import once_a_node
+
+    def work(_: Any) -> None:
+        raise ValueError("the disk is full")
+
+    with pytest.raises(ValueError, match="the disk is full") as raised:
+        once_a_node(work, phase="fetch")
+    return str(raised.value)
+
+
+def source(uri: str, cache: str) -> tuple[str, int, int]:
+    """Where the ranks find a model, twice, and how many times its files came."""
+    os.environ["MEGARL_CACHE"] = cache
+    from unittest.mock import patch
+
+    from megarl.models.config import ModelSection
+    from megarl.models.source import Source
+    from megarl.platform.remote import RemoteDirectory
+
+    with patch.object(RemoteDirectory, "download", autospec=True, side_effect=RemoteDirectory.download) as download:
+        first, second = (Source.read(ModelSection(path=uri)) for _ in range(2))
+    assert first == second
+    return str(first.directory), download.call_count, first.architecture.num_layers
+
+
+def test_one_rank_works_and_all_have_its_answer_and_see_it_go_on(pool: RankPool) -> None:
+    found = pool.run(3, answers)
+    assert {(answer, pid) for answer, pid, _ in found} == {("done", found[0][1])}
+    for _, _, told in found:
+        assert told.count("fetch") >= 4
+        assert told[-1] == "before"
+
+
+def test_what_one_rank_could_not_do_is_an_error_of_all(pool: RankPool) -> None:
+    assert pool.run(3, fails) == 3 * ["the disk is full"]
+
+
+def test_a_model_at_a_uri_comes_once_for_all_ranks_of_a_node(pool: RankPool, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", "llama")
+    found = pool.run(3, source, f"local://{model}", str(tmp_path / "cache"))
+    assert len({directory for directory, _, _ in found}) == 1
+    assert [count for _, count, _ in found] == [len(list(model.iterdir())), 0, 0]

@@ -1,0 +1,222 @@
+"""A learner that is saved and loaded goes on as the one that was not, also under another split."""
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megarl.learner.config import OptimSection
+from tests.ranks.test_learner_split import ACTOR, CRITIC, experience, sizes
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+from tests.support.shards import tensors_of
+
+NUM_RANKS = 2
+CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2")}
+OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
+
+
+def learn(
+    source: Path,
+    role: str,
+    split: dict[str, Any],
+    save: Path | None,
+    load: Path | None,
+    optimizer: bool,
+    optim: OptimSection = OPTIM,
+) -> Any:
+    """Two updates with a save between them, or the second one after a load; returns what the model then says.
+
+    What is saved is written after the second update, and is to be the state of before it.
+    """
+    from megarl.learner.checkpoint import load_learner, save_learner
+    from megarl.learner.learner import Budget
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
+    batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
+    objective = ACTOR if role == "policy" else CRITIC
+    if load:
+        load_learner(learner, load)
+    else:
+        learner.update([batch], objective, budget)
+    writing = save_learner(learner, save, Staging()) if save else None
+    metrics = learner.update([batch], objective, budget)
+    if writing:
+        writing.write()
+        writing.finish()
+    outputs = learner.infer(batch, budget)
+    return metrics, outputs if role == "value" else outputs.log_probs
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_continues_exactly(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, role: str, distributed_optimizer: bool
+) -> None:
+    source = checkpoints["qwen2"]
+    for tp, pp in [(1, 1), (2, 1), (1, 2)]:
+        saved = tmp_path / f"tp{tp}pp{pp}"
+        saved.mkdir()
+        expected = pool.run(2, learn, source, role, sizes(tp, pp), saved, None, distributed_optimizer)
+        resumed = pool.run(2, learn, source, role, sizes(tp, pp), None, saved, distributed_optimizer)
+        for (metrics, outputs), (metrics_again, outputs_again) in zip(expected, resumed, strict=True):
+            assert metrics == metrics_again
+            assert torch.equal(outputs, outputs_again)
+
+
+def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, beside: Path) -> None:
+    """Save one state while the learner waits, and again while it goes on learning."""
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.learner import Budget
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, optim=OPTIM)
+    batch, budget, staging = experience(), Budget(max_tokens=100, max_sequences=None), Staging()
+    learner.update([batch], ACTOR, budget)
+    for directory in (at_once, beside):
+        writing = save_learner(learner, directory, staging)
+        if directory == beside:
+            thread = Thread(target=writing.write)
+            learner.update([batch], ACTOR, budget)
+            thread.start()
+            learner.update([batch], ACTOR, budget)
+            thread.join()
+        else:
+            writing.write()
+        writing.finish()
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_what_is_written_beside_training_is_what_is_written_at_once(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
+) -> None:
+    for tp in (1, 2):
+        at_once, beside = tmp_path / f"at_once{tp}", tmp_path / f"beside{tp}"
+        for directory in (at_once, beside):
+            directory.mkdir()
+        pool.run(2, save_twice, checkpoints["llama"], sizes(tp, 1), distributed_optimizer, at_once, beside)
+        names = sorted(path.name for path in at_once.iterdir())
+        assert names == sorted(path.name for path in beside.iterdir())
+        assert len([name for name in names if name.endswith(".distcp")]) == tp  # one data-parallel rank writes
+        for name in set(names) - {".metadata"}:  # it has a number drawn for each save
+            assert (at_once / name).read_bytes() == (beside / name).read_bytes(), name
+
+
+def save_again(source: Path, split: dict[str, Any], saved: Path, to: Path) -> None:
+    """Load what another split has saved, and save it."""
+    from megarl.learner.checkpoint import load_learner, save_learner
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split, optim=OPTIM)
+    load_learner(learner, saved)
+    writing = save_learner(learner, to, Staging())
+    writing.write()
+    writing.finish()
+
+
+def test_another_split_has_the_same_weights_and_moments(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source, saved = checkpoints["qwen2"], tmp_path / "saved"
+    saved.mkdir()
+    pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)
+    expected = tensors_of(saved)
+    assert sum("exp_avg" in name for name in expected) > 0
+    for tp, pp in [(1, 1), (1, 2)]:
+        again = tmp_path / f"tp{tp}pp{pp}"
+        again.mkdir()
+        pool.run(2, save_again, source, sizes(tp, pp), saved, again)
+        found = tensors_of(again)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source = checkpoints["qwen2"]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    expected = pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)[0]
+    for tp, pp in [(1, 1), (1, 2)]:
+        metrics, outputs = pool.run(2, learn, source, "policy", sizes(tp, pp), None, saved, True)[0]
+        assert metrics == pytest.approx(expected[0], rel=1e-5)
+        torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = checkpoints["llama"]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
+    now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
+    [(metrics, _)] = pool.run(1, learn, source, "policy", sizes(1, 1), None, saved, True, now)
+    assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half
+
+
+class Planted:
+    """An object whose pickle calls code."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+def plant_in_index(checkpoint: Path, witness: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(witness)))
+
+
+def plant_in_common_state(checkpoint: Path, witness: Path) -> None:
+    torch.save({"schedule": Planted(witness)}, checkpoint / "common.pt")
+
+
+def plant_in_object(checkpoint: Path, witness: Path) -> None:
+    """In place of the first small object that lies among the shards."""
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for name, what in index.storage_data.items():
+        if isinstance(index.state_dict_metadata[name.fqn], BytesStorageMetadata):
+            buffer = io.BytesIO()
+            torch.save(Planted(witness), buffer)
+            (checkpoint / "planted.distcp").write_bytes(buffer.getvalue())
+            what.relative_path, what.offset, what.length = "planted.distcp", 0, len(buffer.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def lead_index_elsewhere(checkpoint: Path, witness: Path) -> None:
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../saved/{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def load_refused(source: Path, directory: Path) -> str:
+    """What a rank says of a checkpoint that it must not read."""
+    with pytest.raises(BaseException) as refused:  # torch's own is no Exception
+        learn(source, "policy", sizes(1, 1), None, directory, True)
+    return repr(refused.value)
+
+
+def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source, saved = checkpoints["qwen2"], tmp_path / "saved"
+    saved.mkdir()
+    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
+    for plant in (plant_in_index, plant_in_common_state, plant_in_object, lead_index_elsewhere):
+        spoiled, witness = tmp_path / plant.__name__, tmp_path / f"{plant.__name__}_ran"
+        shutil.copytree(saved, spoiled)
+        plant(spoiled, witness)
+        (message,) = pool.run(1, load_refused, source, spoiled)
+        assert ("is no file below" if plant is lead_index_elsewhere else "mkdir") in message, plant.__name__
+        assert not witness.exists(), plant.__name__

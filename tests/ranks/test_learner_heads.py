@@ -1,0 +1,169 @@
+"""Vocabulary-parallel log-probabilities, entropies and divergences against the plain softmax, with their gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.kl import full_kl
+from megarl.learner import heads
+from tests.support.ranks import RankPool
+
+VOCAB, ROWS, HIDDEN, TOKENS, TEMPERATURE = 37, 64, 8, 11, 0.7
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def example() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(2 * ROWS, HIDDEN, generator=generator)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, targets, upstream
+
+
+def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+    heads.CHUNK_TOKENS = chunk_tokens
+    hidden, weight, targets, upstream = example()
+    mine = weight[: dist.get_world_size() * rows].chunk(dist.get_world_size())[dist.get_rank()].clone()
+    hidden.requires_grad_()
+    mine.requires_grad_()
+    log_probs, entropy = heads.vocab_parallel_log_probs(
+        hidden, mine, targets, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+    dist.all_reduce(hidden.grad)  # what Megatron's region does in the backward pass
+    return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1024])
+@pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
+def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+    hidden, weight, targets, upstream = example()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+
+    answers = pool.run(world_size, sharded, chunk_tokens, rows)
+    for answer in answers:
+        torch.testing.assert_close(answer[0], log_probs.detach())
+        torch.testing.assert_close(answer[1], entropy.detach())
+        torch.testing.assert_close(answer[2], hidden.grad)
+    gathered = torch.cat([answer[3] for answer in answers])
+    torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
+
+
+def in_bfloat16(device: str) -> tuple[torch.Tensor, ...]:
+    """Of bfloat16 inputs with logits up to 40: numbers and gradients of the heads, and those of float64 softmaxes."""
+    hidden, weight, targets, upstream = (tensor.to(device) for tensor in example())
+    inputs = [(2 * hidden).bfloat16(), (2 * weight).bfloat16(), hidden.flip(0).bfloat16()]
+    types = (torch.bfloat16, torch.float64)
+    rounded, exact = ([x.to(dtype, copy=True).requires_grad_() for x in inputs] for dtype in types)
+    settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "group": dist.group.WORLD}
+    found = torch.stack(
+        [
+            *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, **settings),
+            heads.vocab_parallel_kl(rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), **settings),
+        ]
+    )
+    log_p = (exact[0] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_q = (exact[2] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1).detach()
+    wanted = torch.stack(
+        [log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), full_kl(log_p, log_q)]
+    )
+    for numbers in (found, wanted):
+        (numbers * torch.stack([*upstream, upstream[0]])).sum().backward()
+    gradients = [x.grad for x in (*rounded[:2], *exact[:2])]
+    return tuple(tensor.cpu() for tensor in (found.detach(), wanted.detach(), *gradients))
+
+
+def assert_not_rounded(found: torch.Tensor, wanted: torch.Tensor, *gradients: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=2e-5)
+    for ours, theirs in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2**-6, atol=2**-6 * float(theirs.abs().max()))
+
+
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(pool: RankPool) -> None:
+    [numbers] = pool.run(1, in_bfloat16, "cpu")
+    assert_not_rounded(*numbers)
+
+
+def test_no_tokens(pool: RankPool) -> None:
+    assert pool.run(2, empty) == [0, 0]
+
+
+def empty() -> int:
+    weight = torch.ones(ROWS, HIDDEN, requires_grad=True)
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    log_probs, entropy = heads.vocab_parallel_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (log_probs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+    return len(log_probs)
+
+
+REF_HIDDEN = 6  # the reference may be another model of the same vocabulary
+
+
+def two_policies() -> tuple[torch.Tensor, ...]:
+    hidden, weight, _, upstream = example()
+    generator = torch.Generator().manual_seed(1)
+    ref_hidden = torch.randn(TOKENS, REF_HIDDEN, generator=generator)
+    ref_weight = torch.randn(2 * ROWS, REF_HIDDEN, generator=generator)
+    return hidden, weight, ref_hidden, ref_weight, upstream[0]
+
+
+def sharded_kl(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+    heads.CHUNK_TOKENS = chunk_tokens
+    hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine, ref_mine = (whole[: size * rows].chunk(size)[rank].clone() for whole in (weight, ref_weight))
+    hidden.requires_grad_()
+    mine.requires_grad_()
+    divergence = heads.vocab_parallel_kl(
+        hidden, mine, ref_hidden, ref_mine, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    (divergence * upstream).sum().backward()
+    dist.all_reduce(hidden.grad)
+    return divergence.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1024])
+@pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
+def test_divergence_is_that_of_plain_softmaxes(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+    hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    log_q = (ref_hidden @ ref_weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
+    divergence = full_kl(log_p, log_q)
+    (divergence * upstream).sum().backward()
+    answers = pool.run(world_size, sharded_kl, chunk_tokens, rows)
+    for answer in answers:
+        torch.testing.assert_close(answer[0], divergence.detach())
+        torch.testing.assert_close(answer[1], hidden.grad)
+    gathered = torch.cat([answer[2] for answer in answers])
+    torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
+
+
+def test_a_policy_does_not_diverge_from_itself(pool: RankPool) -> None:
+    assert pool.run(1, divergence_from_itself) == [(0.0, 0.0)]
+
+
+def divergence_from_itself() -> tuple[float, float]:
+    hidden, weight, *_ = example()
+    hidden.requires_grad_()
+    divergence = heads.vocab_parallel_kl(
+        hidden, weight, hidden.detach(), weight, temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+    )
+    divergence.sum().backward()
+    return float(divergence.abs().max()), float(hidden.grad.abs().max())

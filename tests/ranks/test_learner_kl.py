@@ -1,0 +1,82 @@
+"""The exact divergence from a reference, in what a learner reports and in its loss, is that of whole logits.
+
+Two checkpoints with different weights are held against each other by learners, cut in every way, and by `transformers`
+with plain autograd through all logits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.policy import ActorSection
+from megarl.training.objectives import ActorObjective
+from tests.ranks.test_learner_split import TOLERANCE, megatron_answers, reference_answers
+from tests.support.ranks import RankPool
+
+NUM_RANKS = 4
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "policy": ("qwen3-tied", {"num_hidden_layers": 4}),
+    "reference": ("qwen3-tied", {"num_hidden_layers": 4, "seed": 1}),
+    "policy of experts": ("qwen3_moe", {}),
+    "reference of experts": ("qwen3_moe", {"seed": 1}),
+}
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CONTEXT, VIRTUAL = {"context_parallel_size": 2}, PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+SPLITS: dict[str, tuple[int, dict[str, Any], int]] = {  # world size, section, tokens of a micro-batch
+    "one rank, one micro-batch": (1, {}, 1000),
+    "one rank, many micro-batches": (1, {}, 24),
+    "tensor": (2, TENSOR, 24),
+    "tensor, no sequence parallelism": (2, TENSOR | {"sequence_parallel": False}, 1000),
+    "pipeline": (2, PIPELINE, 24),
+    "data": (2, {}, 24),
+    "context": (2, CONTEXT, 24),
+    "tensor, context": (4, TENSOR | CONTEXT, 1000),
+    "virtual pipeline, data": (4, VIRTUAL, 24),
+}
+# The divergence has most of the gradient.
+ACTOR = ActorObjective(
+    ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=3.0, loss_agg_mode="seq-mean-token-mean"),
+    horizon=8,
+)
+
+
+def check(found: dict[str, Any], expected: Any, norm: float, metrics: dict[str, float]) -> None:
+    torch.testing.assert_close(found["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+    torch.testing.assert_close(found["before"].kl, expected.kl.detach(), **TOLERANCE)
+    assert found["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, value in metrics.items():
+        assert found["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_it_is_that_of_whole_logits_under_every_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    policy, reference = checkpoints["policy"], checkpoints["reference"]
+    expected = reference_answers(policy, ACTOR, against=reference)
+    assert expected[2]["actor/kl_loss"] > 0.1
+    first: dict[str, Any] | None = None
+    for world_size, split, max_tokens in SPLITS.values():
+        arguments = (policy, "policy", split, max_tokens, ACTOR, reference)
+        for found in pool.run(world_size, megatron_answers, *arguments):
+            check(found, *expected)
+            first = first or found
+            torch.testing.assert_close(found["after"].kl, first["after"].kl, rtol=1e-4, atol=1e-4)
+    assert first is not None
+    assert first["after"].kl.sum() < first["before"].kl.sum()
+
+
+def test_experts_on_several_ranks_take_part_in_the_reading(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    policy, reference = checkpoints["policy of experts"], checkpoints["reference of experts"]
+    expected = reference_answers(policy, ACTOR, against=reference)
+    arguments = ({"expert_model_parallel_size": 2}, 24, ACTOR, reference)
+    for found in pool.run(2, megatron_answers, policy, "policy", *arguments):
+        check(found, *expected)
+
+
+def test_a_policy_that_has_not_learnt_does_not_diverge(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    policy = checkpoints["policy"]
+    arguments = (policy, "policy", TENSOR, 24, ACTOR, policy)
+    for found in pool.run(2, megatron_answers, *arguments):
+        assert found["before"].kl.abs().max() < 1e-6
+        assert found["metrics"]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+        assert found["after"].kl.max() > 1e-4

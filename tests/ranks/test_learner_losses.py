@@ -1,0 +1,133 @@
+"""No split shows in any policy loss: each `loss_mode` with each `loss_agg_mode`, against autograd and one rank alone.
+
+An update of two mini-batches runs through the real learner cut in every way. Metrics, gradient norm and every updated
+weight must be those of one rank with one micro-batch, whose first mini-batch must be that of `transformers`.
+"""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.algorithms.config import PolicyLossSection
+from megarl.algorithms.losses import LossAggregation
+from megarl.batch import Experience
+from megarl.config.policy import ActorSection
+from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.training.objectives import ActorObjective, mark
+from tests.ranks.test_learner_split import TEMPERATURE, experience, reference_answers
+from tests.support.layouts import slices
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+
+NUM_RANKS = 4
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
+MODES = get_args(PolicyLossSection.__annotations__["loss_mode"])
+LOSSES = {
+    f"{loss_mode}, {agg_mode}": ActorSection(
+        policy_loss=PolicyLossSection(
+            loss_mode=loss_mode,
+            clip_cov_ratio=0.5,
+            clip_cov_lb=0.0,
+            clip_cov_ub=100.0,
+            kl_cov_ratio=0.2,
+        ),
+        loss_agg_mode=agg_mode,
+        clip_ratio_low=0.5,
+        clip_ratio_high=1.0,
+        entropy_coeff=0.01,
+    )
+    for loss_mode, agg_mode in product(MODES, get_args(LossAggregation))
+}
+SPLITS = {  # world size, section, balanced by length, tokens of a micro-batch
+    "micro-batches": (1, {}, True, 24),
+    "data": (2, {}, False, 24),
+    "tensor and pipeline": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, True, 24),
+}
+HORIZON = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["llama"]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, checkpoint: Path) -> dict[str, Any]:
+    return pool.run(1, answers, checkpoint, {}, True, 1000)[0]
+
+
+def batches(actor: ActorSection) -> list[Experience]:
+    """Two mini-batches of two prompts, as the loss wants them, and without two of the responses."""
+    batch = experience()
+    batch = batch.without_responses(torch.arange(len(batch)) % 5 == 1)
+    return [mark(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
+
+
+def answers(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: int) -> dict[str, Any]:
+    """On one rank: for each loss the metrics of two mini-batches and this rank's parts of the weights afterwards."""
+    from megarl.learner.learner import Budget
+
+    found = {}
+    for name, actor in LOSSES.items():
+        learner = replace(make_test_learner(checkpoint, split, temperature=TEMPERATURE), balance=balance)
+        budget, objective = Budget(max_tokens=max_tokens, max_sequences=None), ActorObjective(actor, horizon=HORIZON)
+        metrics = [learner.update([minibatch], objective, budget) for minibatch in batches(actor)]
+        with learner.weights() as weights:
+            parts = [(piece.name, piece.box, piece.view(weights[piece.param]).clone()) for piece in learner.layout()]
+        found[name] = metrics, parts
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, alone: dict[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Metrics and whole weights of one rank."""
+    shapes = hf_shapes(read_architecture(json.loads((checkpoint / "config.json").read_text())))
+    found = {}
+    for name, (metrics, parts) in alone.items():
+        whole = {param: torch.full(shape, torch.nan) for param, shape in shapes.items()}
+        for param, box, values in parts:
+            whole[param][slices(box)] = values
+        assert not any(tensor.isnan().any() for tensor in whole.values())
+        found[name] = metrics, whole
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_rank_does_what_autograd_does(alone: dict[str, Any], checkpoint: Path, name: str) -> None:
+    actor = LOSSES[name]
+    _, norm, metrics = reference_answers(checkpoint, ActorObjective(actor, horizon=HORIZON), batches(actor)[0])
+    found = alone[name][0][0]
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    assert norm > 0.0
+
+
+def test_no_two_losses_are_the_same(alone: dict[str, Any]) -> None:
+    norms = {name: metrics[0]["grad_norm"] for name, (metrics, _) in alone.items()}
+    assert len({f"{norm:.4e}" for norm in norms.values()}) == len(norms), norms
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_split_shows(
+    pool: RankPool, checkpoint: Path, expected: dict[str, tuple[Any, dict[str, Tensor]]], split: str
+) -> None:
+    world_size, *arguments = SPLITS[split]
+    start = load_file(checkpoint / "model.safetensors")
+    for rank, found in enumerate(pool.run(world_size, answers, checkpoint, *arguments)):
+        for name, (metrics, parts) in found.items():
+            where = f"{name}, rank {rank}"
+            expected_metrics, expected_weights = expected[name]
+            # Adam's first step has the size of the learning rate also where the gradient is all but zero, and its sign
+            # is rounding: so less is asked after it, and of a tensor's steps as a whole instead of each element's.
+            for ours, theirs, tolerance in zip(metrics, expected_metrics, (1e-5, 1e-3), strict=True):
+                assert ours == pytest.approx(theirs, rel=tolerance, abs=0.1 * tolerance), where
+            for param, box, values in parts:
+                theirs, before = expected_weights[param][slices(box)], start[param][slices(box)]
+                assert (values - theirs).norm() <= 1e-2 * (theirs - before).norm(), f"{where}: {param}"

@@ -1,0 +1,200 @@
+"""Mixtures of experts and latent attention: the same function as in `transformers`, and no split of them shows.
+
+Log-probabilities, gradients and router losses are compared with `transformers` and plain autograd on one rank, and with
+that rank under every way to cut experts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import Totals
+from megarl.batch import Experience
+from tests.ranks.test_learner_checkpoint import learn
+from tests.ranks.test_learner_split import TOLERANCE, experience, megatron_answers, reference_answers
+from tests.support.learners import make_test_learner
+from tests.support.ranks import RankPool
+
+NUM_RANKS = 4
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-unnormalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe-one": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek_v2-yarn": ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
+    "deepseek_v3-sizes": ("deepseek_v3", {"v_head_dim": 48, "norm_topk_prob": False, "num_experts_per_tok": 3}),
+}
+
+
+def cut(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> dict[str, Any]:
+    return {
+        "context_parallel_size": cp,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }
+
+
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
+    "ep2": (2, cut(ep=2)),
+    "tp2-etp2": (2, cut(tp=2)),
+    "tp2-ep2-etp1": (2, cut(tp=2, ep=2, etp=1)),
+    "tp2-etp1": (2, cut(tp=2, etp=1)),
+    "pp2": (2, cut(pp=2)),
+    "cp2-ep2": (2, cut(cp=2, ep=2)),
+    "tp2-ep2-etp2": (4, cut(tp=2, ep=2, etp=2)),
+    "tp2-pp2-ep2-etp1": (4, cut(tp=2, pp=2, ep=2, etp=1)),
+}
+LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    expected, norm, _ = reference_answers(checkpoints[name])
+    answer = pool.run(1, megatron_answers, checkpoints[name], "policy", {}, 48)[0]
+    torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+    torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
+    assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    expected = pool.run(1, megatron_answers, checkpoints[name], "policy", {}, 1000)[0]
+    for split, (world_size, section) in SPLITS.items():
+        for answer in pool.run(world_size, megatron_answers, checkpoints[name], "policy", section, 48):
+            torch.testing.assert_close(answer["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
+            assert answer["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), split
+            after = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(answer["after"].log_probs, expected["after"].log_probs, **after)
+
+
+def silence(outputs: Any, micro: Experience, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    """An objective without a gradient."""
+    loss = 0.0 * outputs.log_probs.sum()
+    return loss, {"loss": loss.detach()}
+
+
+def router_gradients(
+    checkpoint: Path, split: dict[str, Any], coefficients: dict[str, float], max_tokens: int
+) -> tuple[float, dict[str, Tensor]]:
+    """On one rank: the gradient norm of the router losses alone, and their gradients of this rank's routers."""
+    from megarl.learner.learner import Budget
+
+    split = split | {"override_transformer_config": coefficients}
+    learner = make_test_learner(checkpoint, split, grad_clip=1e9)
+    metrics = learner.update([experience()], silence, Budget(max_tokens=max_tokens, max_sequences=None))
+    parameters = learner.modules[0].named_parameters()
+    return metrics["grad_norm"], {name: p.main_grad.clone() for name, p in parameters if "router" in name}
+
+
+def expected_gradients(checkpoint: Path) -> list[Tensor]:
+    """Gradients of both router losses with respect to the routers, by autograd through `transformers`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    seen: list[list[Tensor]] = [[] for _ in gates]
+    for gate, logits in zip(gates, seen, strict=True):
+        gate.register_forward_hook(lambda module, inputs, outputs, logits=logits: logits.append(outputs[0]))
+    batch = experience()
+    for sample in range(len(batch)):
+        model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)][:-1]]))
+    total = torch.zeros(())
+    for logits in map(torch.cat, seen):
+        num_experts = logits.shape[1]
+        probabilities = logits.softmax(-1)
+        chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, num_experts).float()
+        fractions, means = chosen.mean((0, 1)), probabilities.mean(0)
+        total = total + LOSSES["moe_aux_loss_coeff"] * num_experts * (fractions * means).sum()
+        total = total + LOSSES["moe_z_loss_coeff"] * logits.logsumexp(-1).square().mean()
+    total.backward()
+    return [gate.weight.grad for gate in gates]
+
+
+def test_router_losses_are_what_their_coefficients_say(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    expected = expected_gradients(checkpoints["qwen3_moe"])
+    norm, found = pool.run(1, router_gradients, checkpoints["qwen3_moe"], {}, LOSSES, 1000)[0]
+    for gradient, reference in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-7)
+    for world_size, split in ((2, cut(tp=2)), (2, cut(pp=2)), (2, cut(tp=2, ep=2, etp=1))):
+        again = pool.run(world_size, router_gradients, checkpoints["qwen3_moe"], split, LOSSES, 1000)[0][0]
+        assert again == pytest.approx(norm, rel=1e-5), split
+
+
+def test_the_z_loss_depends_on_no_split_of_the_batch(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    only = {"moe_z_loss_coeff": 0.05}
+    norm = pool.run(1, router_gradients, checkpoints["qwen3_moe"], {}, only, 1000)[0][0]
+    assert norm > 0
+    for world_size, split in ((1, {}), (2, cut(ep=2)), (2, cut(tp=2)), (4, cut(tp=2, ep=2, etp=1))):
+        again = pool.run(world_size, router_gradients, checkpoints["qwen3_moe"], split, only, 24)[0][0]
+        assert again == pytest.approx(norm, rel=1e-5), split
+    assert pool.run(1, router_gradients, checkpoints["qwen3_moe"], {}, {}, 24)[0][0] == 0
+
+
+def test_an_update_moves_the_bias_of_the_router_only_when_asked(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    for rate, moved in ((None, False), (0.1, True)):
+        override = {} if rate is None else {"moe_router_bias_update_rate": rate}
+        before, after = pool.run(2, router_biases, checkpoints["deepseek_v3"], override)[0]
+        assert before.any()
+        assert torch.equal(before, after) != moved
+
+
+def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """On one rank: the bias of the last layer's router before and after an update."""
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(checkpoint, cut(ep=2) | {"override_transformer_config": override})
+    name = "decoder.layers.1.mlp.router.expert_bias"
+    with learner.weights() as weights:
+        before = weights[name].clone()
+        learner.update([experience()], silence, Budget(max_tokens=1000, max_sequences=None))
+        return before, weights[name].clone()
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_goes_on_exactly_from_a_checkpoint(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
+) -> None:
+    source, split = checkpoints["deepseek_v3"], cut(ep=2)
+    expected, outputs = pool.run(2, learn, source, "policy", split, tmp_path, None, distributed_optimizer)[0]
+    again, outputs_again = pool.run(2, learn, source, "policy", split, None, tmp_path, distributed_optimizer)[0]
+    assert again == expected
+    assert torch.equal(outputs_again, outputs)
+    for other in (cut(tp=2), cut(pp=2), cut(tp=2, ep=2, etp=1)):
+        metrics, elsewhere = pool.run(2, learn, source, "policy", other, None, tmp_path, distributed_optimizer)[0]
+        assert metrics == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(elsewhere, outputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type=sinkhorn"),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0"),
+        ({"sequence_parallel": False}, "needs sequence_parallel=true"),
+    ],
+)
+def test_refuses_by_name(pool: RankPool, checkpoints: dict[str, Path], override: dict[str, Any], message: str) -> None:
+    section = cut(tp=2) | {"override_transformer_config": override}
+    with pytest.raises(AssertionError, match=message):
+        pool.run(2, megatron_answers, checkpoints["qwen3_moe"], "policy", section, 24)

@@ -1,0 +1,149 @@
+"""The other ways to cut a model: uneven and virtual pipelines, and sequences shared by several ranks.
+
+Everything is compared with one rank, which `test_learner_split` compares with `transformers`.
+"""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config.policy import ActorSection
+from megarl.learner.config import MegatronSection
+from megarl.training.objectives import ActorObjective
+from tests.ranks.test_learner_checkpoint import learn
+from tests.ranks.test_learner_split import megatron_answers
+from tests.support.ranks import RankPool, fresh_mesh
+
+NUM_RANKS = 4
+CHECKPOINTS = {
+    "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
+    "experts": ("qwen3_moe", {"num_hidden_layers": 4}),
+}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+UNEVEN = PIPELINE | {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
+    "uneven": (2, UNEVEN),
+    "virtual": (2, VIRTUAL),
+    "context": (2, CONTEXT),
+    "context-tensor": (4, CONTEXT | {"tensor_model_parallel_size": 2}),
+    "context-virtual": (4, CONTEXT | VIRTUAL),
+    "virtual-data": (4, VIRTUAL),
+}
+# Means over sequences: a rank that has only some tokens of a sequence must still weigh them by all.
+ACTOR = ActorObjective(ActorSection(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01), horizon=8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    """Tied embeddings, and norms of queries and keys."""
+    return checkpoints["dense"]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    return {role: pool.run(1, answers, checkpoint, role, {}, 1000)[0] for role in ("policy", "value")}
+
+
+def answers(checkpoint: Path, role: str, split: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    return megatron_answers(checkpoint, role, split, max_tokens, ACTOR if role == "policy" else None)
+
+
+def numbers(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else [outputs.log_probs, outputs.entropy]
+
+
+@pytest.mark.parametrize("role", ["policy", "value"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_no_split_shows(
+    pool: RankPool, checkpoint: Path, alone: dict[str, dict[str, Any]], name: str, role: str
+) -> None:
+    world_size, split = SPLITS[name]
+    expected = alone[role]
+    runs = [pool.run(world_size, answers, checkpoint, role, split, max_tokens) for max_tokens in (24, 1000)]
+    for found in chain.from_iterable(runs):
+        for ours, theirs in zip(numbers(found["before"]), numbers(expected["before"]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        for ours, theirs in zip(numbers(found["after"]), numbers(expected["after"]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
+    """On one rank: where the grid says it is and what its chunks hold, and what Megatron says."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as megatron
+
+    from megarl.learner.model import build_model
+    from megarl.models.architecture import read_architecture
+
+    section = MegatronSection(dtype="float32", **split)
+    mesh, rank = fresh_mesh(section), dist.get_rank()
+    architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
+    chunks = [
+        build_model(architecture, section, mesh, recompute=False, chunk=chunk)
+        for chunk in range(mesh.vpp_size if mesh.grid.ep == 1 else 0)  # experts have models of their own
+    ]
+    stage = mesh.grid.stage(rank)
+    layers = [list(part) for part in mesh.grid.layers(stage, architecture.num_layers)] if chunks else []
+    return (
+        [*vars(mesh.grid.cut(rank)).values(), stage, mesh.grid.dp, layers],
+        [
+            megatron.get_tensor_model_parallel_rank(),
+            megatron.get_tensor_model_parallel_world_size(),
+            megatron.get_expert_model_parallel_rank(),
+            megatron.get_expert_model_parallel_world_size(),
+            megatron.get_expert_tensor_parallel_rank(),
+            megatron.get_expert_tensor_parallel_world_size(),
+            megatron.get_pipeline_model_parallel_rank(),
+            megatron.get_data_parallel_world_size(),
+            [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in chunks],
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        UNEVEN,
+        VIRTUAL | CONTEXT,
+        PIPELINE | {"override_transformer_config": {"num_layers_in_last_pipeline_stage": 1}},
+        VIRTUAL | {"override_transformer_config": {"num_layers_in_last_pipeline_stage": 2}},
+        CONTEXT | {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        PIPELINE | {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
+    ],
+)
+def test_the_grid_is_megatrons(pool: RankPool, checkpoint: Path, split: dict[str, Any]) -> None:
+    for ours, theirs in pool.run(4, places, checkpoint, split):
+        assert ours == theirs
+
+
+def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    checkpoint = checkpoints["experts"]
+    router = {"override_transformer_config": {"moe_z_loss_coeff": 0.05}}
+    [expected] = pool.run(1, answers, checkpoint, "policy", router, 1000)
+    split = VIRTUAL | CONTEXT | router | {"expert_model_parallel_size": 2}
+    for found in pool.run(4, answers, checkpoint, "policy", split, 24):
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(found["before"].log_probs, expected["before"].log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["after"].log_probs, expected["after"].log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_a_virtual_pipeline_goes_on_under_any_other_split(
+    pool: RankPool, checkpoint: Path, tmp_path: Path
+) -> None:
+    expected, expected_outputs = pool.run(2, learn, checkpoint, "policy", VIRTUAL, tmp_path, None, True)[0]
+    metrics, outputs = pool.run(2, learn, checkpoint, "policy", VIRTUAL, None, tmp_path, True)[0]
+    assert metrics == expected
+    assert torch.equal(outputs, expected_outputs)
+    for split in ({}, UNEVEN, CONTEXT):
+        metrics, outputs = pool.run(2, learn, checkpoint, "policy", split, None, tmp_path, True)[0]
+        assert metrics == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(outputs, expected_outputs, rtol=1e-4, atol=1e-4)

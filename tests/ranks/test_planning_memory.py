@@ -1,0 +1,126 @@
+"""The plan's weights, gradients and optimizer state are the bytes of the tensors that a real learner allocates."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.grid import grid_of
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.trainer import parameter_shapes
+from megarl.planning.states import States, copied_bytes, frozen_states, trained_states
+from tests.support.ranks import RankPool, fresh_mesh
+from tests.support.tiny import SIZES, VARIANTS
+
+NUM_RANKS = 2
+SPLITS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "data": {},
+    "data, every rank its own optimizer": {"use_distributed_optimizer": False},
+    "virtual pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "latents": {"tensor_model_parallel_size": 2},
+    "experts": {"expert_model_parallel_size": 2},
+    "experts of two ranks": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+}
+
+
+def architecture(variant: str) -> Architecture:
+    """Large enough that padding is small beside it."""
+    return read_architecture(SIZES | VARIANTS[variant] | {"num_hidden_layers": 4, "vocab_size": 500})
+
+
+def make(variant: str, split: dict[str, Any], role: Any, trained: bool) -> Any:
+    from megarl.learner.factory import make_learner
+
+    section = MegatronSection(**split)
+    return make_learner(
+        None,
+        architecture(variant),
+        section,
+        fresh_mesh(section),
+        role=role,
+        device=torch.device("cpu"),
+        training=(OptimSection(), 1.0, 1) if trained else None,
+    )
+
+
+def allocated(variant: str, split: dict[str, Any], role: str, trained: bool) -> States:
+    """On one rank: the bytes of all storages that a learner holds on to."""
+    from megarl.learner.optimizer import torch_optimizers
+
+    learner = make(variant, split, role, trained)
+    weights = storages(parameter for module in learner.modules for parameter in module.parameters())
+    if learner.optimizer is None:
+        return States(weights=sum(weights.values()))
+    buffers = [buffer for model in learner.models for buffer in model.buffers + model.expert_parallel_buffers]
+    gradients = storages(buffer.grad_data for buffer in buffers)
+    state = {}
+    for optimizer in torch_optimizers(learner.optimizer.megatron):
+        state |= storages(parameter for group in optimizer.param_groups for parameter in group["params"])
+        state |= storages(value for values in optimizer.state.values() for value in values.values())
+    return States(
+        weights=sum(weights.values()),
+        gradients=sum(gradients.values()),
+        optimizer=sum(size for storage, size in state.items() if storage not in weights),
+    )
+
+
+def storages(tensors: Iterator[torch.Tensor]) -> dict[int, int]:
+    """The bytes of the memory behind the tensors, by its address; tensors may share it."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_trained_models(pool: RankPool, name: str, dtype: str) -> None:
+    variant = {"experts": "qwen3_moe", "latents": "deepseek_v3"}.get(name.split()[0], "qwen2")
+    split = SPLITS[name] | {"dtype": dtype}
+    section, model = MegatronSection(**split), architecture(variant)
+    grid = grid_of(section, 2)
+    found = pool.run(2, allocated, variant, split, "policy", True)
+    planned = [trained_states(parameter_shapes(model, grid, rank), section, grid) for rank in range(2)]
+    for real, plan in zip(found, planned, strict=True):
+        assert real.weights == pytest.approx(plan.weights, rel=0.01)
+        assert real.gradients == pytest.approx(plan.gradients, rel=0.01)
+    # The last data-parallel rank has the padding in its shard, so only the fullest is what the plan says.
+    fullest = max(found, key=lambda states: states.optimizer)
+    assert fullest.optimizer == pytest.approx(max(plan.optimizer for plan in planned), rel=0.01)
+
+
+def copied(variant: str, split: dict[str, Any], directory: Path) -> int:
+    """On one rank: the bytes that a save keeps in host memory."""
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.staging import Staging
+
+    staging = Staging()
+    writing = save_learner(make(variant, split, "policy", True), directory, staging)
+    writing.write()
+    writing.finish()
+    return staging.num_bytes
+
+
+@pytest.mark.parametrize("name", ["tensor", "data", "data, every rank its own optimizer", "experts"])
+def test_copies_of_saves(pool: RankPool, tmp_path: Path, name: str) -> None:
+    variant, split = "qwen3_moe" if name == "experts" else "qwen2", SPLITS[name]
+    section = MegatronSection(**split)
+    grid = grid_of(section, 2)
+    found = pool.run(2, copied, variant, split, tmp_path)
+    assert found[0] == pytest.approx(
+        copied_bytes(parameter_shapes(architecture(variant), grid, 0), section, grid), rel=0.01
+    )
+
+
+def test_frozen_and_value_models(pool: RankPool) -> None:
+    split = SPLITS["pipeline"]
+    section, model = MegatronSection(**split), architecture("llama")
+    grid = grid_of(section, 2)
+    for rank, real in enumerate(pool.run(2, allocated, "llama", split, "policy", False)):
+        assert real == frozen_states(parameter_shapes(model, grid, rank), section)
+    for rank, real in enumerate(pool.run(2, allocated, "llama", split, "value", True)):
+        plan = trained_states(parameter_shapes(model.with_scalar_head(), grid, rank), section, grid)
+        assert real.weights == pytest.approx(plan.weights, rel=0.01)

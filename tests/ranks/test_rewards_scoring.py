@@ -1,0 +1,155 @@
+"""The reward, spread over ranks: every rank has every score, whoever called the reward, and whatever became of it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.batch import Rollouts
+from tests.support.ranks import RankPool
+from tests.support.records import answer, prompts
+
+pytestmark = pytest.mark.ranks
+
+BATCH: Rollouts = answer(prompts([1, 1, 1]), [2, 1, 3, 1, 2, 2])  # the response of sample i begins with 10 * (i + 1)
+TEXTS = ["10 11", "20", "30 31 32", "40", "50 51", "60 61"]
+REWARD = """
+import os, time
+def compute_score(solution_str, ground_truth, **_):
+    if solution_str == "40":
+        {on_sample_3}
+    return {{"score": len(solution_str.split()), "acc": 1, "pred": solution_str, "process": os.getppid()}}
+"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def words(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def judged(
+    path: str,
+    begun: Sequence[tuple[int, int]] = (),
+    rollouts: Rollouts = BATCH,
+    timeout_s: float = 100.0,
+    on_failure: Any = "score",
+) -> Any:
+    """Texts, scores, accuracies, metrics, warnings, and which processes called rewards; or the error.
+
+    `begun` are (rank, sample) that are begun before all are asked for.
+    """
+    import logging
+
+    import torch.distributed as dist
+
+    from megarl.rewards.config import CustomRewardSection, RulesSection
+    from megarl.rewards.scoring import RewardError, Scorer
+
+    class Warnings(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warned.append(record.getMessage())
+
+    warned: list[str] = []
+    logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
+    section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s, on_failure=on_failure)
+    scorer = Scorer.make(section, CustomRewardSection(path=path), words)
+    for rank, sample in begun:
+        if rank == dist.get_rank():
+            scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample))
+    try:
+        scored, metrics = scorer.score(rollouts)
+    except (RewardError, ValueError) as error:
+        return str(error)
+    finally:
+        scorer.pool.close()
+        logging.getLogger("megarl.rewards.scoring").removeHandler(handler)
+    assert not scorer._begun
+    assert (scored.failures is None) == (on_failure == "score" or bool(scored.judged().all()))
+    was_called = (scored.accuracies == 1.0).tolist()
+    assert scored.answers == [text if called else None for text, called in zip(scored.texts, was_called, strict=True)]
+    return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
+
+
+def judged_with(pool: RankPool, path: Path, on_sample_3: str, *args: Any) -> list[Any]:
+    (path / "mine.py").write_text(REWARD.format(on_sample_3=on_sample_3))
+    return pool.run(2, judged, str(path / "mine.py"), *args)
+
+
+@pytest.mark.parametrize("begun", [[], [(0, 5), (0, 0), (1, 1), (0, 2), (1, 3), (1, 4)], [(1, 0), (1, 1), (1, 5)]])
+def test_every_rank_has_every_score_in_the_order_of_the_samples(
+    pool: RankPool, tmp_path: Path, begun: list[tuple[int, int]]
+) -> None:
+    ranks = judged_with(pool, tmp_path, "pass", begun)
+    assert ranks[0] == ranks[1]
+    texts, scores, accuracies, metrics, warned = ranks[0]
+    assert (texts, scores, accuracies, warned) == (TEXTS, [2.0, 1.0, 3.0, 1.0, 2.0, 2.0], [1.0] * 6, [])
+    assert metrics["reward/error_rate"] == metrics["reward/timeout_rate"] == 0.0
+    assert metrics["reward/acc/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("on_sample_3", "fault", "cause"),
+    [
+        ("raise KeyError('answer')", "error", "KeyError: 'answer'"),
+        ("return '0.5'", "error", "TypeError: a reward returns a finite number or a dict with one under 'score'"),
+        ("time.sleep(1000)", "timeout", "it took longer than reward_model.timeout_s=4"),
+    ],
+)
+def test_a_response_without_a_score_has_the_default_and_is_named_once(
+    pool: RankPool, tmp_path: Path, on_sample_3: str, fault: str, cause: str
+) -> None:
+    ranks = judged_with(pool, tmp_path, on_sample_3, [], BATCH, 4.0 if fault == "timeout" else 100.0)
+    for texts, scores, accuracies, metrics, _ in ranks:
+        assert texts == TEXTS
+        assert scores == [2.0, 1.0, 3.0, -1.0, 2.0, 2.0]
+        assert accuracies == [1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
+        rates = {"timeout": 0.0, "error": 0.0, fault: 1 / 6}
+        assert {kind: metrics[f"reward/{kind}_rate"] for kind in rates} == rates
+    assert [len(rank[-1]) for rank in ranks] == [1, 0]
+    (warning,) = ranks[0][-1]
+    assert warning.startswith("the reward failed on sample 3 (data source 'countdown', data row 1, response '40'): ")
+    assert cause in warning
+    assert warning.endswith("; its score is reward_model.default_score=-1.0")
+
+
+def test_a_response_may_be_left_without_a_score(pool: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(judged_with(pool, tmp_path, "raise KeyError(7)", [], BATCH, 100.0, "mask")):
+        _, scores, accuracies, metrics, warned = found
+        assert [sample for sample, score in enumerate(scores) if math.isnan(score)] == [3]
+        assert [sample for sample, accuracy in enumerate(accuracies) if math.isnan(accuracy)] == [3]
+        assert metrics["reward/error_rate"] == 1 / 6
+        assert len(warned) == (rank == 0)
+        assert all(words.endswith("; nothing is learnt from it (reward_model.on_failure=mask)") for words in warned)
+
+
+def test_a_failure_may_stop_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    message = (
+        "the reward failed on sample 3 (data source 'countdown', data row 1, response '40'): KeyError: 7 "
+        "(reward_model.on_failure=stop)"
+    )
+    assert judged_with(pool, tmp_path, "raise KeyError(7)", [], BATCH, 100.0, "stop") == [message] * 2
+
+
+def test_a_reward_that_fails_on_all_responses_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(**_): raise KeyError('answer')\n")
+    message = (
+        "the reward fails on all 6 responses; the reward failed on sample 0 (data source 'countdown', data row 0, "
+        "response '10 11'): KeyError: 'answer'"
+    )
+    assert pool.run(2, judged, str(tmp_path / "mine.py")) == [message] * 2
+
+
+def test_a_row_that_no_reward_can_read_stops_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    odd = [replace(prompt, extra_info={"x": {1, 2}} if prompt.index == 1 else {}) for prompt in BATCH.prompts]
+    rollouts = replace(BATCH, prompts=odd)
+    (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")
+    message = "data row 1: a set cannot be handed to a reward"
+    assert pool.run(2, judged, str(tmp_path / "mine.py"), [(1, 2)], rollouts) == [message] * 2

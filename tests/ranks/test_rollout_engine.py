@@ -1,0 +1,320 @@
+"""The engine says what `transformers` says on the same weights, after every sync, however it is cut.
+
+Weights are written straight from full Hugging Face tensors, sliced by the engine's own layout, so a wrong layout, a
+stale packed weight and a stale cached key each show as wrong log-probabilities.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megarl.rollout.config import SamplingSection
+from megarl.rollout.sampling import Generation
+from tests.support.engines import (
+    PROMPTS,
+    Sync,
+    check_against_rules,
+    check_against_vllm,
+    forget_parallel_state,
+    log_probs,
+    start,
+    start_with_expert_parallel,
+    tear_down,
+    tear_down_vllm,
+    tensors_of,
+    write_two_checkpoints,
+    writer,
+)
+from tests.support.ranks import RankPool
+from tests.support.tiny import VARIANTS
+
+pytestmark = pytest.mark.ranks
+
+NUM_RANKS = 2
+SAMPLED = SamplingSection(n=2, do_sample=True, temperature=0.7)
+GREEDY = SamplingSection()
+RESPONSE = 12
+Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # the two checkpoints differ by nats
+Checkpoints = Callable[[str], list[Path]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda variant: write_two_checkpoints(root, variant)
+
+
+def shared_memory_name() -> str:
+    """The segment over which the ranks of the replica talk; empty where they send messages."""
+    from vllm.distributed import get_tp_group
+
+    return getattr(get_tp_group().device_communicator.dist_module, "group_name", "")
+
+
+def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:
+    """On each rank: what its replica answers to its share of PROMPTS, under each checkpoint in turn."""
+    *checkpoints, bare = paths
+    engine = start(bare, tensors_of(checkpoints[0]), tp_size=tp_size, dtype=dtype)
+    assert tp_size == 1 or len(os.sched_getaffinity(0)) < 2 or shared_memory_name().startswith("megarl-")
+    share = PROMPTS[engine.replica :: engine.num_replicas]
+    answers = []
+    for checkpoint in checkpoints:
+        answers.append({})
+        with engine.awake(writer(tensors_of(checkpoint))):
+            for sampling in (SAMPLED, GREEDY):
+                generations = engine.generate(share, sampling, max_tokens=RESPONSE, step=3)
+                assert [generation.prompt for generation in generations] == sorted([*range(len(share))] * sampling.n)
+                for number, generation in enumerate(generations):
+                    asked = (share[generation.prompt].index, sampling.do_sample, number % sampling.n)
+                    answers[-1][asked] = generation
+    layout = engine.weights.layout()
+    check_against_rules(layout, bare, tp_size=tp_size, dtype=getattr(torch, dtype))
+    if dtype == "float32":
+        check_against_vllm(engine._llm, layout, tensors_of(checkpoints[0]))
+    tear_down(engine)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp_size", "dtype"),
+    [
+        *((variant, 2, "float32") for variant in VARIANTS),
+        *((variant, 1, "float32") for variant in ("llama", "qwen2", "qwen3-tied", "mixtral", "deepseek_v3")),
+        ("qwen2", 2, "bfloat16"),  # on CPU another kernel, which keeps biases in float32
+    ],
+)
+def test_engine_follows_two_different_syncs(
+    pool: RankPool, checkpoints: Checkpoints, variant: str, tp_size: int, dtype: str
+) -> None:
+    paths = checkpoints(variant)
+    ranks = pool.run(2, answers_after_each_sync, paths, tp_size, dtype)
+    if tp_size == 2:
+        assert ranks[0] == ranks[1]
+    for checkpoint, *answers in zip(paths[:2], *ranks, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).float()
+        everything = answers[0] | answers[1]
+        assert len(everything) == len(PROMPTS) * (SAMPLED.n + GREEDY.n)
+        for (index, is_sampled, _), generation in everything.items():
+            prompt = PROMPTS[index // 10]
+            expected = log_probs(model, prompt, generation.token_ids, SAMPLED.temperature if is_sampled else 1.0)
+            actual = torch.tensor(generation.log_probs)
+            torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCE[dtype])
+            if dtype == "float32" and not is_sampled:
+                tokens = torch.tensor([prompt.token_ids])
+                greedy = model.generate(tokens, max_new_tokens=RESPONSE, do_sample=False, eos_token_id=None)
+                assert generation.token_ids == greedy[0, tokens.shape[1] :].tolist()
+
+
+def answers_with_few_tokens(paths: list[Path]) -> list[Generation]:
+    """What an engine says that draws from the 5 likeliest tokens."""
+    section = {"top_k": 5, "n": 2}
+    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **section)
+    with engine.awake(writer(tensors_of(paths[0])), version=7):
+        sampling = SamplingSection(do_sample=True, temperature=1.0, **section)
+        generations = engine.generate(PROMPTS, sampling, max_tokens=RESPONSE, step=7)
+    tear_down(engine)
+    return generations
+
+
+def test_log_probs_are_those_of_all_tokens_also_if_few_can_be_drawn(pool: RankPool, checkpoints: Checkpoints) -> None:
+    paths = checkpoints("llama")
+    [generations] = pool.run(1, answers_with_few_tokens, paths)
+    model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32)
+    for generation in generations:
+        expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=1e-4)
+        assert generation.weight_version == 7
+
+
+def trace_whole_experts(paths: list[Path]) -> None:
+    from megarl.rollout.layout import trace
+
+    tensors, bare = tensors_of(paths[0]), paths[-1]
+    llm = start_with_expert_parallel(bare, tp_size=2)
+    model = llm.collective_rpc(lambda worker: worker.get_model())[0]
+    layout = trace(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, torch.device("cpu")).pieces
+    check_against_rules(layout, bare, tp_size=2, expert_parallel=True)
+    check_against_vllm(llm, layout, tensors)
+    tear_down_vllm(llm)
+
+
+@pytest.mark.parametrize("variant", ["qwen2_moe", "deepseek_v3"])
+def test_whole_experts_are_traced(pool: RankPool, checkpoints: Checkpoints, variant: str) -> None:
+    pool.run(2, trace_whole_experts, checkpoints(variant))
+
+
+def test_samples_do_not_depend_on_the_number_of_replicas(pool: RankPool, checkpoints: Checkpoints) -> None:
+    paths = checkpoints("llama")
+    [alone] = pool.run(1, answers_after_each_sync, paths, 1, "float32")
+    for one, first, second in zip(alone, *pool.run(2, answers_after_each_sync, paths, 1, "float32"), strict=True):
+        assert first.keys().isdisjoint(second)
+        tokens = {asked: generation.token_ids for asked, generation in one.items()}
+        assert tokens == {asked: generation.token_ids for asked, generation in (first | second).items()}
+        assert all(tokens[prompt.index, True, 0] != tokens[prompt.index, True, 1] for prompt in PROMPTS)
+
+
+def behaviour(paths: list[Path]) -> dict[str, Any]:
+    """Everything about one engine that needs no second one."""
+    checkpoint, _, bare = paths
+    tensors = tensors_of(checkpoint)
+    os.environ["LOCAL_WORLD_SIZE"] = "999"  # more than any machine has cores
+    before = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
+    engine = start(bare, tensors, tp_size=2)
+    seen: dict[str, Any] = {}
+    with engine.awake(writer(tensors)):
+        free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
+        seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
+        seen["later"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0, first_sample=1)
+        seen["second"] = free[1]
+        engine._stop = [free[0].token_ids[5]]
+        seen["free"], seen["stopped"] = free[0], engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)[0]
+        one_token = SamplingSection(do_sample=True, temperature=1.0, top_k=1)
+        seen["top_k"] = engine.generate(PROMPTS[:1], one_token, max_tokens=3, step=0)
+        seen["nothing"] = engine.generate([], SAMPLED, max_tokens=RESPONSE, step=0)
+        with pytest.raises(ValueError, match=r"Prompt 20 has 131 tokens.*data\.max_prompt_length"):
+            engine.generate(PROMPTS[2:3], GREEDY, max_tokens=60, step=0)
+    after = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))
+    seen["random_kept"] = torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    seen["environment"] = os.environ.pop("LOCAL_WORLD_SIZE")
+    seen["segment"] = shared_memory_name()
+
+    partial = {name for name in tensors if "layers.1.mlp" not in name}
+    with pytest.raises(RuntimeError, match=r"unwritten.*layers\.1\.mlp"), engine.awake(only(partial)):
+        pass
+    tear_down(engine)
+    return seen
+
+
+def only(names: set[str]) -> Sync:
+    """A sync that leaves out the parameters which need more than the checkpoint's `names`."""
+
+    def sync(weights: Any) -> None:
+        params = {piece.param for piece in weights.layout()}
+        for param in params - {piece.param for piece in weights.layout() if piece.name not in names}:
+            weights.open(param).zero_()
+            weights.close(param)
+
+    return sync
+
+
+def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
+    pool: RankPool, checkpoints: Checkpoints
+) -> None:
+    for seen in pool.run(2, behaviour, checkpoints("llama")):
+        free, stopped = seen["free"], seen["stopped"]
+        assert seen["later"][0].token_ids == seen["second"].token_ids  # counted on from there
+        assert seen["later"][1].token_ids not in (free.token_ids, seen["second"].token_ids)
+        assert free.truncated
+        assert len(free.token_ids) == RESPONSE
+        end = free.token_ids.index(free.token_ids[5]) + 1
+        assert not stopped.truncated
+        assert stopped.token_ids == free.token_ids[:end]  # the stop token is part of the response
+        assert stopped.log_probs == pytest.approx(free.log_probs[:end], abs=1e-5)
+        assert seen["top_k"][0].log_probs == [0.0] * 3  # one token is left to draw from
+        assert seen["other_step"]
+        assert seen["nothing"] == []
+        assert seen["random_kept"]
+        assert seen["environment"] == "999"
+        assert seen["segment"] == ""
+
+
+def refusals(paths: list[Path]) -> None:
+    tensors = tensors_of(paths[0])
+    bare = paths[-1]
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=3 does not divide the 2 processes"):
+        start(bare, tensors, tp_size=3)
+    with pytest.raises(ValueError, match="engine_kwargs: max_model_len follow"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"max_model_len": 1})
+    with pytest.raises(ValueError, match="engine_kwargs: vLLM crashes .* enable_expert_parallel on CPU"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"enable_expert_parallel": True})
+    with pytest.raises(ValueError, match="engine_kwargs: enable_eplb moves experts"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
+    with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
+        start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
+    with pytest.raises(
+        ValueError, match=r"(?s)does not start on rank .*KV cache.* are keys of actor_rollout_ref\.rollout"
+    ):
+        start(bare, tensors, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
+    dist.barrier()  # a rank that left now would cut off one that is still joining
+    forget_parallel_state()
+
+
+def test_engine_refuses_what_does_not_fit(pool: RankPool, checkpoints: Checkpoints) -> None:
+    pool.run(2, refusals, checkpoints("llama"))
+
+
+def failing_after(num_steps: int, do: Callable[[], Any]) -> Callable[[], Any]:
+    """Does so often what it should."""
+    left = iter(range(num_steps))
+
+    def step() -> Any:
+        if next(left, None) is None:
+            raise OSError("the driver is gone")
+        return do()
+
+    return step
+
+
+def complaints(paths: list[Path], tp_size: int) -> list[str]:
+    """On each rank: what is said when the last replica returns too little, something else, or fails midway."""
+    tensors = tensors_of(paths[0])
+    engine = start(paths[-1], tensors, tp_size=tp_size)
+    last, said, llm = engine.replica == engine.num_replicas - 1, [], engine._llm
+    share = PROMPTS[engine.replica :: engine.num_replicas]
+
+    def generate() -> list[Generation]:
+        return engine.generate(share, SAMPLED, max_tokens=RESPONSE, step=4)
+
+    def all_but_one(*args: Any, **kwargs: Any) -> list[Any]:
+        return LLM.generate(llm, *args, **kwargs)[:-1]
+
+    def of_others(*args: Any, **kwargs: Any) -> list[Any]:
+        outputs = LLM.generate(llm, *args, **kwargs)
+        outputs[0].prompt_token_ids = [1, 2, 3]
+        return outputs
+
+    from vllm import LLM
+
+    with engine.awake(writer(tensors)):
+        for wrongly in (all_but_one, of_others):
+            planted = patch.object(llm, "generate", wrongly) if last else nullcontext()
+            with planted, pytest.raises(RuntimeError) as caught:
+                engine.on_all_ranks(generate)
+            said.append(str(caught.value))
+        assert len(engine.on_all_ranks(generate)) == engine.num_replicas
+    core = llm.llm_engine.engine_core
+    planted = patch.object(core, "get_output", failing_after(5, core.get_output)) if last else nullcontext()
+    with pytest.raises(RuntimeError) as caught, engine.awake(writer(tensors)), planted:
+        engine.on_all_ranks(generate)
+    said.append(str(caught.value))
+    if last:  # what it had begun is still there
+        with pytest.raises(RuntimeError, match="a request is still running"), engine.awake(writer(tensors)):
+            pass
+    tear_down(engine)
+    return said
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: Checkpoints, tp_size: int) -> None:
+    said, others = pool.run(2, complaints, checkpoints("llama"), tp_size)
+    assert said == others
+    name, rows = (
+        ("engine replica 1 (rank 1)", "10, 30, 50") if tp_size == 1 else ("engine replica 0 (ranks 0-1)", "0, 10")
+    )
+    for words in said:
+        assert words.startswith(f"{name} failed after 4 finished steps, asked for answers to rows {rows}")
+    few, other, broken = said
+    assert f"it returned {11 if tp_size == 2 else 5} samples of {12 if tp_size == 2 else 6}" in few
+    assert "the answer to another prompt for prompt" in other
+    assert "OSError: the driver is gone" in broken

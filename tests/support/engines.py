@@ -1,0 +1,185 @@
+"""A rollout engine on a tiny checkpoint, given weights straight from full Hugging Face tensors."""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.batch import Prompt
+from megarl.models.architecture import read_architecture
+from megarl.models.engine import engine_layout
+from megarl.reshard.layout import Layout
+from megarl.rollout import patches, segments
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.engine import RolloutEngine, llm_arguments
+from tests.support.layouts import slices
+from tests.support.tiny import SIZES, write_checkpoint
+
+Sync = Callable[[Any], None]
+
+
+def prompt(index: int, token_ids: list[int]) -> Prompt:
+    return Prompt(index=index, token_ids=token_ids, text="", data_source="", ground_truth=None, extra_info={})
+
+
+# 130 shared tokens fill one block of the prefix cache, so a key that outlived a sync would be read.
+PROMPTS = [
+    prompt(10 * number, tokens)
+    for number, tokens in enumerate(
+        [[5, 9, 3], [7] * 40 + [8], [*range(3, 133), 40], [*range(3, 133), 41, 42], [11, 12], [13, 14, 15, 16]]
+    )
+]
+
+
+def write_two_checkpoints(root: Path, variant: str) -> list[Path]:
+    """Two checkpoints with different weights, and a directory with nothing but their config; written once."""
+    first, second, bare = (root / f"{variant}-{name}" for name in ("first", "second", "bare"))
+    if not bare.exists():
+        write_checkpoint(first, variant, seed=1)
+        write_checkpoint(second, variant, seed=3)  # seed 2 has a router whose second and third expert tie
+        bare.mkdir()
+        shutil.copy(first / "config.json", bare)
+    return [first, second, bare]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def writer(tensors: dict[str, Tensor]) -> Sync:
+    """A sync that copies from full tensors what the engine's layout asks for."""
+
+    def sync(weights: Any) -> None:
+        pieces = defaultdict(list)
+        for piece in weights.layout():
+            pieces[piece.param].append(piece)
+        for param, parts in pieces.items():
+            target = weights.open(param)
+            target.fill_(float("nan"))  # whatever is not written must show
+            for part in parts:
+                part.view(target).copy_(tensors[part.name][slices(part.box)])
+            weights.close(param)
+
+    return sync
+
+
+def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same shapes in which every element has another value, exact in float32."""
+    starts = accumulate((tensor.numel() for tensor in tensors.values()), initial=1)
+    valued = {
+        name: torch.arange(first, first + tensor.numel(), dtype=torch.float32).view(tensor.shape)
+        for (name, tensor), first in zip(tensors.items(), starts, strict=False)
+    }
+    assert sum(tensor.numel() for tensor in valued.values()) < 1 << 24
+    return valued
+
+
+def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The engine's parameters as vLLM's own reload fills them, before they are packed; spoils the engine."""
+    placed: dict[str, Tensor] = {}
+
+    def note(name: str, module: Any) -> None:
+        own = module.named_parameters(recurse=False)
+        placed.update({f"{name}.{key}": tensor.detach().clone() for key, tensor in own})
+
+    def note_before(name: str, pack: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda module: (note(name, module), pack(module))  # type: ignore[return-value]
+
+    model = llm.collective_rpc(lambda worker: worker.get_model())[0]
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading = note_before(name, method.process_weights_after_loading)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+    for name, module in model.named_modules():
+        if not hasattr(getattr(module, "quant_method", None), "process_weights_after_loading"):
+            note(name, module)
+    return placed
+
+
+def check_against_vllm(llm: Any, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """The layout puts every element where vLLM's own reload puts it, and nothing else; spoils the engine's weights."""
+    numbered = index_valued(tensors)
+    placed = placed_by_vllm(llm, numbered)
+    expected = {piece.param: torch.zeros(placed[piece.param].numel()) for piece in layout}
+    for piece in layout:
+        piece.view(expected[piece.param]).copy_(numbered[piece.name][slices(piece.box)])
+    for param, tensor in expected.items():
+        assert torch.equal(tensor, placed[param].flatten()), param
+
+
+def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **settings: Any) -> None:
+    """The layout is what `megarl.models.engine` says of this rank, in parameters, places and types too."""
+    architecture = read_architecture(json.loads((model_dir / "config.json").read_text()))
+    settings = {"expert_parallel": False, "dtype": torch.float32, "latent_fused": False} | settings
+    rules = engine_layout(architecture, tp_rank=dist.get_rank() % tp_size, tp_size=tp_size, **settings)
+    assert sorted(layout, key=str) == sorted(rules, key=str)
+
+
+def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settings: Any) -> RolloutEngine:
+    section = RolloutSection(tensor_model_parallel_size=tp_size, **{"dtype": "float32", "max_num_seqs": 16} | settings)
+    return RolloutEngine(
+        section,
+        model_dir=model_dir,
+        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        num_key_value_heads=SIZES["num_key_value_heads"],
+        stop_token_ids=[],
+        max_model_len=160,
+    )
+
+
+def load_as_published(model_dir: Path) -> Any:
+    """vLLM with the weights that lie in a directory."""
+    from vllm import LLM
+
+    section = RolloutSection(dtype="float32", max_num_seqs=16, load_format="auto")
+    arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
+    with patches.start_isolated(), patches.without_compilation():
+        return LLM(**arguments, kv_cache_memory_bytes=1 << 26)
+
+
+def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
+    """vLLM as the engine starts it, with whole experts on every rank; on CPU it must not compute."""
+    from vllm import LLM
+
+    section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
+    arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
+    patches.name_channels(segments.claim() if segments.may_spin() else None)
+    with patches.start_isolated(), patches.without_compilation():
+        return LLM(**arguments, enable_expert_parallel=True, kv_cache_memory_bytes=1 << 26)
+
+
+def tear_down(engine: RolloutEngine) -> None:
+    """Let another engine start in this process, in another world."""
+    tear_down_vllm(engine._llm)
+
+
+def tear_down_vllm(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    forget_parallel_state()
+
+
+def forget_parallel_state() -> None:
+    """Also where an engine did not get to its end."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    # vLLM counts the groups of a process, and ranks that were in different worlds before would not meet by name.
+    parallel_state._group_name_counter.clear()
+
+
+def log_probs(model: Any, prompt: Prompt, response: list[int], temperature: float) -> Tensor:
+    """[len(response)]: log-probability of each response token by `transformers`."""
+    tokens = torch.tensor([[*prompt.token_ids, *response]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]

@@ -1,0 +1,119 @@
+"""Entry points run for real, but in processes forked from one that has imported everything: seconds, not half a minute.
+
+The processes are the ranks of a job, as a launcher would have made them; what they print goes into files.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+from tests.support.programs import ROOT, SHOWN_CHARACTERS
+
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port: nobody else has to find it
+
+
+def run_forked(function: Callable[..., Any], *args: Any, log: Path, timeout_s: float) -> Any:
+    """Call `function(*args)`, which must be importable, in such a process and return its answer.
+
+    Raises AssertionError with the end of what it printed where it did not answer.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, log, function, args))
+    process.start()
+    theirs.close()  # so that the end of the process ends the wait
+    try:
+        if ours.poll(timeout_s):
+            return ours.recv()
+        cause = f"did not end within {timeout_s} s"
+    except EOFError:
+        cause = "ended without an answer"
+    finally:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    raise AssertionError(f"{function.__name__} {cause}:\n{log.read_text()[-SHOWN_CHARACTERS:]}")
+
+
+class Job:
+    """The ranks of a job on this machine, each of which calls `function(*args)`; both must be importable."""
+
+    def __init__(self, num_ranks: int, function: Callable[..., Any], *args: Any, log: Path) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.preloaded"])
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # what an agent would keep
+        agent = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        self.logs = [log.with_suffix(f".{rank}.txt") for rank in range(num_ranks)]
+        self._ranks = []
+        for rank, path in enumerate(self.logs):
+            environ = agent | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_call, args=(environ, path, function, args))
+            process.start()
+            self._ranks.append(process)
+
+    def finish(self, *, timeout_s: float) -> str:
+        """Wait for all ranks; returns what the first printed. Raises AssertionError where one fails."""
+        self._wait(lambda: all(rank.exitcode is not None for rank in self._ranks), timeout_s=timeout_s)
+        codes = [rank.exitcode for rank in self._ranks]
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{self._printed()}"
+        return self.logs[0].read_text()
+
+    def kill_when(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait for the condition, then end all ranks by SIGKILL. Raises AssertionError where one ends before."""
+        self._wait(condition, timeout_s=timeout_s)
+        assert all(rank.exitcode is None for rank in self._ranks), self._printed()
+        self.kill()
+
+    def kill(self) -> None:
+        """End what is left of the ranks by SIGKILL."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.join()
+
+    def _wait(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition() and not any(rank.exitcode for rank in self._ranks):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"not done within {timeout_s} s\n{self._printed()}")
+            time.sleep(0.05)
+        if any(rank.exitcode for rank in self._ranks):  # the others wait for it in vain
+            self.kill()
+
+    def _printed(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()[-SHOWN_CHARACTERS:]}" for path in self.logs)
+
+
+def _call(environ: dict[str, str], log: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _settle(log, environ)
+    function(*args)
+
+
+def _serve(connection: Connection, log: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _settle(log, ONLY_RANK | RENDEZVOUS)
+    connection.send(function(*args))
+
+
+def _settle(log: Path, environ: dict[str, str]) -> None:
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ |= environ | {"OMP_NUM_THREADS": "1"}
+    os.chdir(ROOT)
+    torch.set_num_threads(1)

@@ -1,0 +1,51 @@
+"""The smallest entry point, for the tests of the launchers: sums 2**rank over all ranks and prints one line a rank.
+
+`fail=R` raises on rank R after the ranks have met, while the others wait in a collective; `kill=R` kills that rank;
+`once=yes` fails only before the first restart, after which rank 0 comes late; `hang=yes` has every rank wait for ever.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.launch import init_process_groups, join_or_launch
+
+LATE_S = 2.0  # long enough to find the address of a rank that is dead, were it still there
+
+
+def main() -> None:
+    options = dict(argument.split("=") for argument in sys.argv[1:])
+    launch = join_or_launch(
+        "tests.support.launched",
+        sys.argv[1:],
+        num_processes=int(options.get("ranks", 2)),
+        directory=Path(options.get("directory", ".")),
+    )
+    if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        del options["kill"]
+        time.sleep(LATE_S if launch.rank == 0 else 0.0)
+    init_process_groups(launch, "cpu", timeout_s=60)
+    total = torch.tensor(2**launch.rank)
+    dist.all_reduce(total)
+    place = f"{launch.rank}/{launch.world_size} {launch.local_rank}/{launch.local_world_size}"
+    exported = " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    sys.stdout.write(f"rank {place} env {exported} sum {total.item()}\n")  # one write: ranks share the pipe
+    sys.stdout.flush()
+    if options.get("fail") == str(launch.rank):
+        raise ValueError(f"rank {launch.rank} was told to fail")
+    if options.get("kill") == str(launch.rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "hang" in options:
+        signal.pause()
+    if {"fail", "kill"} & options.keys():
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

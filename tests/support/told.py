@@ -1,0 +1,55 @@
+"""The smallest run that heeds SIGTERM and SIGUSR1: `python -m tests.support.told DIRECTORY [busy|stuck]`, on two ranks.
+
+It goes on until it is told to end, and keeps in DIRECTORY what its ranks did. With `busy` and `stuck` its first step
+never ends, in Python or in collectives. A second attempt under torchrun ends at once.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.distributed.launch import Launch
+from megarl.distributed.signals import Stopped, heeding, told
+from megarl.entry import run
+from megarl.tracking.config import TrainerSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an entry point needs to be told."""
+
+    directory: Path
+    how: str
+    trainer: TrainerSection = field(default_factory=lambda: TrainerSection(n_gpus_per_node=2, device="cpu"))
+
+
+def load(argv: Sequence[str], *, world_size: int | None) -> Options:
+    return Options(directory=Path(argv[0]), how=argv[1] if len(argv) > 1 else "")
+
+
+def body(options: Options, launch: Launch) -> None:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    with heeding():
+        (options.directory / f"began_{launch.rank}").write_text(f"{os.getpid()}\n")
+        for step in count(1):
+            time.sleep(0.01)
+            while options.how == "busy" and launch.rank == 0:
+                time.sleep(0.01)
+            if options.how == "stuck" and launch.rank == 0:
+                dist.recv(torch.zeros(1), src=1)
+            dist.barrier()
+            if told():
+                (options.directory / f"saved_{launch.rank}").write_text(str(step))
+                raise Stopped(step)
+
+
+if __name__ == "__main__":
+    run("tests.support.told", sys.argv[1:], load, body)

@@ -1,0 +1,63 @@
+"""A whole small world for tests that run programs: Countdown problems, a SentencePiece tokenizer, a random Llama."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.programs import run_python
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint
+
+MAX_RESPONSE_LENGTH = 8
+NUM_TOKENS = 200  # of the tokenizer; the model has more, and not a multiple of 64
+DIGITS_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(character.isdigit() for character in solution_str) / 10
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Where its files are."""
+
+    model: Path  # Hugging Face directory, the tokenizer as `tokenizer.model` in it
+    train: Path  # 48 problems
+    val: Path  # 8 problems
+    pairs: Path  # 12 problems with solutions
+    reward: Path  # a reward function that random text earns something of
+
+
+def make_workspace(root: Path) -> Workspace:
+    """Make everything under `root`."""
+    data = root / "data"
+    run_python(
+        *("-m", "megarl.data.prepare", "countdown", "--out", data),
+        *("--template", "plain", "--train", 48, "--val", 8, "--sft", 12, "--max-number", 20),
+        timeout_s=120,
+    )
+    model = write_checkpoint(root / "model", "llama")
+    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS)
+    reward = root / "reward.py"
+    reward.write_text(DIGITS_REWARD)
+    files = {name: data / f"{file}.parquet" for name, file in (("train", "train"), ("val", "val"), ("pairs", "sft"))}
+    return Workspace(model=model, reward=reward, **files)
+
+
+def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """Two float32 ranks and a reward that random weights earn something of; how models are cut is left open."""
+    return [
+        f"data.train_files={workspace.train}",
+        f"data.val_files={workspace.val}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={MAX_RESPONSE_LENGTH}",
+        f"actor_rollout_ref.model.path={workspace.model}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        f"custom_reward_function.path={workspace.reward}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=[jsonl,mlflow]",
+        f"trainer.default_local_dir={run_dir}",
+    ]

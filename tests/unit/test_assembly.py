@@ -1,0 +1,76 @@
+"""What a configuration and a checkpoint say about the course of a run, and about its records."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.algorithms.config import KLControlSection
+from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.assembly.resume import Standing
+from megarl.assembly.run import make_kl_controller, make_schedule, open_records
+from megarl.checkpoint.state import State
+from megarl.config.load import load_config
+from megarl.distributed.launch import Launch
+from megarl.tracking.config import TrainerSection
+from megarl.tracking.jsonl import read_jsonl
+from tests.support.ranks import world_of_one
+
+
+@pytest.mark.parametrize(
+    ("trainer", "resumed", "last_step", "validates_first"),
+    [
+        (TrainerSection(), False, 9, True),
+        (TrainerSection(val_before_train=False), False, 9, False),
+        (TrainerSection(), True, 9, False),  # it was validated when it was at this step before
+        (TrainerSection(val_only=True), False, 4, True),
+        (TrainerSection(val_only=True, val_before_train=False), True, 4, True),
+    ],
+)
+def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, validates_first: bool) -> None:
+    schedule = make_schedule(trainer, first_step=4, last_step=9, resumed=resumed)
+    assert schedule.first_step == 4
+    assert schedule.last_step == last_step
+    assert schedule.validate_first == validates_first
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_they_are(
+    tmp_path: Path, step: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standing = Standing(checkpoint=None if step is None else tmp_path / "checkpoint", state=State(step=step or 0))
+    arguments = [
+        *("data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=model"),
+        *("critic.model.path=model", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]"),
+    ]
+
+    def record(*more: str) -> None:
+        config = load_config([*arguments, *more], world_size=None, check_paths=False)
+        launch = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        with world_of_one():
+            tracker = open_records(config, launch, standing, last_step=3)
+        for number in (standing.state.step, 3):
+            tracker.log({"val/test_score/gsm8k": 0.25 + number}, step=number)
+            tracker.log_table("val/generations", [{"response": "4"}], step=number)
+        tracker.close()
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    record()
+    records = files()
+    assert {path.name for path in records} == {"config.yaml", "metrics.jsonl", "val_generations.jsonl"}
+    assert "0.25" not in capsys.readouterr().out
+    record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
+    assert files() == records
+    assert f"validation  gsm8k {0.25 + standing.state.step}" in capsys.readouterr().out
+    record()  # a job that learns does otherwise
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == ([0, 3] if step is None else [1, 1, 3])
+    assert files() != records
+
+
+def test_a_fixed_coefficient_is_the_configured_one_and_an_adaptive_one_goes_on() -> None:
+    adaptive = KLControlSection(type="adaptive", kl_coef=0.1, target_kl=0.02, horizon=50)
+    assert make_kl_controller(adaptive, State(step=0)) == AdaptiveKL(0.1, target=0.02, horizon=50)
+    assert make_kl_controller(adaptive, State(step=3, kl_coef=0.07)) == AdaptiveKL(0.07, target=0.02, horizon=50)
+    fixed = KLControlSection(kl_coef=0.3)
+    assert make_kl_controller(fixed, State(step=3, kl_coef=0.07)) == FixedKL(0.3)

@@ -1,0 +1,331 @@
+"""What an iteration learns from: real prompts in order, among an engine and a reward that write down their calls."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, OverlongBufferSection
+from megarl.batch import Prompts, Rollouts, Scored
+from megarl.checkpoint.state import State
+from megarl.data.config import DataSection
+from megarl.data.order import Position
+from megarl.data.prompts import PromptDataset, PromptStream
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.rewards.scoring import RewardError
+from megarl.tracking.timers import Timers
+from megarl.training.collect import Collected, Collector
+from tests.support.sentencepieces import train_sentencepiece
+
+NUM_SAMPLES = 2
+Says = Callable[[int, int], tuple[float, float]]  # (row, batch of the iteration) -> the scores of the two samples
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(train_sentencepiece(tmp_path_factory.mktemp("tokenizer") / "small.model")))
+
+
+@pytest.fixture
+def five(tmp_path: Path, tokenizer: Tokenizer) -> PromptStream:
+    """Rows 0 to 4 in batches of two, in their order: an epoch is (0, 1), (2, 3)."""
+    rows = [
+        {"prompt": str(number), "data_source": "countdown", "reward_model": {"ground_truth": "8"}}
+        for number in range(5)
+    ]
+    file = str(tmp_path / "five.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    section = DataSection(train_files=file, train_batch_size=2)
+    return PromptStream(PromptDataset(section, file, tokenizer), batch_size=2, shuffle=False, seed=1)
+
+
+class World:
+    """Engine and reward: in batch `b` sample `s` of row `r` is `b + 1` tokens `100 b + 10 r + s`,
+    its greedy answer three tokens `-r` of score `r / 10`."""
+
+    def __init__(self, says: Says, accuracies: Says | None = None) -> None:
+        self.says, self.accuracies = says, accuracies or says
+        self.odd_baselines: list[int] = []  # rows
+        self.calls: list[str] = []
+        self.batch = 0
+        self.clock = 0.0  # seconds: waking takes 100, generating 10, scoring 1
+
+    @contextmanager
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
+        self.calls.append(f"wake {step}")
+        self.clock += 100.0
+        yield {"sync/check_probs_diff_mean": 0.5}
+        self.calls.append("sleep")
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        rows = [prompt.index for prompt in prompts.prompts]
+        self.calls.append(f"generate {rows}")
+        self.clock += 10.0
+        self.batch = batch
+        tokens = [[100 * batch + 10 * row + sample] * (batch + 1) for row in rows for sample in range(NUM_SAMPLES)]
+        return self._rollouts(prompts, tokens, NUM_SAMPLES)
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        rows = [prompt.index for prompt in prompts.prompts]
+        self.calls.append(f"greedy {rows}")
+        return self._rollouts(prompts, [[-row] * 3 for row in rows], 1)
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        raise AssertionError("nothing is validated here")
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        self.calls.append("score")
+        self.clock += 1.0
+        num_samples = len(rollouts) // len(rollouts.prompts)
+        scored: dict[str, Any] = {
+            name: torch.tensor([score for prompt in rollouts.prompts for score in says(prompt.index, self.batch)])
+            for name, says in (("scores", self.says), ("accuracies", self.accuracies))
+        }
+        if num_samples == 1:
+            baselines = [
+                math.nan if prompt.index in self.odd_baselines else prompt.index / 10 for prompt in rollouts.prompts
+            ]
+            scored = dict.fromkeys(scored, torch.tensor(baselines))
+        texts = [str(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
+        scored["failures"] = [f"{score} is odd" if math.isnan(score) else None for score in scored["scores"].tolist()]
+        metrics = {"reward/error_rate": 1.0 - self.batch, "reward/slowest_s": 7.0 - self.batch}
+        return rollouts.extend(Scored, texts=texts, **scored), metrics
+
+    @staticmethod
+    def _rollouts(prompts: Prompts, tokens: list[list[int]], num_samples: int) -> Rollouts:
+        responses = torch.tensor(tokens)
+        return prompts.extend(
+            Rollouts,
+            groups=torch.arange(len(prompts.prompts)).repeat_interleave(num_samples),
+            responses=responses,
+            mask=torch.ones_like(responses, dtype=torch.bool),
+            rollout_log_probs=None,
+            truncated=torch.zeros(len(tokens), dtype=torch.bool),
+        )
+
+
+def right_and_wrong(*rows: int) -> Says:
+    """Of these rows one sample is right and one is wrong; of other even rows none is right, of other odd ones both."""
+    return lambda row, batch: (0.0, 1.0) if row in rows else (float(row % 2), float(row % 2))
+
+
+def collector(prompts: PromptStream, world: World, *, estimator: str = "grpo", **keys: Any) -> Collector:
+    """Dynamic sampling as `keys` say; other sections by their names."""
+    sections = {name: keys.pop(name) for name in ("overlong_buffer",) if name in keys}
+    filter_groups = FilterGroupsSection(**{"enable": True, **keys})
+    algorithm = AlgorithmSection(adv_estimator=estimator, filter_groups=filter_groups, **sections)  # type: ignore[arg-type]
+    return Collector(prompts=prompts, sampler=world, scorer=world, algorithm=algorithm)
+
+
+def rows(collected: Collected) -> list[int]:
+    return [prompt.index for prompt in collected.scored.prompts]
+
+
+def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(five: PromptStream) -> None:
+    world = World(right_and_wrong())
+    collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
+    assert world.calls == ["wake 7", "generate [2, 3]", "sleep", "score"]
+    assert rows(collected) == [2, 3]
+    assert collected.position == Position(1, 0)
+    assert collected.baselines is None
+    assert collected.metrics == {
+        "reward/error_rate": 1.0,
+        "reward/slowest_s": 7.0,
+        "sync/check_probs_diff_mean": 0.5,
+    }
+
+
+def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStream) -> None:
+    world = World(right_and_wrong(0, 3))
+    collected = collector(five, world).collect(Position(), Timers(), step=7)
+    assert world.calls == ["wake 7", "generate [0, 1]", "score", "generate [2, 3]", "score", "sleep"]
+    scored = collected.scored
+    assert rows(collected) == [0, 3]
+    assert scored.groups.tolist() == [0, 0, 1, 1]
+    assert scored.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert scored.texts == ["0", "1", "130", "131"]
+    assert scored.responses.tolist() == [[0, 0], [1, 0], [130, 130], [131, 131]]
+    assert scored.mask.tolist() == [[True, False], [True, False], [True, True], [True, True]]
+    assert scored.rollout_log_probs is None
+    assert [scored.prompt_of(sample).text for sample in range(4)] == ["0", "0", "3", "3"]
+    assert collected.position == Position(1, 0)
+    assert collected.metrics == {
+        "train/num_gen_batches": 2.0,
+        "train/num_groups_kept": 2.0,
+        "train/num_groups_alike": 2.0,
+        "train/num_groups_surplus": 0.0,
+        "train/sampled_score/mean": 0.5,  # of 0 1, 1 1, 0 0, 0 1
+        "reward/error_rate": 0.5,
+        "reward/slowest_s": 7.0,
+        "sync/check_probs_diff_mean": 0.5,
+    }
+
+
+def test_of_too_many_groups_the_first_are_kept(five: PromptStream) -> None:
+    collected = collector(five, World(right_and_wrong(1, 2, 3))).collect(Position(), Timers(), step=0)
+    assert rows(collected) == [1, 2]
+    assert len(collected.scored) == 4
+    assert collected.position == Position(1, 0)  # the batch is used up
+    assert collected.metrics["train/num_groups_surplus"] == 1.0
+
+
+def test_the_data_begin_again_and_a_prompt_that_returns_gets_other_samples(five: PromptStream) -> None:
+    collected = collector(five, World(right_and_wrong(3))).collect(Position(4, 2), Timers(), step=0)
+    assert rows(collected) == [3, 3]
+    assert collected.scored.texts == ["30", "31", "230", "231"]
+    assert collected.scored.groups.tolist() == [0, 0, 1, 1]  # two groups, each compared within itself
+    assert collected.position == Position(6, 0)
+    assert collected.metrics["train/num_gen_batches"] == 3.0
+
+
+def test_a_run_goes_on_from_the_position_that_it_saved(five: PromptStream, tmp_path: Path) -> None:
+    """Iterations take one batch, two and one: what the position is cannot be told from the step."""
+
+    def run(position: Position, steps: range) -> tuple[list[list[int]], Position]:
+        taken = []
+        for step in steps:
+            world = World(right_and_wrong(0, 1, 2))
+            collected = collector(five, world).collect(position, Timers(), step=step)
+            position = collected.position
+            taken.append(rows(collected))
+        return taken, position
+
+    whole, end = run(Position(), range(3))
+    assert whole == [[0, 1], [2, 0], [2, 0]]
+    first, saved = run(Position(), range(2))
+    (tmp_path / "state.json").write_text(json.dumps(asdict(State(step=2, position=saved))))
+    state = State.read(tmp_path)
+    assert state.position == saved == Position(1, 2)
+    rest, reached = run(state.position, range(2, 3))
+    assert (first + rest, reached) == (whole, end)
+
+
+def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five: PromptStream) -> None:
+    message = (
+        r"filter_groups found 1 of 2 prompts whose answers differ in acc in 2 batches \(max_num_gen_batches=2\).*"
+        r"raise actor_rollout_ref\.rollout\.n or max_num_gen_batches \(0 = no limit\)"
+    )
+    world = World(right_and_wrong(3))
+    with pytest.raises(ValueError, match=message):
+        collector(five, world, max_num_gen_batches=2).collect(Position(), Timers(), step=0)
+    assert world.calls.count("score") == 2
+
+
+def test_without_a_limit_it_goes_on_as_long_as_an_epoch_has_something(five: PromptStream) -> None:
+    late = World(lambda row, batch: (0.0, float(batch > 3)))  # after two epochs
+    with pytest.raises(ValueError, match="found 0 of 2 prompts"):
+        collector(five, late, max_num_gen_batches=0).collect(Position(), Timers(), step=0)
+    once = World(lambda row, batch: (0.0, float(batch > 8 or (batch, row) == (1, 2))))
+    collected = collector(five, once, max_num_gen_batches=0).collect(Position(), Timers(), step=0)
+    assert rows(collected) == [2, 2]
+    assert collected.metrics["train/num_gen_batches"] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("metric", "kept"),
+    [("acc", [0, 1]), ("score", [2, 3]), ("seq_reward", [2, 3]), ("seq_final_reward", [2, 3])],
+)
+def test_the_metric_is_what_must_differ(five: PromptStream, metric: str, kept: list[int]) -> None:
+    world = World(right_and_wrong(2, 3), accuracies=right_and_wrong(0, 1))
+    assert rows(collector(five, world, metric=metric).collect(Position(), Timers(), step=0)) == kept
+
+
+@pytest.mark.parametrize(("metric", "found"), [("score", False), ("seq_reward", True)])
+def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
+    five: PromptStream, metric: str, found: bool
+) -> None:
+    class Lengths(World):
+        def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+            rollouts = super().generate(prompts, step=step, batch=1)
+            mask = rollouts.mask.clone()
+            mask[::2, 1:] = False  # of each prompt one answer has one token, the other two
+            return replace(rollouts, mask=mask)
+
+    buffer = OverlongBufferSection(enable=True, len=1, max_resp_len=2)
+    collecting = collector(
+        five, Lengths(right_and_wrong()), metric=metric, max_num_gen_batches=1, overlong_buffer=buffer
+    )
+    if found:
+        assert rows(collecting.collect(Position(), Timers(), step=0)) == [0, 1]
+    else:
+        with pytest.raises(ValueError, match="0 of 2 prompts whose answers differ in score"):
+            collecting.collect(Position(), Timers(), step=0)
+
+
+def test_the_greedy_answer_is_the_baseline_of_every_sample_of_its_prompt(five: PromptStream) -> None:
+    world = World(right_and_wrong())
+    collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
+    assert world.calls == ["wake 7", "generate [2, 3]", "greedy [2, 3]", "sleep", "score", "score"]
+    assert collected.baselines is not None
+    assert collected.baselines.tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3])
+    assert collected.scored.scores.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+    buffer = OverlongBufferSection(enable=True, len=2, max_resp_len=4)
+    penalised = collector(five, World(right_and_wrong()), estimator="remax", enable=False, overlong_buffer=buffer)
+    baselines = penalised.collect(Position(0, 2), Timers(), step=7).baselines
+    assert baselines is not None
+    assert baselines.tolist() == pytest.approx([-0.3, -0.3, -0.2, -0.2])  # three tokens are one of two too many
+
+
+def test_samples_without_a_score_are_kept_and_not_learnt_from(five: PromptStream) -> None:
+    world = World(lambda row, batch: (math.nan, 0.5) if row == 2 else (0.0, 1.0))
+    collected = collector(five, world, enable=False).collect(Position(0, 2), Timers(), step=7)
+    assert collected.scored.failures == ["nan is odd", None, None, None]
+    judged, _ = collected.judged()
+    assert judged.scores.tolist() == [0.5, 0.0, 1.0]
+    assert (judged.texts, judged.failures) == (["21", "30", "31"], [None] * 3)
+    assert (judged.groups.tolist(), rows(collected)) == ([0, 1, 1], [2, 3])
+
+
+def test_groups_whose_scores_do_not_differ_teach_nothing_whatever_else_failed(five: PromptStream) -> None:
+    world = World(lambda row, batch: (math.nan, 1.0) if row in (0, 2) else (0.0, 1.0))
+    collected = collector(five, world).collect(Position(), Timers(), step=7)
+    assert rows(collected) == [1, 3]
+    assert collected.metrics["train/sampled_score/mean"] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_an_iteration_in_which_most_rewards_fail_stops_the_run(five: PromptStream, enable: bool) -> None:
+    world = World(lambda row, batch: (math.nan, math.nan) if row == 0 else (math.nan, 1.0))
+    message = r"failed on 3 of 4 responses, more than half.*data row 0, response '0'\): nan is odd.*on_failure=score"
+    with pytest.raises(RewardError, match=message):
+        collector(five, world, enable=enable).collect(Position(), Timers(), step=7)
+
+
+def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: PromptStream) -> None:
+    world = World(right_and_wrong())
+    world.odd_baselines = [3]
+    collected = collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
+    reason = "the greedy response to its prompt has no score: nan is odd"
+    assert collected.scored.failures == [None, None, reason, reason]
+    judged, baselines = collected.judged()
+    assert baselines is not None
+    assert (judged.texts, baselines.tolist()) == (["20", "21"], pytest.approx([0.2, 0.2]))
+
+    world = World(lambda row, batch: (math.nan, 1.0) if row == 2 else (0.0, 1.0))
+    world.odd_baselines = [3]
+    with pytest.raises(RewardError, match="failed on 3 of 4 responses"):
+        collector(five, world, estimator="remax", enable=False).collect(Position(0, 2), Timers(), step=7)
+
+
+def test_only_prompts_that_are_kept_get_greedy_answers(five: PromptStream) -> None:
+    world = World(right_and_wrong(1, 2, 3))
+    collected = collector(five, world, estimator="remax").collect(Position(), Timers(), step=7)
+    assert world.calls[-4:] == ["score", "greedy [1, 2]", "sleep", "score"]
+    assert collected.baselines is not None
+    assert collected.baselines.tolist() == pytest.approx([0.1, 0.1, 0.2, 0.2])
+
+
+def test_scoring_between_batches_is_no_generation(five: PromptStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, timers = World(right_and_wrong(0, 3)), Timers()
+    monkeypatch.setattr("time.perf_counter", lambda: world.clock)
+    collector(five, world).collect(Position(), timers, step=0)
+    assert timers.seconds() == {"timing_s/gen": 120.0, "timing_s/reward": 2.0}

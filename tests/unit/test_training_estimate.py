@@ -1,0 +1,238 @@
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.advantages import grpo
+from megarl.algorithms.config import AlgorithmSection, OverlongBufferSection, RolloutCorrectionSection
+from megarl.algorithms.correction import mismatch_means, mismatch_sums
+from megarl.algorithms.losses import Totals
+from megarl.batch import Prompt, Scored
+from megarl.training.estimate import estimate, mismatch_metrics
+
+MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, False]])
+OLD = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])
+REF = torch.tensor([[-1.0, -2.5, -1.0], [-1.0, 0.0, 0.0], [-1.0, -3.0, 0.0], [-0.5, -0.5, 0.0]])
+VALUES = torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.0, 0.0], [0.2, 0.3, 0.0], [0.0, 1.0, 0.0]])
+
+
+def scored() -> Scored:
+    prompts = [
+        Prompt(index=i, token_ids=[1] * length, text="", data_source="", ground_truth=None, extra_info={})
+        for i, length in enumerate([3, 5])
+    ]
+    return Scored(
+        prompts=prompts,
+        groups=torch.tensor([0, 0, 1, 1]),
+        responses=torch.zeros(4, 3, dtype=torch.int64),
+        mask=MASK,
+        rollout_log_probs=OLD,
+        truncated=torch.tensor([True, False, False, False]),
+        texts=[""] * 4,
+        scores=torch.tensor([1.0, 0.0, 0.5, -0.5]),
+        accuracies=torch.tensor([1.0, 0.0, 1.0, 0.0]),
+    )
+
+
+def test_ppo_estimates_from_rewards_less_the_divergence() -> None:
+    experience, metrics = estimate(scored(), OLD, REF, VALUES, algorithm=AlgorithmSection(), kl_coef=0.1)
+    # kl: row 0 has 1.5 on token 1, row 1 has -1 on token 0; gamma = lam = 1: returns are rewards to go
+    expected = torch.tensor([[0.85, 0.85, 1.0], [0.1, 0.0, 0.0], [0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]])
+    torch.testing.assert_close(experience.returns, expected)
+    raw = (expected - VALUES)[MASK]
+    torch.testing.assert_close(experience.advantages[MASK], (raw - raw.mean()) / raw.std())
+    assert not experience.advantages[~MASK].any()
+    assert metrics == pytest.approx(
+        {
+            "critic/score/mean": 0.25,
+            "critic/score/max": 1.0,
+            "critic/score/min": -0.5,
+            "critic/rewards/mean": (0.85 + 0.1 + 0.5 - 0.5) / 4,
+            "critic/rewards/max": 0.85,
+            "critic/rewards/min": -0.5,
+            "critic/advantages/mean": 0.0,
+            "critic/advantages/max": float(experience.advantages.max()),
+            "critic/advantages/min": float(experience.advantages.min()),
+            "critic/returns/mean": (0.85 + 0.85 + 1.0 + 0.1 + 1.0 - 1.0) / 8,
+            "critic/returns/max": 1.0,
+            "critic/returns/min": -0.5,
+            "critic/values/mean": 3.1 / 8,
+            "critic/values/max": 1.0,
+            "critic/values/min": 0.0,
+            "critic/vf_explained_var": 1.0 - float(raw.var() / (expected[MASK].var() + 1e-5)),
+            "response_length/mean": 2.0,
+            "response_length/max": 3.0,
+            "response_length/min": 1.0,
+            "response_length/clip_ratio": 0.25,
+            "prompt_length/mean": 4.0,
+            "prompt_length/max": 5.0,
+            "prompt_length/min": 3.0,
+            "actor/reward_kl_penalty": (0.5 - 1.0 + 0.0 + 0.0) / 4,
+            "actor/reward_kl_penalty_coeff": 0.1,
+        },
+        rel=1e-5,
+        abs=1e-6,
+    )
+
+
+def test_grpo_needs_neither_critic_nor_reference() -> None:
+    algorithm = AlgorithmSection(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
+    assert experience.advantages[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert torch.equal(experience.ref_log_probs, OLD)
+    assert not experience.values.any()
+    assert not experience.returns.any()
+    assert not [name for name in metrics if "kl" in name or "values" in name or "vf_" in name]
+
+
+def test_grpo_takes_the_divergence_from_the_reward_where_asked() -> None:
+    algorithm = AlgorithmSection(adv_estimator="grpo")
+    experience, _ = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=0.1)
+    rewards = torch.tensor([1.0 - 0.15, 0.1, 0.5, -0.5])
+    torch.testing.assert_close(
+        experience.advantages, grpo(rewards, torch.tensor([0, 0, 1, 1]), MASK, normalize_by_std=True)
+    )
+
+
+def test_mismatch_compares_probabilities_of_real_tokens() -> None:
+    trainer = torch.log(torch.tensor([[0.5, 0.2, 0.9]]))
+    engine = torch.log(torch.tensor([[0.4, 0.2, 0.1]]))
+    mask = torch.tensor([[True, True, False]])
+    metrics = mismatch_metrics(trainer, engine, mask)
+    assert metrics == pytest.approx(
+        {
+            "training/rollout_probs_diff_max": 0.1,
+            "training/rollout_probs_diff_mean": 0.05,
+            "training/rollout_probs_diff_std": 0.05 * math.sqrt(2.0),
+        }
+        | mismatch_means(mismatch_sums(trainer, engine, mask)),
+        rel=1e-5,
+    )
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx((1.25**2 - 1.0) / 2)
+    assert mismatch_metrics(trainer, None, mask) == {}
+
+
+def test_remax_takes_the_greedy_reward_from_that_of_each_sample() -> None:
+    algorithm, baselines = AlgorithmSection(adv_estimator="remax"), torch.tensor([0.25, 0.25, 0.5, 0.5])
+    experience, metrics = estimate(scored(), OLD, REF, None, baselines, algorithm=algorithm, kl_coef=0.1)
+    # the divergence of row 0 is 1.5 on token 1, that of row 1 is -1 on token 0
+    expected = torch.tensor([[0.75 - 0.15, 0.75 - 0.15, 0.75], [-0.25 + 0.1] * 3, [0.0] * 3, [-1.0] * 3]) * MASK
+    torch.testing.assert_close(experience.advantages, expected)
+    assert not experience.returns.any()
+    assert [metrics[f"critic/baselines/{name}"] for name in ("mean", "max", "min")] == [0.375, 0.5, 0.25]
+
+
+def advantages_of(**keys: Any) -> torch.Tensor:
+    experience, _ = estimate(scored(), OLD, REF, None, algorithm=AlgorithmSection(**keys), kl_coef=None)
+    return experience.advantages
+
+
+@pytest.mark.parametrize(
+    ("estimator", "per_sample"),  # two groups of two samples, scores 1, 0 and 0.5, -0.5, lengths 3, 1 and 2, 2
+    [
+        ("rloo", [1.0, -1.0, 1.0, -1.0]),
+        ("gpg", [0.5, -0.5, 0.5, -0.5]),
+        ("opo", [0.25, -0.75, 0.5, -0.5]),
+        ("grpo_passk", [math.sqrt(2.0), 0.0, math.sqrt(2.0), 0.0]),
+    ],
+)
+def test_estimators_that_compare_responses(estimator: str, per_sample: list[float]) -> None:
+    expected = torch.tensor(per_sample)[:, None] * MASK
+    torch.testing.assert_close(advantages_of(adv_estimator=estimator), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "raw"),
+    [
+        ("reinforce_plus_plus", [[0.25, 0.5, 1.0], [0.0, 0.0, 0.0], [0.25, 0.5, 0.0], [-0.25, -0.5, 0.0]]),
+        ("reinforce_plus_plus_baseline", [[0.5] * 3, [-0.5, 0.0, 0.0], [0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]]),
+    ],
+)
+def test_estimators_that_standardise_over_the_batch(estimator: str, raw: list[list[float]]) -> None:
+    before = torch.tensor(raw)[MASK]
+    found = advantages_of(adv_estimator=estimator, gamma=0.5)
+    torch.testing.assert_close(found[MASK], (before - before.mean()) / before.std())
+    assert not found[~MASK].any()
+
+
+def test_long_responses_are_penalised_in_the_reward_and_not_in_the_score() -> None:
+    buffer = OverlongBufferSection(enable=True, len=2, penalty_factor=0.5, max_resp_len=3)
+    algorithm = AlgorithmSection(adv_estimator="rloo", overlong_buffer=buffer)
+    experience, metrics = estimate(scored(), OLD, None, None, algorithm=algorithm, kl_coef=None)
+    assert experience.advantages[:, 0].tolist() == [0.5, -0.5, 1.0, -1.0]  # 1 - 0.5 against 0; 0.25 and 0.25 less
+    assert (metrics["critic/score/max"], metrics["critic/rewards/max"]) == (1.0, 0.5)
+
+
+def test_truncated_responses_count_in_their_group_and_teach_nothing() -> None:
+    algorithm = AlgorithmSection(adv_estimator="rloo", mask_truncated_completions=True)
+    experience, metrics = estimate(scored(), OLD, REF, None, algorithm=algorithm, kl_coef=None)
+    assert not experience.mask[0].any()
+    assert torch.equal(experience.mask[1:], MASK[1:])
+    assert experience.advantages[:, 0].tolist() == [0.0, -1.0, 1.0, -1.0]
+    assert not experience.old_log_probs[0].any()
+    assert Totals.of(experience.mask) == Totals(num_tokens=5, num_sequences=3)
+    assert metrics["response_length/max"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "factors", "metrics"),  # the engine found token 0 of sample 0 four times less likely, that of 1 twice more
+    [
+        (
+            {"rollout_is": "token"},
+            [[2.0, 1.0, 1.0], [0.5] * 3, [1.0] * 3, [1.0] * 3],
+            {"rollout_is_mean": (2.0 + 0.5 + 6.0) / 8, "rollout_is_ratio_fraction_high": 1 / 8},
+        ),
+        (
+            {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
+            [[3.0] * 3, [0.5] * 3, [1.0] * 3, [1.0] * 3],
+            {"rollout_is_mean": (9.0 + 0.5 + 4.0) / 8, "rollout_is_ratio_fraction_high": 3 / 8},
+        ),
+        (
+            {"rollout_rs": "token"},
+            [[0.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3, [1.0] * 3],  # one half is just within the bounds
+            {"rollout_rs_masked_fraction": 1 / 8},
+        ),
+        (
+            {"rollout_rs": "sequence", "rollout_rs_threshold": 8.0, "rollout_rs_threshold_lower": 0.75},
+            [[1.0] * 3, [0.0] * 3, [1.0] * 3, [1.0] * 3],
+            {"rollout_rs_masked_fraction": 1 / 8},
+        ),
+        (
+            {"rollout_is": "token", "rollout_rs": "geometric", "rollout_rs_threshold": 1.25},
+            [[0.0] * 3, [0.0] * 3, [1.0] * 3, [1.0] * 3],
+            {
+                "rollout_is_mean": (2.0 + 0.5 + 6.0) / 8,
+                "rollout_is_ratio_fraction_high": 1 / 8,
+                "rollout_rs_masked_fraction": 4 / 8,
+            },
+        ),
+    ],
+)
+def test_what_the_engine_saw_differently_is_corrected(
+    keys: dict[str, Any], factors: list[list[float]], metrics: dict[str, float]
+) -> None:
+    rollout_log_probs = OLD.clone()
+    rollout_log_probs[0, 0] -= math.log(4.0)
+    rollout_log_probs[1, 0] += math.log(2.0) - 1e-6
+    sampled = replace(scored(), rollout_log_probs=rollout_log_probs)
+    algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=RolloutCorrectionSection(**keys))
+    experience, found = estimate(sampled, OLD, None, None, algorithm=algorithm, kl_coef=None)
+    plain = advantages_of(adv_estimator="rloo")
+    torch.testing.assert_close(experience.advantages, plain)
+    torch.testing.assert_close(experience.weights, torch.tensor(factors) * MASK)
+    correction = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
+    assert correction == pytest.approx({f"rollout_corr/{name}": value for name, value in metrics.items()}, rel=1e-5)
+    assert found["critic/advantages/max"] == 1.0
+
+
+def test_an_exact_divergence_is_taken_as_it_is() -> None:
+    exact = torch.tensor([[0.1, 0.2, 0.3], [0.4, math.nan, math.nan], [0.0, 0.5, math.nan], [0.0, 0.0, math.nan]])
+    algorithm = AlgorithmSection(kl_penalty="full", gamma=0.5)
+    experience, metrics = estimate(scored(), OLD, None, VALUES, algorithm=algorithm, kl_coef=0.1, exact_kl=exact)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.2 + 0.4 + 0.25 + 0.0) / 4)
+    assert experience.returns[0, 2].item() == pytest.approx(1.0 - 0.03)  # Monte Carlo: lam = 1
+    assert experience.returns[0, 0].item() == pytest.approx(-0.01 + 0.5 * (-0.02 + 0.5 * 0.97))
+    out_of_it, _ = estimate(scored(), OLD, REF, VALUES, algorithm=algorithm, kl_coef=None)
+    assert out_of_it.returns[0, 2].item() == 1.0

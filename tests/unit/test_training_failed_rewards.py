@@ -1,0 +1,159 @@
+"""A sample whose reward failed might as well never have been drawn: nothing that is learnt or measured shows it."""
+
+import math
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.config import (
+    AlgorithmSection,
+    OverlongBufferSection,
+    PolicyLossSection,
+    RolloutCorrectionSection,
+)
+from megarl.algorithms.losses import LossAggregation, PolicyOutputs, Totals
+from megarl.batch import Experience, Rollouts, Scored
+from megarl.config.policy import ActorSection, CriticSection
+from megarl.data.order import Position
+from megarl.training.collect import Collected
+from megarl.training.estimate import estimate
+from megarl.training.minibatches import minibatches
+from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from tests.support.records import answer, prompts
+
+NUM_PROMPTS, PER_PROMPT, NUM_TOKENS = 3, 3, 4
+NUM_SAMPLES = NUM_PROMPTS * PER_PROMPT
+ESTIMATORS = get_args(get_type_hints(AlgorithmSection)["adv_estimator"])
+LOSS_MODES = get_args(get_type_hints(PolicyLossSection)["loss_mode"])
+AGG_MODES = get_args(LossAggregation)
+
+
+def world(seed: int) -> tuple[Scored, dict[str, Tensor]]:
+    """Samples of very different lengths, all with a score, and what models say of them, `[B, T]` or `[B]`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, NUM_TOKENS + 1, (NUM_SAMPLES,), generator=generator)
+    lengths[seed % NUM_SAMPLES] = NUM_TOKENS
+    rollouts: Rollouts = answer(prompts([2, 4, 3]), lengths.tolist())
+
+    def noise() -> Tensor:
+        return torch.randn(rollouts.mask.shape, generator=generator) * rollouts.mask
+
+    says = {name: noise() for name in ("old", "ref", "values", "log_probs", "entropy", "kl", "new_values")}
+    says["baselines"] = torch.rand(NUM_PROMPTS, generator=generator)[rollouts.groups]
+    scores = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator) / 2
+    rollouts = replace(rollouts, rollout_log_probs=says["old"] + 0.5 * noise(), truncated=lengths == NUM_TOKENS)
+    return rollouts.extend(Scored, texts=[""] * NUM_SAMPLES, scores=scores, accuracies=scores), says
+
+
+def failed(scored: Scored, samples: list[int]) -> Scored:
+    """The record as the scorer gives it if the rewards of `samples` fail."""
+    spoilt = scored.scores.clone()
+    spoilt[samples] = math.nan
+    failures = ["timeout" if sample in samples else None for sample in range(NUM_SAMPLES)]
+    return replace(scored, scores=spoilt, accuracies=spoilt, failures=failures)
+
+
+def never_drawn(scored: Scored, samples: list[int]) -> tuple[Scored, list[int]]:
+    """The record of the other samples, put together field by field; and which samples these are."""
+    others = [sample for sample in range(NUM_SAMPLES) if sample not in samples]
+
+    def rest(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.stack([value[sample] for sample in others])
+        return [value[sample] for sample in others]
+
+    per_sample = [field.name for field in fields(scored) if field.name != "prompts"]
+    values = {name: getattr(scored, name) for name in per_sample}
+    return replace(scored, **{name: rest(value) for name, value in values.items() if value is not None}), others
+
+
+def learn(
+    scored: Scored,
+    baselines: Tensor | None,
+    rows: list[int],
+    says: dict[str, Tensor],
+    algorithm: AlgorithmSection,
+    actor: ActorSection,
+) -> list[Any]:
+    """Metrics of the estimate; then loss, metrics and gradients of each mini-batch that has a sample.
+
+    Row `i` of `scored` is sample `rows[i]` of `says`. Gradients are those of all samples.
+    """
+    found: list[Any] = []
+    experience, metrics = estimate(
+        scored,
+        says["old"][rows],
+        says["ref"][rows],
+        says["values"][rows],
+        baselines,
+        algorithm=algorithm,
+        kl_coef=0.1,
+    )
+    found.append(metrics)
+    numbered = replace(experience, responses=torch.tensor(rows)[:, None].expand(experience.mask.shape))
+    for batch in minibatches(numbered, num_prompts=2, num_epochs=1, shuffle=True, seed=3):
+        if not batch.mask.any():
+            continue
+        leaves = {name: says[name].clone().requires_grad_() for name in ("log_probs", "entropy", "kl", "new_values")}
+        of = {name: leaf[batch.responses[:, 0]] for name, leaf in leaves.items()}
+        totals = Totals.of(batch.mask)
+        outputs = PolicyOutputs(log_probs=of["log_probs"], entropy=of["entropy"], kl=of["kl"])
+        marked: Experience = mark(batch, actor)
+        loss, of_actor = ActorObjective(actor, horizon=NUM_TOKENS)(outputs, marked, totals)
+        critic = CriticObjective(CriticSection(loss_agg_mode=actor.loss_agg_mode), horizon=NUM_TOKENS)
+        value_loss, of_critic = critic(of["new_values"], batch, totals)
+        (loss + value_loss).backward()
+        numbers = {name: float(value) for name, value in (of_actor | of_critic).items()}
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
+        found.append([loss.item(), value_loss.item(), numbers, *gradients])
+    return found
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Bit for bit."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, list):
+        for ours, theirs in zip(one, other, strict=True):
+            assert_equal(ours, theirs)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_is_learnt_is_that_of_a_batch_without_the_sample(estimator: Any) -> None:
+    """Every estimator with every loss and every way to sum it up; in every other case with all that may be added."""
+    for seed, (loss_mode, agg_mode) in enumerate(product(LOSS_MODES, AGG_MODES)):
+        scored, says = world(seed)
+        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
+        samples = order[: 1 + seed % (NUM_SAMPLES - 1)].tolist()
+        options = bool(seed % 2)
+        algorithm = AlgorithmSection(
+            adv_estimator=estimator,
+            mask_truncated_completions=options,
+            overlong_buffer=OverlongBufferSection(enable=options, len=2, max_resp_len=NUM_TOKENS),
+            rollout_correction=RolloutCorrectionSection(
+                rollout_is="token" if options else None, rollout_rs="sequence" if options else None
+            ),
+        )
+        actor = ActorSection(
+            loss_agg_mode=agg_mode,
+            entropy_coeff=0.1,
+            use_kl_loss=True,
+            kl_loss_type="full" if options else "low_var_kl",
+            policy_loss=PolicyLossSection(loss_mode=loss_mode, clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0),
+        )
+        baselines = says["baselines"] if estimator == "remax" else None
+        collected = Collected(scored=failed(scored, samples), baselines=baselines, position=Position(), metrics={})
+        judged, of_judged = collected.judged()
+        others, rows = never_drawn(scored, samples)
+        of_others = None if baselines is None else baselines[rows]
+        found = learn(judged, of_judged, rows, says, algorithm, actor)
+        assert_equal(found, learn(others, of_others, rows, says, algorithm, actor))
+        for _, _, numbers, *gradients in found[1:]:
+            assert all(map(math.isfinite, numbers.values()))
+            assert not any(gradient[samples].any() for gradient in gradients)

@@ -1,0 +1,118 @@
+"""What the gate lets pass: rounding and a few strange tokens, and nothing that engine and trainer disagree about."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms.correction import token_mismatch
+from megarl.batch import Rollouts
+from megarl.checkpoint.state import State
+from megarl.rollout.config import SyncSection
+from megarl.rollout.limits import Limits
+from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, MismatchError, Verdict
+from tests.support.ranks import world_of_one
+from tests.support.records import answer, prompts
+
+BFLOAT16, FLOAT32 = Limits.of(SyncSection(), "bfloat16", "float32"), Limits.of(SyncSection(), "float32", "float32")
+HEALTHY = {"bfloat16": (0.032, BFLOAT16), "float32": (2e-6, FLOAT32)}  # the usual d, root mean square
+
+
+def samples(num: int = 40, length: int = 24) -> Rollouts:
+    return answer(prompts([4] * (num // 2)), [length] * num)
+
+
+def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
+    """What a trainer says that differs from the engine by `scale` on average."""
+    generator = torch.Generator().manual_seed(seed)
+    assert rollouts.rollout_log_probs is not None
+    return rollouts.rollout_log_probs + scale * torch.randn(rollouts.mask.shape, generator=generator)
+
+
+def judge(rollouts: Rollouts, log_probs: Tensor, limits: Limits = BFLOAT16, *, healthy: tuple[float, ...]) -> Verdict:
+    return Gate(limits=limits).judge(rollouts, log_probs, healthy, step=4)
+
+
+def test_the_mismatch_of_a_token_is_half_its_squared_distance_and_bounded() -> None:
+    says, heard = torch.tensor([[-1.0, -2.0, -9.0, -1.0, float("nan")]]), torch.tensor([[-1.2, -2.0, -1.0, -3.0, -1.0]])
+    mismatch, judged = token_mismatch(says, heard, torch.tensor([[True, True, True, False, True]]))
+    torch.testing.assert_close(mismatch, torch.tensor([[0.02, 0.0, 0.5, 0.0, 0.0]], dtype=torch.float64))
+    assert judged.tolist() == [[True, True, True, False, False]]
+
+
+def test_limits_follow_the_coarser_type_unless_they_are_set() -> None:
+    assert (BFLOAT16.mismatch_stop, BFLOAT16.probs_stop, BFLOAT16.probs_warn) == (2**-6, 2**-4, 2**-5)
+    assert (FLOAT32.mismatch_stop, FLOAT32.probs_stop) == (2**-22, 2**-12)
+    own = Limits.of(SyncSection(mismatch_stop=0.25, logprob_stop=0.0, logprob_warn=0.125), "bfloat16")
+    assert (own.mismatch_stop, own.probs_stop, own.probs_warn) == (0.25, 0.0, 0.125)
+
+
+@pytest.mark.parametrize("dtype", HEALTHY)
+@given(seed=st.integers(0, 2**31), factor=st.floats(0.5, 2.0))
+def test_rounding_passes_at_first_and_later_in_every_type(dtype: str, seed: int, factor: float) -> None:
+    scale, limits = HEALTHY[dtype]
+    rollouts = samples()
+    first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
+    second = judge(rollouts, noise(rollouts, factor * scale, seed=seed + 1), limits, healthy=first.healthy)
+    assert len(second.rows) == len(rollouts)
+    assert second.metrics["training/rollout_mismatch_left_out"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", HEALTHY)
+@given(seed=st.integers(0, 2**31), factor=st.floats(4.0, 1e4))
+def test_four_times_the_healthy_distance_never_passes(dtype: str, seed: int, factor: float) -> None:
+    scale, limits = HEALTHY[dtype]
+    rollouts = samples()
+    first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
+    level = max(first.healthy[0], limits.mismatch_stop * LEAST / limits.mismatch_growth)
+    distance = factor * (2 * level) ** 0.5
+    with pytest.raises(MismatchError, match=r"samples of iteration 5 .* Nothing has learnt from them"):
+        judge(rollouts, noise(rollouts, distance, seed=seed + 1), limits, healthy=first.healthy)
+
+
+@given(st.sets(st.integers(0, 40 * 24 - 1), min_size=1, max_size=FREE_TOKENS))
+def test_a_few_tokens_may_disagree_wholly(places: set[int]) -> None:
+    rollouts = samples()
+    says = noise(rollouts, 2e-6)
+    says.view(-1)[list(places)] = -30.0
+    verdict = judge(rollouts, says, FLOAT32, healthy=(2e-12,))
+    assert len(verdict.rows) == len(rollouts)
+
+
+@pytest.mark.parametrize("dtype", HEALTHY)
+def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
+    scale, limits = HEALTHY[dtype]
+    rollouts = samples()
+    says = noise(rollouts, scale)
+    healthy = judge(rollouts, says, limits, healthy=()).healthy
+    says[7] += 0.5  # as where one engine's shard is corrupt
+    with world_of_one():
+        verdict = judge(rollouts, says, limits, healthy=healthy)
+    assert verdict.rows.tolist() == [row for row in range(40) if row != 7]
+    assert verdict.metrics["training/rollout_mismatch_left_out"] == pytest.approx(1 / 40)
+    says[20:23] += 0.5
+    with pytest.raises(MismatchError, match=r"4 of 40 samples are far out \(rows 3, 10, 11 of the data\)"):
+        judge(rollouts, says, limits, healthy=healthy)
+
+
+def test_what_is_not_finite_is_left_to_the_updates_that_are_skipped() -> None:
+    rollouts = samples()
+    verdict = judge(rollouts, torch.full(rollouts.mask.shape, float("nan")), healthy=(1e-3,))
+    assert len(verdict.rows) == len(rollouts)
+    assert verdict.healthy == (1e-3,)
+
+
+def test_the_first_iterations_are_the_measure_of_the_others_after_a_resume_too(tmp_path: Path) -> None:
+    rollouts, healthy = samples(), ()
+    for number in range(WINDOW + 3):
+        healthy = judge(rollouts, noise(rollouts, 0.02, seed=number), healthy=healthy).healthy
+    assert len(healthy) == WINDOW
+    (tmp_path / "state.json").write_text(json.dumps(asdict(State(step=9, mismatches=healthy))))
+    assert State.read(tmp_path).mismatches == healthy
+    assert Gate(limits=BFLOAT16).limit(healthy) == pytest.approx(10 * 0.02**2 / 2, rel=0.1)
+    assert Gate(limits=BFLOAT16).limit(()) == BFLOAT16.mismatch_stop

@@ -1,0 +1,441 @@
+"""The loop itself, among interfaces that write down how they are called."""
+
+import math
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.checkpoint.state import Best, State
+from megarl.data.order import Position
+from megarl.distributed import signals
+from megarl.rollout.limits import Limits
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import NullTracker
+from megarl.training.collect import Collector
+from megarl.training.gate import Gate, MismatchError
+from megarl.training.loop import Job, Progress, Schedule, train
+from megarl.training.validation import Validation
+from tests.support.ranks import world_of_one
+from tests.support.records import answer, prompts
+
+LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
+LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
+
+
+class Diary:
+    """What was called, in order, and what was logged and saved at which step."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logged: dict[int, Mapping[str, float]] = {}
+        self.saved: dict[int, State] = {}
+        self.advances = 0
+
+    def steps_of(self, call: str) -> list[int]:
+        return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
+
+
+class World:
+    """Prompts, engine and reward: two prompts, two answers to each, the score of a sample is its number."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        self.diary.calls.append(f"take {position.offset}")
+        return prompts([4, 6]), Position(position.epoch, position.offset + 1)
+
+    def batches(self) -> Iterator[Prompts]:
+        yield prompts([4, 6])
+
+    @contextmanager
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
+        self.diary.calls.append("wake")
+        yield {"sync/check_probs_diff_mean": step / 100}
+        self.diary.calls.append("sleep")
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        self.diary.calls.append(f"generate {step}")
+        return answer(prompts, LENGTHS, version=step)
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"greedy {step}")
+        return answer(prompts, [1, 2])
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"validate {step}")
+        return answer(prompts, LENGTHS)
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        self.diary.calls.append("score")
+        scores = torch.arange(float(len(rollouts)))
+        scored = rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores)
+        return scored, {"reward/error_rate": 0.25}
+
+
+class OneFails(World):
+    """The reward fails on the second sample."""
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        scored, metrics = super().score(rollouts)
+        scores = scored.scores.where(scored.scores != 1.0, math.nan)
+        return replace(scored, scores=scores, accuracies=scores, failures=[None, "timeout", None, None]), metrics
+
+
+class Learner:
+    """A model that only says what it was asked, and that it says `says` of every token."""
+
+    def __init__(self, diary: Diary, name: str, says: float) -> None:
+        self.diary, self.name, self.says = diary, name, says
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        self.diary.calls.append(f"{self.name}.update {step}")
+        return {f"{self.name}/lr": 0.5}
+
+
+class Policy(Learner):
+    exact_kl: float | None = None
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        self.diary.calls.append(f"{self.name}.infer")
+        kl = None if self.exact_kl is None else self.exact_kl * batch.mask
+        return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask, kl=kl)
+
+
+class Measured(Policy):
+    """Knows how far it is from the reference."""
+
+    exact_kl = 0.5
+
+
+class Critic(Learner):
+    def infer(self, batch: Rollouts) -> Tensor:
+        self.diary.calls.append(f"{self.name}.infer")
+        return self.says * batch.mask
+
+
+class Records(NullTracker):
+    """Tracker and checkpoints."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        assert step not in self.diary.logged, "a step is logged once"
+        self.diary.logged[step] = metrics
+
+    def save(self, state: State) -> None:
+        self.diary.calls.append(f"save {state.step}")
+        self.diary.saved[state.step] = state
+
+    def advance(self) -> dict[str, float]:
+        self.diary.advances += 1
+        return {"advances": float(self.diary.advances)}
+
+    def close(self) -> None:
+        self.diary.calls.append("close")
+
+
+def run(
+    kl: FixedKL | AdaptiveKL | None = None, *, exact: bool = False, diary: Diary | None = None, **changes: Any
+) -> Diary:
+    """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
+    diary = diary or Diary()
+    world, records = changes.get("world", World)(diary), Records(diary)
+    schedule = {
+        "first_step": 0,
+        "last_step": 3,
+        "test_freq": -1,
+        "save_freq": -1,
+        "validate_first": False,
+        "critic_warmup": 0,
+    }
+    algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
+    job = {
+        "samples": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
+        "actor": (Measured if exact else Policy)(diary, "actor", says=-1.0),
+        "reference": Policy(diary, "reference", says=-1.25),
+        "critic": Critic(diary, "critic", says=0.5),
+        "gate": Gate(limits=LIMITS),
+        "algorithm": algorithm,
+        "schedule": Schedule(**schedule | {key: value for key, value in changes.items() if key in schedule}),
+        "validation": Validation(prompts=world, sampler=world, scorer=world, tracker=records, num_shown=2),
+        "checkpoints": records,
+        "tracker": records,
+        "num_ranks": 4,
+    }
+    progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))
+    train(Job(**job | {key: value for key, value in changes.items() if key in job}), progress)
+    return diary
+
+
+def test_an_iteration_of_ppo_in_order() -> None:
+    diary = run(last_step=1)
+    assert diary.calls == [
+        *("wake", "take 0", "generate 0", "sleep", "score"),
+        *("actor.infer", "reference.infer", "critic.infer"),
+        *("critic.update 0", "actor.update 0"),
+        "close",
+    ]
+    assert diary.advances == 1
+    metrics = diary.logged[1]
+    assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)
+    assert metrics["perf/throughput"] == pytest.approx(28 / metrics["timing_s/step"] / 4)
+    assert metrics["actor/entropy"] == 2.0
+    assert metrics["critic/score/mean"] == 1.5
+    assert metrics["reward/error_rate"] == 0.25
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    assert metrics["training/rollout_probs_diff_max"] == 0.0
+    assert metrics["sync/check_probs_diff_mean"] == 0.0
+    assert metrics["actor/lr"] == metrics["critic/lr"] == 0.5
+    phases = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step")
+    assert {f"timing_s/{phase}" for phase in phases} <= metrics.keys()
+
+
+def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
+    met: list[list[float]] = []
+
+    class Meets(Policy):
+        def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+            met.append(experience.scores.tolist())
+            return super().update(experience, step=step)
+
+    diary = Diary()
+    kl = AdaptiveKL(0.1, target=0.1, horizon=10)
+    run(kl, diary=diary, world=OneFails, last_step=1, actor=Meets(diary, "actor", says=-1.0), save_freq=1)
+    assert met == [[0.0, 2.0, 3.0]]
+    metrics = diary.logged[1]
+    assert metrics["reward/masked_rate"] == 0.25
+    assert metrics["critic/score/mean"] == pytest.approx(5 / 3)
+    assert metrics["response_length/mean"] == pytest.approx((3 + 2 + 2) / 3)
+    assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)  # were drawn
+    assert all(map(math.isfinite, metrics.values()))
+    assert diary.saved[1].kl_coef == pytest.approx(0.1 * (1 + 0.2 * 3 / 10))  # of three samples
+
+
+def test_grpo_asks_neither_critic_nor_an_absent_reference() -> None:
+    diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="grpo"))
+    assert diary.calls == [
+        "wake",
+        "take 0",
+        "generate 0",
+        "sleep",
+        "score",
+        "actor.infer",
+        "actor.update 0",
+        "close",
+    ]
+    assert "actor/reward_kl_penalty" not in diary.logged[1]
+
+
+def test_remax_hands_the_greedy_scores_to_the_estimate() -> None:
+    diary = run(last_step=1, critic=None, reference=None, algorithm=AlgorithmSection(adv_estimator="remax"))
+    assert diary.calls[:6] == ["wake", "take 0", "generate 0", "greedy 0", "sleep", "score"]
+    metrics = diary.logged[1]
+    assert metrics["critic/baselines/max"] == 1.0  # of the second prompt, whose samples score 2 and 3
+    assert (metrics["critic/advantages/min"], metrics["critic/advantages/max"]) == (0.0, 2.0)
+
+
+def test_only_the_critic_learns_during_its_warm_up() -> None:
+    diary = run(critic_warmup=2)
+    assert diary.steps_of("critic.update") == [0, 1, 2]
+    assert diary.steps_of("actor.update") == [2]
+    assert "actor/lr" not in diary.logged[2]
+    assert "actor/entropy" in diary.logged[2]
+
+
+@pytest.mark.parametrize(
+    ("test_freq", "save_freq", "validate_first", "tested", "saved"),
+    [
+        (2, 3, True, [0, 2, 4, 5], [3, 5]),  # and always at the end
+        (2, 3, False, [2, 4, 5], [3, 5]),
+        (5, 1, False, [5], [1, 2, 3, 4, 5]),
+        (-1, 0, False, [], []),
+    ],
+)
+def test_frequencies_count_finished_steps(
+    test_freq: int, save_freq: int, validate_first: bool, tested: list[int], saved: list[int]
+) -> None:
+    diary = run(last_step=5, test_freq=test_freq, save_freq=save_freq, validate_first=validate_first)
+    assert diary.steps_of("validate") == tested
+    assert diary.steps_of("save") == list(diary.saved) == saved
+    assert list(diary.logged) == ([0] if validate_first else []) + [1, 2, 3, 4, 5]
+    assert [step for step, metrics in diary.logged.items() if "val/test_score/countdown" in metrics] == tested
+
+
+def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> None:
+    diary = run(last_step=4, test_freq=2, save_freq=1, validate_first=True)
+    for step, state in diary.saved.items():
+        assert state.best == Best(1.5, 0)  # every validation has the same score
+        assert state.metrics.items() <= diary.logged[step].items()
+        assert {"critic/score/mean", "actor/lr"} <= state.metrics.keys()
+    best = [
+        (logged["val/best_score"], logged["val/best_step"]) for step, logged in diary.logged.items() if step % 2 == 0
+    ]
+    assert best == [(1.5, 0.0)] * 3
+
+
+def test_a_resumed_run_goes_on_where_it_stopped() -> None:
+    diary = run(first_step=2, last_step=4, save_freq=2, critic_warmup=3)
+    assert diary.steps_of("take") == diary.steps_of("generate") == [2, 3]
+    assert diary.steps_of("actor.update") == [3]
+    assert list(diary.logged) == [3, 4]
+    assert list(diary.saved) == [4]
+    assert diary.saved[4].position == Position(2, 4)
+
+
+def test_nothing_runs_after_the_last_step() -> None:
+    assert run(first_step=3, save_freq=1, test_freq=1).calls == ["close"]
+
+
+def test_the_kl_coefficient_follows_the_divergence_from_step_to_step() -> None:
+    # The divergence is 0.25 a token, more than twice the target: each step's 4 samples of 10 raise it by 0.2 * 4 / 10.
+    diary = run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), save_freq=1)
+    used = [diary.logged[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2, 3)]
+    assert used == pytest.approx([0.1, 0.1 * 1.08, 0.1 * 1.08**2])
+    assert [state.kl_coef for state in diary.saved.values()] == pytest.approx(
+        [0.1 * 1.08, 0.1 * 1.08**2, 0.1 * 1.08**3]
+    )
+
+
+class SpoiltOnce(Policy):
+    """Its log-probabilities are not finite in the second step."""
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        outputs = super().infer(batch)
+        is_spoilt = self.diary.calls.count("actor.infer") == 2
+        return replace(outputs, log_probs=outputs.log_probs * math.nan) if is_spoilt else outputs
+
+
+def test_a_divergence_that_is_not_finite_spoils_no_later_step_and_no_checkpoint() -> None:
+    diary = Diary()
+    run(kl=AdaptiveKL(0.1, target=0.1, horizon=10), diary=diary, actor=SpoiltOnce(diary, "actor", -1.0), save_freq=1)
+    assert math.isnan(diary.logged[2]["actor/reward_kl_penalty"])
+    assert math.isfinite(diary.logged[3]["critic/rewards/mean"])
+    assert [state.kl_coef for state in diary.saved.values()] == pytest.approx([0.1 * 1.08, 0.1 * 1.08, 0.1 * 1.08**2])
+
+
+class Drifting(Policy):
+    """Thinks otherwise than the engine of `drifted` samples, from its second reading on."""
+
+    def __init__(self, diary: Diary, drifted: slice) -> None:
+        super().__init__(diary, "actor", says=-1.0)
+        self.drifted = drifted
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        outputs = super().infer(batch)
+        if self.diary.calls.count("actor.infer") > 1:
+            outputs.log_probs[self.drifted] *= 1.5
+        return outputs
+
+
+LONG = [12, 9, 10, 11]
+
+
+class LongAnswers(World):
+    """Draws more tokens than may disagree in a sample."""
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        return answer(prompts, LONG, version=step)
+
+
+class Stale(World):
+    """Its engine has the weights of the start for ever."""
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        return answer(prompts, LENGTHS)
+
+
+def drawn_by(world: World) -> Collector:
+    return Collector(prompts=world, sampler=world, scorer=world, algorithm=AlgorithmSection())
+
+
+def test_nothing_learns_from_an_iteration_that_the_engine_did_not_draw_from_the_trainers_probabilities() -> None:
+    diary = Diary()
+    actor, samples = Drifting(diary, slice(None)), drawn_by(LongAnswers(diary))
+    with pytest.raises(MismatchError, match=r"the samples of iteration 2 .* 4 of 4 samples are far out \(rows 0, 1 "):
+        run(diary=diary, actor=actor, samples=samples, save_freq=1)
+    assert diary.steps_of("critic.update") == diary.steps_of("actor.update") == [0]
+    assert list(diary.saved) == [1]
+    assert diary.saved[1].mismatches == (0.0,)
+
+
+def test_a_sample_that_is_far_out_teaches_nothing_and_is_counted() -> None:
+    diary = Diary()
+    actor, samples = Drifting(diary, slice(0, 1)), drawn_by(LongAnswers(diary))
+    with world_of_one():
+        run(diary=diary, actor=actor, samples=samples, algorithm=AlgorithmSection(use_kl_in_reward=False))
+    assert diary.steps_of("actor.update") == [0, 1, 2]
+    assert [diary.logged[step]["training/rollout_mismatch_left_out"] for step in (1, 2, 3)] == [0.0, 0.25, 0.25]
+    assert [diary.logged[step]["critic/score/min"] for step in (1, 2, 3)] == [0.0, 1.0, 1.0]  # it is sample 0
+    assert diary.logged[2]["training/rollout_mismatch"] == 0.0
+    assert diary.logged[2]["training/rollout_probs_diff_max"] > 0.1  # of all samples
+
+
+def test_samples_of_other_weights_than_the_trainers_are_refused() -> None:
+    diary = Diary()
+    with pytest.raises(MismatchError, match="the weights after 1 finished steps, but the engine drew rows 0, 1 of the"):
+        run(diary=diary, samples=drawn_by(Stale(diary)))
+    assert diary.steps_of("actor.update") == [0]
+
+
+def test_the_kl_stays_out_of_the_reward_where_it_is_in_the_loss() -> None:
+    diary = run(algorithm=AlgorithmSection(use_kl_in_reward=False), save_freq=1)
+    assert diary.logged[1]["critic/rewards/mean"] == diary.logged[1]["critic/score/mean"]
+    assert "actor/reward_kl_penalty" not in diary.logged[1]
+
+
+def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> None:
+    algorithm = AlgorithmSection(use_kl_in_reward=True, kl_penalty="full")
+    diary = run(exact=True, reference=None, algorithm=algorithm, last_step=1)
+    assert "reference.infer" not in diary.calls
+    metrics = diary.logged[1]
+    assert metrics["actor/reward_kl_penalty"] == 0.5
+    assert metrics["critic/rewards/mean"] == pytest.approx(1.5 - 0.1 * 0.5 * sum(LENGTHS) / 4)
+
+
+class Interrupted(Policy):
+    """Its process is told to end while it learns."""
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().update(experience, step=step)
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    signals.listen()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
+    diary = Diary()
+    with pytest.raises(signals.Stopped) as stopped, signals.heeding():
+        run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), first_step=1, test_freq=2)
+    assert stopped.value.step == 2
+    assert diary.steps_of("validate") == list(diary.logged) == list(diary.saved) == [2]
+    assert diary.calls[-1] == "close"  # what is written beside training is whole
+
+
+@pytest.mark.usefixtures("listening")
+def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
+    diary = Diary()
+    with signals.heeding():
+        run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), last_step=1)
+    assert list(diary.logged) == [1]
+    assert diary.saved == {}

@@ -1,0 +1,221 @@
+"""The promise of the learner's inputs: the parts of a mini-batch add up to the whole, in loss, metrics and gradient."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms.config import PolicyLossSection
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Experience, Prompt
+from megarl.config.policy import ActorSection, CriticSection
+from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
+
+NUM_SAMPLES, NUM_TOKENS = 6, 5
+NAMES = [*get_args(get_type_hints(PolicyLossSection)["loss_mode"]), "critic", "sft", "ptx"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def experience(*, garbage: float = 0.0) -> Experience:
+    """Six samples of two prompts; `garbage` stands where the mask is False."""
+    randn = partial(torch.randn, NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(NUM_TOKENS) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
+    prompts = [
+        Prompt(index=i, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={}) for i in range(2)
+    ]
+
+    def field(scale: float) -> Tensor:
+        return (scale * randn()).masked_fill(~mask, garbage)
+
+    return Experience(
+        prompts=prompts,
+        groups=torch.tensor([0, 0, 0, 1, 1, 1]),
+        responses=torch.zeros(NUM_SAMPLES, NUM_TOKENS, dtype=torch.int64),
+        mask=mask,
+        rollout_log_probs=field(1.0),
+        truncated=torch.zeros(NUM_SAMPLES, dtype=torch.bool),
+        texts=[""] * NUM_SAMPLES,
+        scores=torch.zeros(NUM_SAMPLES),
+        accuracies=torch.zeros(NUM_SAMPLES),
+        old_log_probs=field(1.0),
+        ref_log_probs=field(1.0),
+        values=field(1.0),
+        advantages=field(1.0),
+        weights=field(1.0).abs(),
+        returns=field(1.0),
+    )
+
+
+def outputs(*, garbage: float = 0.0) -> Tensor:
+    """What a model could have put out: log-probabilities or values."""
+    x = torch.randn(NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(1))
+    return x.masked_fill(~experience().mask, garbage)
+
+
+def contribution(
+    name: str, x: Tensor, micro: Experience, totals: Totals, mode: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    match name:
+        case "critic":
+            return CriticObjective(CriticSection(loss_agg_mode=mode), horizon=NUM_TOKENS)(x, micro, totals)
+        case "ptx":
+            return PTXObjective(0.5)(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+        case "sft":
+            return SFTObjective()(PolicyOutputs(log_probs=x, entropy=2.0 * x), micro, totals)
+        case _:
+            policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
+            return ActorObjective(actor_section(name, mode), horizon=NUM_TOKENS)(policy, micro, totals)
+
+
+def actor_section(loss_mode: str, mode: str) -> ActorSection:
+    policy_loss = PolicyLossSection(loss_mode=loss_mode, clip_cov_ratio=0.3, clip_cov_lb=0.0, kl_cov_ratio=0.3)
+    return ActorSection(
+        loss_agg_mode=mode, use_kl_loss=True, entropy_coeff=0.1, clip_ratio_high=0.3, policy_loss=policy_loss
+    )
+
+
+def prepared(name: str, mode: str, whole: Experience) -> Experience:
+    """The mini-batch as its objective wants it, before it is divided."""
+    return whole if name in ("critic", "sft", "ptx") else mark(whole, actor_section(name, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+@given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
+def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int]) -> None:
+    whole, x = prepared(name, mode, experience()), outputs().requires_grad_()
+    totals = Totals.of(whole.mask)
+    loss, metrics = contribution(name, x, whole, totals, mode)
+    (gradient,) = torch.autograd.grad(loss, x)
+
+    x_parts = outputs().requires_grad_()
+    parts = []
+    for rank in range(3):
+        samples = torch.tensor([sample for sample, owner in enumerate(owners) if owner == rank], dtype=torch.int64)
+        parts.append(contribution(name, x_parts[samples], whole.select(samples), totals, mode))
+    loss_of_parts = torch.stack([part_loss for part_loss, _ in parts]).sum()
+    (gradient_of_parts,) = torch.autograd.grad(loss_of_parts, x_parts)
+
+    torch.testing.assert_close(loss_of_parts, loss)
+    torch.testing.assert_close(gradient_of_parts, gradient)
+    for metric, value in metrics.items():
+        torch.testing.assert_close(sum(part_metrics[metric] for _, part_metrics in parts), value)
+        assert not value.requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_tokens_never_matter(name: str, mode: str) -> None:
+    clean, dirty = (prepared(name, mode, experience(garbage=garbage)) for garbage in (0.0, float("nan")))
+    totals = Totals.of(clean.mask)
+    x = outputs(garbage=float("inf")).requires_grad_()
+    loss, metrics = contribution(name, x, dirty, totals, mode)
+    expected_loss, expected_metrics = contribution(name, outputs(), clean, totals, mode)
+    assert torch.equal(loss, expected_loss)
+    assert metrics == expected_metrics
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.isfinite().all()
+    assert not gradient[~clean.mask].any()
+
+
+def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
+    micro, x = experience(), outputs()
+    totals = Totals.of(micro.mask)
+    section = ActorSection(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25, kl_loss_type="mse")
+    policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
+    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, totals)
+    expected = metrics["actor/pg_loss"] - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
+    torch.testing.assert_close(loss, expected)
+    mask = micro.mask
+    torch.testing.assert_close(metrics["actor/entropy_loss"], 2.0 * x[mask].mean())
+    torch.testing.assert_close(metrics["actor/kl_loss"], (0.5 * (x - micro.ref_log_probs) ** 2)[mask].mean())
+    torch.testing.assert_close(metrics["actor/ppo_kl"], (micro.old_log_probs - x)[mask].mean())
+
+
+def test_no_kl_loss_unless_asked_for() -> None:
+    micro, x = experience(), outputs()
+    _, metrics = contribution("vanilla", x, micro, Totals.of(micro.mask), "token-mean")
+    assert "actor/kl_loss" in metrics
+    objective = ActorObjective(ActorSection(), horizon=NUM_TOKENS)
+    loss, metrics = objective(PolicyOutputs(log_probs=x, entropy=x), micro, Totals.of(micro.mask))
+    assert "actor/kl_loss" not in metrics
+    torch.testing.assert_close(loss, metrics["actor/pg_loss"] - 0.001 * metrics["actor/entropy_loss"])
+
+
+def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
+    micro = replace(experience(), advantages=experience().mask.float())  # a good token: only the upper side acts
+    x = micro.old_log_probs + 0.25  # a ratio of 1.28
+    totals = Totals.of(micro.mask)
+    policy = PolicyOutputs(log_probs=x, entropy=x)
+
+    def clip_fraction(**keys: float) -> float:
+        _, metrics = ActorObjective(ActorSection(**keys), horizon=NUM_TOKENS)(policy, micro, totals)
+        return metrics["actor/pg_clipfrac"].item()
+
+    assert clip_fraction(clip_ratio=0.2) == 1.0
+    assert clip_fraction(clip_ratio=0.2, clip_ratio_high=0.3) == 0.0
+    assert clip_fraction(clip_ratio=0.3, clip_ratio_low=0.2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "loss", "clip_fraction"),  # ratio 1.25, advantage 1, log-probabilities of log(1.25)
+    [
+        ("vanilla", -1.2, 1.0),
+        ("gspo", -1.2, 1.0),
+        ("cispo", -1.2 * math.log(1.25), 1.0),
+        ("gpg", -math.log(1.25), 0.0),
+        ("clip_cov", -1.2 * 14 / 20, 1.0),
+        ("kl_cov", -1.25 + 0.5 * math.log(1.25) * 6 / 20, 0.0),
+    ],
+)
+def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, clip_fraction: float) -> None:
+    zeros = torch.zeros(NUM_SAMPLES, NUM_TOKENS)
+    mask = experience().mask.float()
+    micro = replace(experience(), advantages=0.5 * mask, weights=2.0 * mask, old_log_probs=zeros)
+    settings = PolicyLossSection(
+        loss_mode=loss_mode, clip_cov_ratio=0.3, clip_cov_lb=-1.0, clip_cov_ub=1.0, kl_cov_ratio=0.3, ppo_kl_coef=0.5
+    )
+    section = ActorSection(entropy_coeff=0.0, policy_loss=settings)
+    policy = PolicyOutputs(log_probs=zeros + math.log(1.25), entropy=zeros)
+    objective = ActorObjective(section, horizon=NUM_TOKENS)
+    found, metrics = objective(policy, mark(micro, section), Totals.of(micro.mask))
+    assert found.item() == pytest.approx(loss, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(clip_fraction)
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_weights_of_the_correction_do_not_change_which_tokens_a_loss_chooses(loss_mode: str) -> None:
+    section, whole = actor_section(loss_mode, "token-mean"), experience()
+    chosen = [
+        mark(replace(whole, weights=scale * whole.mask), section).marked for scale in (1.0, torch.rand(6, 5), 0.0)
+    ]
+    assert chosen[0].any()
+    assert torch.equal(chosen[0], chosen[1])
+    assert torch.equal(chosen[0], chosen[2])
+
+
+def test_critic_metrics_are_means_over_tokens() -> None:
+    micro, x = experience(), outputs()
+    section = CriticSection(cliprange_value=100.0)
+    loss, metrics = CriticObjective(section, horizon=NUM_TOKENS)(x, micro, Totals.of(micro.mask))
+    torch.testing.assert_close(loss, (0.5 * (x - micro.returns) ** 2)[micro.mask].mean())
+    torch.testing.assert_close(metrics["critic/vpred_mean"], x[micro.mask].mean())
+    assert metrics["critic/vf_clipfrac"].item() == 0.0
+
+
+def test_an_exact_divergence_is_the_kl_loss_as_it_is() -> None:
+    micro, x = experience(), outputs()
+    section = ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5, entropy_coeff=0.0)
+    exact = outputs(garbage=float("nan")).abs().requires_grad_()
+    policy = PolicyOutputs(log_probs=x, entropy=x, kl=exact)
+    loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, Totals.of(micro.mask))
+    torch.testing.assert_close(metrics["actor/kl_loss"], exact.detach()[micro.mask].mean())
+    torch.testing.assert_close(loss.detach(), metrics["actor/pg_loss"] + 0.5 * metrics["actor/kl_loss"])
+    (gradient,) = torch.autograd.grad(loss, exact)
+    torch.testing.assert_close(gradient, 0.5 * micro.mask / micro.mask.sum())

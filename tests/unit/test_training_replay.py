@@ -1,0 +1,73 @@
+"""Which kept iterations a replay takes, and that it takes them as they were."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.batch import Scored
+from megarl.data.order import Position
+from megarl.tracking.timers import Timers
+from megarl.training.archive import Archive, write_samples
+from megarl.training.replay import Recorder, Replay
+from tests.support.disks import small_disk
+from tests.support.ranks import world_of_one
+from tests.support.records import answer, prompts
+
+
+def keep(directory: Path, *steps: int) -> None:
+    """Files of iterations, whose scores are their numbers."""
+    rollouts = answer(prompts([1, 1]), [1, 2, 1, 1])
+    for step in steps:
+        scores = torch.full((4,), float(step))
+        scored = rollouts.extend(Scored, texts=[""] * 4, scores=scores, accuracies=scores)
+        write_samples(directory / f"step_{step}.parquet", scored, scores + 0.5, step=step)
+
+
+def test_all_iterations_that_follow_the_weights(tmp_path: Path) -> None:
+    keep(tmp_path, 1, 2, 3, 4)
+    replay = Replay.find(tmp_path, after=2)
+    assert (replay.first_step, replay.last_step) == (2, 4)
+    collected = replay.collect(Position(1, 8), Timers(), step=3)
+    assert collected.scored.scores.tolist() == [4.0] * 4
+    assert collected.baselines is not None
+    assert collected.baselines.tolist() == [4.5] * 4
+    assert collected.position == Position(1, 8)
+    assert collected.metrics == {}
+
+
+def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, 7)
+    renamed = (tmp_path / "step_7.parquet").rename(tmp_path / "odd.parquet")
+    replay = Replay.find(renamed, after=2)
+    assert (replay.first_step, replay.last_step) == (6, 7)
+    assert replay.collect(Position(), Timers(), step=6).scored.scores.tolist() == [7.0] * 4
+    assert "odd.parquet has the samples of iteration 7, which weights after 6 iterations drew" in caplog.text
+    assert "with the weights after 2." in caplog.text
+    caplog.clear()
+    Replay.find(renamed, after=6)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("steps", "after"), [((1, 2, 4), 0), ((2, 3), 0), ((1, 2), 2), ((), 0)])
+def test_a_directory_without_the_next_iterations_is_refused(tmp_path: Path, steps: tuple[int, ...], after: int) -> None:
+    keep(tmp_path, *steps)
+    listed = ", ".join(map(str, steps)) or "none"
+    with pytest.raises(ValueError, match=f"follow number {after}, .* it has {listed}. Name one file"):
+        Replay.find(tmp_path, after=after)
+
+
+def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path, 1, 2, 3)
+    replay = Replay.find(tmp_path, after=0)
+    with world_of_one(), small_disk(tmp_path / "disk", 1 << 20) as disk:
+        directory = disk.path / "samples"
+        recorder = Recorder(samples=replay, archive=Archive(directory))
+        assert recorder.collect(Position(), Timers(), step=0).metrics == {"archive/failures": 0.0}
+        disk.fill()
+        assert recorder.collect(Position(), Timers(), step=1).metrics == {"archive/failures": 1.0}
+        assert f"{directory / 'step_2.parquet'} is not kept, training goes on: No space left" in caplog.text
+        assert [path.name for path in directory.iterdir()] == ["step_1.parquet"]
+        disk.clear()
+        assert recorder.collect(Position(), Timers(), step=2).metrics == {"archive/failures": 0.0}
+        assert list(Replay.find(directory, after=2).files) == [3]

@@ -1,0 +1,104 @@
+"""What a role does around its learner, which here only writes down what it is given."""
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from megarl.algorithms.config import PolicyLossSection
+from megarl.batch import Experience, Marked, Scored
+from megarl.config.policy import ActorSection
+from megarl.learner.learner import Budget, Part
+from megarl.training.objectives import PTXObjective, mark
+from megarl.training.ptx import Supervision
+from megarl.training.roles import Model, Updates
+from tests.support.records import answer, prompts
+
+BUDGET = Budget(max_tokens=64, max_sequences=None)
+
+
+class Learner:
+    def __init__(self) -> None:
+        self.minibatches: list[Experience] = []
+        self.beside: list[Part] = []
+
+    def update(
+        self,
+        minibatches: Iterable[Experience],
+        objective: Any,
+        budget: Budget,
+        *,
+        against: Any,
+        beside: Any,
+        outcome: Any,
+    ) -> dict[str, float]:
+        for minibatch, part in zip(minibatches, beside or repeat(None), strict=False):
+            self.minibatches.append(minibatch)
+            self.beside += [part] if part else []
+        return {"lr": 0.5, "actor/pg_loss": 1.0}
+
+
+def experience() -> Experience:
+    """Two prompts with two responses each; of either prompt, the last token of the second response stands out."""
+    rollouts = answer(prompts([4, 6]), [2, 2, 2, 2])
+    advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [-1.0, 1.0]])
+    log_probs = torch.tensor([[-2.0, -2.0], [-2.0, -1.0], [-2.0, -2.0], [-2.0, -1.0]])
+    zeros = torch.zeros(4, 2)
+    zero = torch.zeros(4)
+    return rollouts.extend(Scored, texts=[""] * 4, scores=zero, accuracies=zero).extend(
+        Experience,
+        old_log_probs=log_probs,
+        ref_log_probs=log_probs,
+        values=zeros,
+        advantages=advantages,
+        weights=torch.ones(4, 2),
+        returns=zeros,
+    )
+
+
+def test_every_mini_batch_is_prepared_whole() -> None:
+    learner = Learner()
+    section = ActorSection(policy_loss=PolicyLossSection(loss_mode="kl_cov", kl_cov_ratio=0.25))
+    updates = Updates(
+        objective=None,
+        budget=BUDGET,
+        num_prompts=1,
+        num_epochs=2,
+        shuffle=True,
+        seed=0,
+        prepare=partial(mark, section=section),
+    )
+    actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
+    assert actor.update(experience(), step=0) == {"actor/lr": 0.5, "actor/pg_loss": 1.0}
+    assert len(learner.minibatches) == 4
+    for minibatch in learner.minibatches:
+        assert isinstance(minibatch, Marked)
+        assert minibatch.marked.tolist() == [[False, False], [False, True]]
+
+
+class Pairs:
+    """Gives the number that it is asked for in place of a batch."""
+
+    def take(self, step: int) -> int:
+        return step
+
+
+def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_the_step() -> None:
+    learner = Learner()
+    objective = PTXObjective(0.5)
+    updates = Updates(
+        objective=None,
+        budget=BUDGET,
+        num_prompts=1,
+        num_epochs=2,
+        shuffle=True,
+        seed=0,
+        beside=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4).parts,  # type: ignore[arg-type]
+    )
+    actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
+    for step in (3, 0):
+        actor.update(experience(), step=step)
+    assert [part.batch for part in learner.beside] == [12, 13, 14, 15, 0, 1, 2, 3]
+    assert {(part.objective, part.temperature, part.against) for part in learner.beside} == {(objective, 1.0, None)}
