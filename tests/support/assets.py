@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(os.environ.get("MEGARL_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
+ROOT = Path(os.environ.get("MEGARL_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 
 
 def asset(name: str) -> Path:
