@@ -28,7 +28,7 @@ from megarl.checkpoint.failures import warn_of_room
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
+from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
 from megarl.config.load import to_dict, to_yaml
 from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
@@ -258,7 +258,7 @@ def _checkpoints(
     critic: Model[Any] | None,
     *,
     mirrored: bool,
-) -> Checkpoints:
+) -> CheckpointStore:
     dtype = config.actor_rollout_ref.actor.megatron.dtype
     learners = {model.name: model.learner for model in (actor, critic) if model}
 
@@ -285,7 +285,7 @@ def make_checkpoints(
     write_huggingface: Callable[[Path], None],
     export: Callable[[Path], None],
     mirrored: bool = True,
-) -> Checkpoints:
+) -> CheckpointStore:
     """The checkpoints of a run as `trainer` wants them; says so where the disk has no room for one.
 
     Args:
@@ -296,7 +296,7 @@ def make_checkpoints(
         mirrored: where a mirror is asked for.
     """
     trainer, code = config.trainer, own_code(config)
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointStore(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,

@@ -14,7 +14,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.reshard.executor import Reshard
-from megarl.rewards.scoring import Scorer
+from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.sampling import stop_token_ids
@@ -26,7 +26,7 @@ from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
 from megarl.training.replay import Recorder
 from megarl.training.reward_model import Reward, make_reward
-from megarl.training.roles import Sampler
+from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
 
 
@@ -75,7 +75,9 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     )
 
 
-def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch) -> Sampler:
+def make_sampler(
+    config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch
+) -> EngineSampler:
     """The engine with the actor's weights, brought by a planned reshard."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
@@ -87,7 +89,7 @@ def make_sampler(config: Config, engine: RolloutEngine, actor: Learner, scorer: 
         needed=engine.weights.layout(),
         launch=launch,
     )
-    return Sampler(
+    return EngineSampler(
         engine=engine,
         actor=actor,
         reshard=Reshard(plan, device=actor.device),
@@ -103,7 +105,7 @@ def make_limits(config: Config) -> Limits:
     return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
 
 
-def make_scorer(config: Config, rules: Scorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
+def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
     """Rules, a reward model, or both."""
     section = config.reward_model
     return make_reward(
@@ -124,7 +126,7 @@ def make_archive(config: Config) -> Archive | None:
     return Archive(Path(directory)) if directory else None
 
 
-def make_samples(config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward) -> SampleSource:
+def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
     """Make the source of new samples, which keeps them if `trainer.rollout_data_dir` says where."""
     collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
     archive = make_archive(config)
@@ -132,7 +134,7 @@ def make_samples(config: Config, prompts: PromptStream, sampler: Sampler, scorer
 
 
 def make_validation(
-    config: Config, prompts: PromptStream, sampler: Sampler, scorer: Reward, tracker: Tracker, *, replaces: bool
+    config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward, tracker: Tracker, *, replaces: bool
 ) -> Validation:
     """The scores of held-out prompts; `replaces` says whether its samples may take the place of earlier ones."""
     archive = make_archive(config)

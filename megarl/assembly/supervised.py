@@ -12,7 +12,7 @@ from megarl.checkpoint import manifest
 from megarl.checkpoint.huggingface import EXPORT, export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import HUGGINGFACE, Checkpoints
+from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
@@ -128,7 +128,7 @@ def _learn(
 
 def _checkpoints(
     config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, learners: dict[str, Learner]
-) -> Checkpoints:
+) -> CheckpointStore:
     (learner,) = learners.values()
     written = source if learner.is_policy else source.as_classifier(tokenizer)
     return make_checkpoints(

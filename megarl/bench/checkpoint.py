@@ -24,7 +24,7 @@ from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.learner import Learner
 
 STEP_S = 2.0
@@ -80,7 +80,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
 
     from megarl.bench.report import machine
     from megarl.checkpoint.find import find_checkpoint
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.distributed.exchange import together
     from megarl.platform.versions import versions
 
@@ -88,7 +88,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     root = Path(together(lambda: _make_directory(arguments) if launch.rank == 0 else "")[0])
     seconds: dict[str, list[float]] = {}
     stores = {
-        name: Checkpoints(
+        name: CheckpointStore(
             directory=root / name,
             learners={"actor": learner},
             keep=1,
@@ -137,14 +137,14 @@ def _make_directory(arguments: Arguments) -> str:
     return tempfile.mkdtemp(prefix="megarl-bench-", dir=arguments.directory)
 
 
-def _save(store: "Checkpoints", step: int) -> dict[str, float]:
+def _save(store: "CheckpointStore", step: int) -> dict[str, float]:
     from megarl.bench.case import timed
     from megarl.checkpoint.state import State
 
     return {"waits at once": timed(lambda: store.save(State(step=step)))}
 
 
-def _save_beside(store: "Checkpoints", step: int) -> dict[str, float]:
+def _save_beside(store: "CheckpointStore", step: int) -> dict[str, float]:
     """What training waits, how much of it for the copies, and how long it takes until the checkpoint is the latest."""
     from megarl.bench.case import timed
     from megarl.checkpoint.directory import PREFIX

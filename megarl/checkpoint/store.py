@@ -49,7 +49,7 @@ HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run."""
 
     directory: Path

@@ -45,7 +45,7 @@ class Begun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scorer:
+class RuleScorer:
     """The reward, spread over all ranks."""
 
     rules: Rules
@@ -57,7 +57,7 @@ class Scorer:
     @classmethod
     def make(
         cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
-    ) -> "Scorer":
+    ) -> "RuleScorer":
         """The reward that the configuration asks for. ValueError where the custom file does not give its function."""
         rules = Rules(path=custom.path, name=custom.name, weights=section.weights)
         rules.load()  # here only to find its faults before anything else starts

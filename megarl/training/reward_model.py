@@ -22,7 +22,7 @@ from megarl.learner.learner import Budget, Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.rewards.config import CustomRewardSection
-from megarl.rewards.scoring import Scorer
+from megarl.rewards.scoring import RuleScorer
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class ModelScorer:
 
     model: RewardModel
     weight: float
-    rules: Scorer | None  # None: the model alone
+    rules: RuleScorer | None  # None: the model alone
     tokenizer: Tokenizer  # the policy's
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
@@ -108,17 +108,17 @@ def _finite(scored: Scored) -> Scored:
     return scored
 
 
-Reward = Scorer | ModelScorer
+Reward = RuleScorer | ModelScorer
 
 
-def make_rules(section: RewardModelSection, custom: CustomRewardSection, policy: Tokenizer) -> Scorer | None:
+def make_rules(section: RewardModelSection, custom: CustomRewardSection, policy: Tokenizer) -> RuleScorer | None:
     """The rules that have a say; None: a model scores alone. ValueError for what is wrong with the custom function."""
     rules = section.rules
-    return Scorer.make(rules, custom, policy.decode) if rules else None
+    return RuleScorer.make(rules, custom, policy.decode) if rules else None
 
 
 def make_reward(
-    rules: Scorer | None,
+    rules: RuleScorer | None,
     section: RewardModelSection,
     policy: Tokenizer,
     mesh: Mesh,

@@ -98,7 +98,7 @@ class Model(Generic[Outputs]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class EngineSampler:
     """The engine replicas together: each answers a share of the prompts, and every rank learns all answers."""
 
     engine: RolloutEngine

@@ -26,12 +26,12 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool
     from megarl.checkpoint import failures, store
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.state import State
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.learner import Budget
 
     learner = make_test_learner(source, split)
     learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
-    run = Checkpoints(
+    run = CheckpointStore(
         directory=disk.path,
         learners={"actor": learner},
         keep=1,
@@ -50,7 +50,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool
     diary.append(save(2))
     with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when the save has begun
         patch.setattr(failures, "SMALL_BYTES", 0)
-        patch.setattr(Checkpoints, "num_bytes", 0)
+        patch.setattr(CheckpointStore, "num_bytes", 0)
         on_first_rank(lambda: disk.fill(leave=200_000))
         diary.append(save(3))
     on_first_rank(disk.clear)
@@ -75,7 +75,7 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
     from megarl.checkpoint import store
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.state import State
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.models.architecture import hf_shapes
     from megarl.reshard import files
 
@@ -94,7 +94,7 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
                 device=learner.device,
             )
 
-    run = Checkpoints(
+    run = CheckpointStore(
         directory=disk.path,
         learners={"actor": learner},
         keep=1,

@@ -25,7 +25,7 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
     """Learn, save beside training, and learn again; what actor and critic said when they were saved."""
     from megarl.checkpoint.huggingface import export_model
     from megarl.checkpoint.state import State
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.learner import Budget
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
@@ -46,7 +46,7 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
         export_model(actor, source, tokenizer, checkpoint / "huggingface", launch)
         export_model(critic, source, tokenizer, checkpoint / "huggingface_critic", launch)
 
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointStore(
         directory=run_dir,
         learners={"actor": actor, "critic": critic},
         keep=1,

@@ -19,7 +19,7 @@ from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.occupancy import LOCK, occupy
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import CheckpointStore
 from megarl.tracking.config import TrainerSection
 from tests.support.programs import ROOT
 from tests.support.ranks import RankPool
@@ -128,7 +128,7 @@ def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: P
 
 def start_again(run_dir: Path) -> Path | None:
     """What a job begins from that was told to start afresh, where one of its ranks was started before."""
-    run = Checkpoints(directory=run_dir, learners={}, keep=None, write_huggingface=lambda _: None)
+    run = CheckpointStore(directory=run_dir, learners={}, keep=None, write_huggingface=lambda _: None)
     run.save(State(step=2))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))

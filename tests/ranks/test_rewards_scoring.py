@@ -51,7 +51,7 @@ def judged(
     import torch.distributed as dist
 
     from megarl.rewards.config import CustomRewardSection, RulesSection
-    from megarl.rewards.scoring import RewardError, Scorer
+    from megarl.rewards.scoring import RewardError, RuleScorer
 
     class Warnings(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -60,7 +60,7 @@ def judged(
     warned: list[str] = []
     logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
     section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s, on_failure=on_failure)
-    scorer = Scorer.make(section, CustomRewardSection(path=path), words)
+    scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
         if rank == dist.get_rank():
             scorer.begin(rollouts.prompt_of(sample), rollouts.response_ids(sample))

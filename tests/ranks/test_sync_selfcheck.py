@@ -54,7 +54,7 @@ class Pair:
         from megarl.rollout.config import RolloutSection, SyncSection
         from megarl.rollout.limits import Limits
         from megarl.sync.selfcheck import SelfCheck
-        from megarl.training.roles import Sampler
+        from megarl.training.roles import EngineSampler
 
         held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
         plan = plan_between(
@@ -64,7 +64,7 @@ class Pair:
             ranks_per_node=2,
             bucket_bytes=64 << 10,
         )
-        return Sampler(
+        return EngineSampler(
             engine=self.engine,
             actor=self.learner,
             reshard=Reshard(plan, device=self.learner.device),

@@ -69,7 +69,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.sync.selfcheck import SelfCheck
     from megarl.tracking.timers import Timers
     from megarl.training.objectives import SFTObjective
-    from megarl.training.roles import Sampler
+    from megarl.training.roles import EngineSampler
 
     split = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     learner = make_test_learner(checkpoint, split, temperature=SAMPLING["temperature"], optim=OptimSection(lr=1e-2))
@@ -78,7 +78,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
     budget = Budget(max_tokens=400, max_sequences=None)
     told: list[tuple[int, list[int]]] = []
-    sampler = Sampler(
+    sampler = EngineSampler(
         engine=engine,
         actor=learner,
         reshard=Reshard(plan, device=learner.device),

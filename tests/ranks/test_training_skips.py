@@ -112,13 +112,13 @@ def test_a_skipped_mini_batch_might_never_have_been(pool: RankPool, checkpoints:
 def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[list[float], str]:
     """On one rank: updates skipped in each step until a run with max_skipped_updates=2 ends, and its last words."""
     from megarl.checkpoint.state import State
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.learner import Budget
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import Skips
 
     learner = make_test_learner(checkpoint, split)
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointStore(
         directory=run_dir, learners={"actor": learner}, keep=None, write_huggingface=lambda directory: None
     )
     skips = Skips("actor", TrainerSection(default_local_dir=str(run_dir), max_skipped_updates=2))
@@ -204,14 +204,16 @@ def last_words(run_dirs: list[Path]) -> str:
 
     from megarl.checkpoint.directory import name_latest
     from megarl.checkpoint.state import State
-    from megarl.checkpoint.store import Checkpoints
+    from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.finite import NotFinite
     from megarl.learner.learner import Part
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import Skips
 
     first, mine = run_dirs[0], run_dirs[dist.get_rank()]
-    Checkpoints(directory=first, learners={}, keep=None, write_huggingface=lambda directory: None).save(State(step=2))
+    CheckpointStore(directory=first, learners={}, keep=None, write_huggingface=lambda directory: None).save(
+        State(step=2)
+    )
     if mine != first:
         for step in (2, 4):
             shutil.copytree(first / "global_step_2", mine / f"global_step_{step}")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megarl.distributed.launch import init_process_groups, join_or_launch
 from megarl.distributed.watchdog import note, watching
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.scoring import Scorer
+from megarl.rewards.scoring import RuleScorer
 from tests.support.records import answer, prompts
 
 TIMEOUT_S, GRACE_S = 10.0, 6.0
@@ -59,17 +59,17 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def begun_scorer(how: str, directory: Path) -> Scorer:
+def begun_scorer(how: str, directory: Path) -> RuleScorer:
     """Rewards that have been called once, so that their processes stand."""
     path = directory / "mine.py"
     path.write_text(REWARD.format(later=600 if how == "hung-rewards" else TIMEOUT_S / 5))
     section = RulesSection(num_workers=1, timeout_s=600.0)
-    scorer = Scorer.make(section, CustomRewardSection(path=str(path)), lambda token_ids: "")
+    scorer = RuleScorer.make(section, CustomRewardSection(path=str(path)), lambda token_ids: "")
     scorer.score(answer(prompts([1]), [1, 1]))
     return scorer
 
 
-def score(scorer: Scorer, rank: int) -> None:
+def score(scorer: RuleScorer, rank: int) -> None:
     """Have rank 1 alone score responses, each well within its time."""
     note(phase="reward")
     responses = answer(prompts([1]), [1] * 10)

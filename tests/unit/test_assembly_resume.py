@@ -12,7 +12,7 @@ from megarl.checkpoint.background import at_once
 from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
@@ -36,7 +36,7 @@ def configured(run_dir: Path, *arguments: str) -> Config:
 
 def save(config: Config, *, step: int, best: Best | None = None) -> Path:
     run_dir, code = Path(config.trainer.default_local_dir), own_code(config)
-    run = Checkpoints(
+    run = CheckpointStore(
         directory=run_dir,
         learners={},
         keep=None,

@@ -24,7 +24,7 @@ from megarl.checkpoint.directory import LATEST
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config
 from megarl.data.order import Position
 from megarl.platform.small_files import Damage
@@ -111,7 +111,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     with world_of_one():
         learners = {"actor": make_test_learner(source, {})}
-        checkpoints = Checkpoints(
+        checkpoints = CheckpointStore(
             directory=run_dir,
             learners=learners,
             keep=None,

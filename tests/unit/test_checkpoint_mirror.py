@@ -12,7 +12,7 @@ from megarl.checkpoint.manifest import NAME
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import CheckpointStore
 from tests.support.faulty_filesystem import FaultyFileSystem
 
 WAITS = (0.0, 0.0)
@@ -34,14 +34,14 @@ def armed() -> Iterator[None]:
     FaultyFileSystem.arm()
 
 
-def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = False) -> Checkpoints:
+def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = False) -> CheckpointStore:
     """The checkpoints of a run without models, in `here`, mirrored to `there`."""
     (here := tmp_path / "here").mkdir(exist_ok=True)
 
     def write_huggingface(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
-    return Checkpoints(
+    return CheckpointStore(
         directory=here,
         learners={},
         keep=keep,
@@ -51,7 +51,7 @@ def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = Fa
     )
 
 
-def settle(run: Checkpoints) -> dict[str, float]:
+def settle(run: CheckpointStore) -> dict[str, float]:
     """Train on until the mirror has nothing under way; what it told."""
     metrics = run.advance()
     while run.mirror and run.mirror.under_way is not None:
@@ -59,7 +59,7 @@ def settle(run: Checkpoints) -> dict[str, float]:
     return metrics
 
 
-def save(run: Checkpoints, *steps: int, kl_coef: float | None = None) -> dict[str, float]:
+def save(run: CheckpointStore, *steps: int, kl_coef: float | None = None) -> dict[str, float]:
     """Save at each of the steps and let the mirror come to an end; what it told of the last."""
     metrics = {}
     for step in steps:

@@ -18,7 +18,7 @@ from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import NAME, sealing
 from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
-from megarl.checkpoint.store import Checkpoints
+from megarl.checkpoint.store import CheckpointStore
 from megarl.data.order import Position
 from megarl.export import whole_checkpoint
 from tests.support.disks import small_disk
@@ -31,13 +31,13 @@ def alone() -> Iterator[None]:
         yield
 
 
-def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool = False) -> Checkpoints:
+def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool = False) -> CheckpointStore:
     """Of a run without models."""
 
     def write_huggingface(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
 
-    return Checkpoints(
+    return CheckpointStore(
         directory=directory,
         learners={},
         keep=keep,
