@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.metrics import describe
 
 PASSING = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
 """How names begin of what the clock says, and of the checks that a run begins with."""
+LINE = {"step", "time"}  # keys of a line that are no metrics
 PARTS = ("actor", "critic", "rng")  # of a checkpoint: weights, optimizers, schedules, generators
 INDEX = ".metadata"  # of the files of a part; torch gives every save an id of its own
 
@@ -19,6 +21,7 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     """What was logged at each step, but for PASSING."""
     lines = read_jsonl(run_dir / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == len(lines)
+    assert [name for name in {name for line in lines for name in line} - LINE if describe(name) is None] == []
     return {line["step"]: {k: v for k, v in line.items() if not k.startswith(PASSING)} for line in lines}
 
 

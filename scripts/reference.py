@@ -1,0 +1,72 @@
+"""Write the pages that describe the code: `python scripts/reference.py [--check] [PAGE ...]`, by default all.
+
+A page is docs/PAGE.md. With `--check` nothing is written, and the program fails if a page differs from the code.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+
+from megarl.tracking.metrics import GROUPS, TABLES
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+WRITTEN_BY = "<!-- Written by `python scripts/reference.py {page}`; change the code instead. -->"
+
+
+def metrics() -> Iterator[str]:
+    """Yield the paragraphs of docs/metrics.md."""
+    yield "# Metrics"
+    yield WRITTEN_BY.format(page="metrics")
+    yield fill(
+        "Everything that a run records: in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and "
+        "Weights & Biases (`trainer.logger`). The names are those of other trainers if other trainers record the same "
+        "number. A word in capitals stands for a part that differs from run to run: SOURCE is a data source, N the "
+        "number of responses to a prompt, K a power of two up to N. Metrics of an update are means over its "
+        "mini-batches. A metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` "
+        "as `_at_`.",
+        width=120,
+        break_on_hyphens=False,
+    )
+    for heading, group in GROUPS.items():
+        yield f"## {heading}"
+        rows = [(f"`{metric.name}`", metric.unit, metric.meaning, metric.when) for metric in group]
+        yield table(("metric", "unit", "meaning", "recorded if"), rows)
+    yield "## Tables"
+    yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+PAGES: Mapping[str, Callable[[], Iterator[str]]] = {"metrics": metrics}
+"""Page -> its paragraphs."""
+
+
+def content(page: str) -> str:
+    """Return the text of a page."""
+    return "\n\n".join(PAGES[page]()) + "\n"
+
+
+def main() -> None:
+    """Write pages, or compare them with the code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=", ".join(PAGES))
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs from the code")
+    options = parser.parse_args()
+    if unknown := set(options.pages) - PAGES.keys():
+        parser.error(f"no such page: {', '.join(sorted(unknown))}; there are {', '.join(PAGES)}")
+    for page in options.pages or PAGES:
+        path = DOCS / f"{page}.md"
+        if not options.check:
+            path.write_text(content(page))
+        elif not path.is_file() or path.read_text() != content(page):
+            sys.exit(f"docs/{page}.md differs from the code: run `python scripts/reference.py {page}`")
+
+
+if __name__ == "__main__":
+    main()
