@@ -44,8 +44,8 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it. Raises what `whole_checkpoint` does."""
-    from megarl.checkpoint.huggingface import ACTS, SCORES, export_model
+    """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
+    from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection
     from megarl.learner.factory import make_learner
@@ -54,12 +54,12 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.models.source import Source
     from megarl.platform.device import device_type, local_device
 
-    checkpoint = whole_checkpoint(arguments.checkpoint)
+    checkpoint = intact_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
-    name, role = SCORES if source.architecture.scalar_head else ACTS
+    name, role = VALUE_ROLE if source.architecture.scalar_head else POLICY_ROLE
     learner = make_learner(
         None,
         source.architecture,
@@ -73,7 +73,7 @@ def write(arguments: Arguments, launch: Launch) -> None:
     export_model(learner, source, tokenizer, arguments.out, launch)
 
 
-def whole_checkpoint(path: Path) -> Path:
+def intact_checkpoint(path: Path) -> Path:
     """The checkpoint at `path`, or the latest whole one of the run at `path`. Collective.
 
     Raises:

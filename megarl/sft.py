@@ -30,7 +30,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.assembly.supervised import Lessons, learn
-    from megarl.checkpoint.huggingface import ACTS, EXPORT, export_model
+    from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, POLICY_ROLE, export_model
     from megarl.data.pairs import PairStream
     from megarl.learner.learner import Budget
     from megarl.models.source import Source
@@ -45,7 +45,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     )
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
-    name, role = ACTS
+    name, role = POLICY_ROLE
     lessons = Lessons(
         name=name,
         role=role,
@@ -56,7 +56,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     )
     learner = learn(config, launch, source, tokenizer, lessons)
     if learner:
-        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT, launch)
+        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
 
 
 def mean_loss(learner: "Learner", *, pairs: "PairStream", budget: "Budget") -> dict[str, float]:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
     from megarl.assembly.supervised import Lessons, learn
-    from megarl.checkpoint.huggingface import EXPORT, SCORES, export_model
+    from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, VALUE_ROLE, export_model
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
     from megarl.learner.learner import Budget
@@ -54,7 +54,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     )
     objective = PreferenceObjective(config.center_rewards_coefficient)
     val_pairs = PreferenceStream(data, data.val_files, reader) if data.val_files else None
-    name, role = SCORES
+    name, role = VALUE_ROLE
     lessons = Lessons(
         name=name,
         role=role,
@@ -65,7 +65,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     )
     learner = learn(config, launch, source, tokenizer, lessons)
     if learner:
-        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT, launch)
+        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
 
 
 def judge(

@@ -11,9 +11,15 @@ import torch.distributed as dist
 import yaml
 
 from megarl.checkpoint.contents import CODE_FILE, CONFIG_FILE, MODELS_FILE, VERSIONS_FILE, Contents
-from megarl.checkpoint.differences import Difference, Effect, differences, other_code, other_sizes
+from megarl.checkpoint.differences import (
+    ConfigDifference,
+    Effect,
+    code_differences,
+    config_differences,
+    size_differences,
+)
 from megarl.checkpoint.directory import saved_steps, set_aside, step_in
-from megarl.checkpoint.find import find_checkpoint, last_whole
+from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
@@ -69,7 +75,7 @@ class Standing:
                 write_whole(run_dir / name, kept_ids[name].encode())
         same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
         state = contents.state
-        if any(difference.judges_otherwise for difference in found):
+        if any(difference.makes_scores_incomparable for difference in found):
             state = replace(state, best=None)
         if not same_curve:
             state = replace(state, mismatches=())  # those of another temperature, type or policy
@@ -97,7 +103,7 @@ class Standing:
         was = Contents.read(self.checkpoint).models if self.checkpoint else None
         if was is None:
             return
-        if faults := other_sizes(was, _sizes(learners)):
+        if faults := size_differences(was, _sizes(learners)):
             said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise ValueError(
                 f"{self.checkpoint} was saved by a run of other models, and this one cannot go on from it:{said}\n"
@@ -124,7 +130,7 @@ def entered_checkpoint(trainer: TrainerSection) -> Path | None:
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "auto":
         return resumed_checkpoint(trainer)
-    if any(together(lambda: restarted(os.environ))) and (own := last_whole(run_dir)):
+    if any(together(lambda: restarted(os.environ))) and (own := last_intact(run_dir)):
         if dist.get_rank() == 0:
             print(
                 f"started again by its launcher: goes on from {own}, though trainer.resume_mode={trainer.resume_mode}"
@@ -155,7 +161,7 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
     return Mirror(remote, run_dir, keep=trainer.max_ckpt_to_keep)
 
 
-def companions(
+def checkpoint_texts(
     config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
 ) -> dict[str, str]:
     """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, its runs at trackers.
@@ -178,13 +184,15 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
     return sizes
 
 
-def _compare(was: Contents, config: Config | SupervisedConfig) -> tuple[list[Difference], dict[str, tuple[str, str]]]:
+def _compare(
+    was: Contents, config: Config | SupervisedConfig
+) -> tuple[list[ConfigDifference], dict[str, tuple[str, str]]]:
     """Return the keys, with the user's own code, and the packages that differ, as far as the checkpoint says them."""
-    found: list[Difference] = []
+    found: list[ConfigDifference] = []
     if was.config is not None:
-        found = differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
+        found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
     if was.code is not None:
-        found = other_code(was.code, own_code(config), found) + found
+        found = code_differences(was.code, own_code(config), found) + found
     old, now = was.versions, running()
     if old is None:
         return found, {}
@@ -195,7 +203,7 @@ def _compare(was: Contents, config: Config | SupervisedConfig) -> tuple[list[Dif
     }
 
 
-def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str, tuple[str, str]]) -> None:
+def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mapping[str, tuple[str, str]]) -> None:
     """Print what differs: what matters with both values, the rest by name."""
     mattering = [difference for difference in found if difference.effect is not Effect.NONE]
     if mattering or other_versions:
@@ -208,7 +216,7 @@ def _show(checkpoint: Path, found: list[Difference], other_versions: Mapping[str
         print("note: the curve will not be the one of an undisturbed run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
         print(f"changed without effect on the curve: {', '.join(harmless)}")
-    if anew := [difference.key for difference in found if difference.judges_otherwise]:
+    if anew := [difference.key for difference in found if difference.makes_scores_incomparable]:
         print(f"note: validation scores do not compare with earlier ones, and the best begins anew: {', '.join(anew)}")
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.models import device_of, make_actor, make_critic, make_reference
-from megarl.assembly.resume import Standing, companions, mirror_of, nothing_left, resumed_checkpoint
+from megarl.assembly.resume import Standing, checkpoint_texts, mirror_of, nothing_left, resumed_checkpoint
 from megarl.assembly.sampling import (
     make_engine,
     make_limits,
@@ -24,7 +24,7 @@ from megarl.assembly.sampling import (
     validation_prompts,
 )
 from megarl.checkpoint.contents import CONFIG_FILE
-from megarl.checkpoint.failures import warn_of_room
+from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
@@ -272,7 +272,7 @@ def _checkpoints(
     return make_checkpoints(
         config,
         learners,
-        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype=dtype),
+        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype=dtype),
         export=export,
         mirrored=mirrored,
     )
@@ -302,12 +302,12 @@ def make_checkpoints(
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=write_huggingface,
         export=export if trainer.save_huggingface else None,
-        companions=lambda: companions(config, learners, code),
-        beside_training=trainer.async_save,
+        texts=lambda: checkpoint_texts(config, learners, code),
+        is_async=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )
     if trainer.save_freq > 0:
-        warn_of_room(checkpoints.directory, checkpoints.num_bytes)
+        warn_of_space(checkpoints.directory, checkpoints.num_bytes)
     return checkpoints
 
 

@@ -9,7 +9,7 @@ from megarl.assembly.resume import Standing
 from megarl.assembly.run import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
 from megarl.batch import Rollouts
 from megarl.checkpoint import manifest
-from megarl.checkpoint.huggingface import EXPORT, export_model
+from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
@@ -81,7 +81,7 @@ def _learn(
     standing = Standing.find(config)
     if standing.is_at(last_step):
         finish_records(config, launch, standing, last_step=last_step)
-        if together(lambda: is_exported(run_dir / EXPORT, standing))[0]:
+        if together(lambda: is_exported(run_dir / EXPORT_DIRECTORY, standing))[0]:
             return None
     if launch.rank == 0:
         print(lessons.batches.first_as_read(standing.state.step))
@@ -134,7 +134,9 @@ def _checkpoints(
     return make_checkpoints(
         config,
         learners,
-        write_huggingface=lambda directory: written.write_companions(directory, tokenizer, dtype=config.megatron.dtype),
+        write_huggingface=lambda directory: written.write_config_and_tokenizer(
+            directory, tokenizer, dtype=config.megatron.dtype
+        ),
         export=lambda checkpoint: export_model(learner, source, tokenizer, checkpoint / HUGGINGFACE, launch),
     )
 
@@ -145,4 +147,4 @@ def is_exported(directory: Path, standing: Standing) -> bool:
         return False
     weights = [path.stat().st_mtime for path in directory.glob("model*.safetensors")]
     is_whole = bool(weights) and (directory / "config.json").is_file()  # written last
-    return is_whole and min(weights) >= (standing.checkpoint / manifest.NAME).stat().st_mtime
+    return is_whole and min(weights) >= (standing.checkpoint / manifest.MANIFEST_FILE).stat().st_mtime

@@ -93,7 +93,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
             learners={"actor": learner},
             keep=1,
             write_huggingface=lambda directory: None,
-            beside_training=name == "beside",
+            is_async=name == "beside",
         )
         for name in ("at once", "beside")
     }
@@ -147,13 +147,13 @@ def _save(store: "CheckpointStore", step: int) -> dict[str, float]:
 def _save_beside(store: "CheckpointStore", step: int) -> dict[str, float]:
     """What training waits, how much of it for the copies, and how long it takes until the checkpoint is the latest."""
     from megarl.bench.case import timed
-    from megarl.checkpoint.directory import PREFIX
+    from megarl.checkpoint.directory import STEP_PREFIX
     from megarl.checkpoint.state import State
     from megarl.distributed.exchange import together
 
     copies = timed(lambda: store.save(State(step=step)))
     waits, start = copies, time.perf_counter()
-    while not all(together((store.directory / f"{PREFIX}{step}").exists)):
+    while not all(together((store.directory / f"{STEP_PREFIX}{step}").exists)):
         time.sleep(STEP_S)
         waits += timed(store.advance)
     whole = copies + time.perf_counter() - start

@@ -15,7 +15,7 @@ from megarl.distributed.exchange import together
 Task = Generator[Callable[[], Any], list[Any], None]
 
 
-def at_once(task: Task) -> None:
+def run_blocking(task: Task) -> None:
     """Do a task while nothing else goes on. Collective."""
     work = next(task, None)
     while work:

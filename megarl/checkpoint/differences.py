@@ -23,7 +23,7 @@ class Effect(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ConfigDifference:
     """A key that has another value now."""
 
     key: str
@@ -33,7 +33,7 @@ class Difference:
     reason: str
 
     @property
-    def judges_otherwise(self) -> bool:
+    def makes_scores_incomparable(self) -> bool:
         """Whether validation scores do not compare with earlier ones, so that the best begins anew."""
         return self.reason in (_SCORES, _REWARD, _CONTENT)
 
@@ -50,7 +50,7 @@ _ENGINE = "the engine computes the same by other means"
 _LENGTH = "the run's length"
 
 # The first row whose pattern fits a key. Only rows of `CURVE` may speak for keys that nobody has looked at.
-ROWS: tuple[tuple[str, Effect, str], ...] = (
+EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     *((f"trainer.{name}", Effect.NONE, _NAMES) for name in ("project_name", "experiment_name")),
     *(
         (f"trainer.{name}", Effect.NONE, _RECORDS)
@@ -119,7 +119,7 @@ ROWS: tuple[tuple[str, Effect, str], ...] = (
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[Difference]:
+def config_differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[ConfigDifference]:
     """The keys whose values differ, those that matter most first.
 
     Args:
@@ -131,36 +131,40 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[s
     for key in keys:
         old, new = _find(was, key), _find(now, key)
         if old != new and _ABSENT not in (old, new):
-            effect, reason = judge(key)
+            effect, reason = effect_of(key)
             if key in _LENGTHS and (_rates_follow_the_length(was) or _rates_follow_the_length(now)):
                 effect, reason = Effect.CURVE, "the learning rate follows the run's length"
-            found.append(Difference(key=key, was=old, now=new, effect=effect, reason=reason))
+            found.append(ConfigDifference(key=key, was=old, now=new, effect=effect, reason=reason))
     order = list(Effect)
     return sorted(found, key=lambda difference: -order.index(difference.effect))
 
 
-def other_code(was: Mapping[str, str], now: Mapping[str, str], found: Iterable[Difference]) -> list[Difference]:
+def code_differences(
+    was: Mapping[str, str], now: Mapping[str, str], found: Iterable[ConfigDifference]
+) -> list[ConfigDifference]:
     """What differs in the user's own code, as `megarl.config.report.own_code` says it, beside the keys `found`.
 
     A file is known by its digest alone: where it lies is the configuration's.
     """
     known = {difference.key for difference in found}
     return [
-        Difference(key=key, was=was[key], now=now[key], effect=Effect.CURVE, reason=_CONTENT)
+        ConfigDifference(key=key, was=was[key], now=now[key], effect=Effect.CURVE, reason=_CONTENT)
         for key in sorted((was.keys() & now.keys()) - known)
         if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
     ]
 
 
-def judge(key: str) -> tuple[Effect, str]:
+def effect_of(key: str) -> tuple[Effect, str]:
     """What comes of another value of `key`, and why."""
-    for pattern, effect, reason in ROWS:
+    for pattern, effect, reason in EFFECTS:
         if fnmatchcase(key, pattern):
             return effect, reason
     return Effect.CURVE, "unknown to this table"
 
 
-def other_sizes(was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+def size_differences(
+    was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[str]]:
     """By model the sizes in which those of a checkpoint and those of a run differ, in words; a model may be lacking.
 
     A model that only the checkpoint has is no fault: it is not needed any more.

@@ -15,19 +15,19 @@ from pathlib import Path
 from megarl.platform.files import explained, sync_directory, write_whole
 from megarl.platform.small_files import Damage, read_bytes
 
-LATEST = "latest_checkpointed_iteration.txt"
-PREFIX = "global_step_"
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+STEP_PREFIX = "global_step_"
 
 
 def saved_steps(directory: Path) -> list[int]:
     """List the steps of which `directory` has a checkpoint, intact or not: no link to one, no copy of another name."""
-    found = {path: step_called(path.name) for path in directory.glob(f"{PREFIX}*")}
+    found = {path: step_of_name(path.name) for path in directory.glob(f"{STEP_PREFIX}*")}
     return [step for path, step in found.items() if step is not None and not path.is_symlink() and path.is_dir()]
 
 
-def step_called(name: str) -> int | None:
+def step_of_name(name: str) -> int | None:
     """Return the step of the checkpoint that is called `name`; None if no checkpoint is called so."""
-    return parse_step(number.encode()) if (number := name.removeprefix(PREFIX)) != name else None
+    return parse_step(number.encode()) if (number := name.removeprefix(STEP_PREFIX)) != name else None
 
 
 def parse_step(text: bytes) -> int | None:
@@ -38,7 +38,9 @@ def parse_step(text: bytes) -> int | None:
 def step_in(directory: Path, checkpoint: Path) -> int | None:
     """The step of a checkpoint of `directory`, by whatever path it is named; None for one that lies elsewhere."""
     place = checkpoint.resolve()
-    return next((step for step in saved_steps(directory) if (directory / f"{PREFIX}{step}").resolve() == place), None)
+    return next(
+        (step for step in saved_steps(directory) if (directory / f"{STEP_PREFIX}{step}").resolve() == place), None
+    )
 
 
 def publish(part: Path, final: Path) -> None:
@@ -54,7 +56,7 @@ def publish(part: Path, final: Path) -> None:
 
 def remove(directory: Path, step: int) -> None:
     """Remove a checkpoint, which from the first moment is none, even if the process dies meanwhile. Raises OSError."""
-    final = directory / f"{PREFIX}{step}"
+    final = directory / f"{STEP_PREFIX}{step}"
     part = final.with_name(f".{final.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     final.rename(part)
@@ -73,8 +75,8 @@ def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) ->
     with explained(str(target)):
         if latest is not None:  # first, so that a crash amid it does not bring back what is being set aside
             name_latest(directory, latest)
-        names = [f"{PREFIX}{step}" for step in sorted(steps, reverse=True)]
-        names += [LATEST] if latest is None and (directory / LATEST).exists() else []
+        names = [f"{STEP_PREFIX}{step}" for step in sorted(steps, reverse=True)]
+        names += [LATEST_FILE] if latest is None and (directory / LATEST_FILE).exists() else []
         if not names:
             return None
         target.mkdir()
@@ -86,12 +88,12 @@ def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) ->
 
 def name_latest(directory: Path, step: int) -> None:
     """Have the run continue from the checkpoint of `step`."""
-    write_whole(directory / LATEST, str(step).encode())
+    write_whole(directory / LATEST_FILE, str(step).encode())
 
 
 def latest_step(directory: Path) -> int | None:
     """Return the step to continue from if that checkpoint is intact; None if no readable file says it."""
     try:
-        return parse_step(read_bytes(directory / LATEST).strip())
+        return parse_step(read_bytes(directory / LATEST_FILE).strip())
     except Damage:
         return None

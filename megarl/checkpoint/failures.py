@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Task
-from megarl.checkpoint.directory import PREFIX
+from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.distributed.exchange import together
 from megarl.platform.files import WriteError, explained, reserve
 
@@ -39,7 +39,7 @@ class Failures:
             self._count += 1
             self._last = error
             if dist.get_rank() == 0:
-                for part in directory.glob(f".{PREFIX}*.part"):
+                for part in directory.glob(f".{STEP_PREFIX}*.part"):
                     shutil.rmtree(part, ignore_errors=True)
                 logger.warning("a save failed, training goes on and the next one tries again: %s", error)
 
@@ -57,7 +57,7 @@ class Failures:
             raise WriteError(f"the last steps are not saved: {self._last}")
 
 
-def require_room(directory: Path, num_bytes: int) -> None:
+def require_space(directory: Path, num_bytes: int) -> None:
     """Find out whether `directory` can take so many bytes, by taking them. Collective.
 
     A rank that has an error while others are in a collective leaves them there, so it is better known before.
@@ -77,7 +77,7 @@ def require_room(directory: Path, num_bytes: int) -> None:
     together(probe.unlink)
 
 
-def explaining(task: Task, what: str) -> Task:
+def with_write_errors(task: Task, what: str) -> Task:
     """The same task, but errors of a file system are WriteErrors: what they come from would not reach all ranks."""
     answers: Any = None
     while True:
@@ -94,7 +94,7 @@ def _explained(what: str, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def warn_of_room(directory: Path, num_bytes: int) -> None:
+def warn_of_space(directory: Path, num_bytes: int) -> None:
     """Say so where a checkpoint does not fit on the disk of `directory`."""
     if dist.get_rank() == 0 and shutil.disk_usage(directory).free < num_bytes:
         logger.warning(

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import PREFIX, publish, step_called
-from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
+from megarl.checkpoint.directory import STEP_PREFIX, publish, step_of_name
+from megarl.checkpoint.manifest import MANIFEST_FILE, Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
@@ -28,13 +28,13 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
             in the way.
         Exception: what its file system raises, when it has failed as often as there are `waits`, and once more.
     """
-    manifest = on_first_rank(lambda: persist(lambda: remote.read(NAME), waits))
+    manifest = on_first_rank(lambda: persist(lambda: remote.read(MANIFEST_FILE), waits))
     name = str(remote).rpartition("/")[2]
-    if manifest is None or step_called(name) is None:
-        raise ValueError(f"{remote} is no whole checkpoint: it has no {NAME}, or is not called {PREFIX}N")
+    if manifest is None or step_of_name(name) is None:
+        raise ValueError(f"{remote} is no whole checkpoint: it has no {MANIFEST_FILE}, or is not called {STEP_PREFIX}N")
     final, part = directory / name, directory / f".{name}.part"
     if not find_damage(final):
-        if on_first_rank(lambda: read_bytes(final / NAME)) == manifest:
+        if on_first_rank(lambda: read_bytes(final / MANIFEST_FILE)) == manifest:
             return final
         raise ValueError(f"{final} is another checkpoint than {remote}, and whole: move it away")
     files = parse_manifest(manifest, remote)
@@ -44,7 +44,7 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
     for turn in zip_longest(*shares):  # all ranks take the same turns, so that the watchdog sees all of them go on
         watchdog.note(phase="fetch")
         together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
-    on_first_rank(lambda: (part / NAME).write_bytes(manifest))
+    on_first_rank(lambda: (part / MANIFEST_FILE).write_bytes(manifest))
     if damage := find_damage(part):
         raise ValueError(f"{remote} did not arrive as it was saved: {damage}")
     on_first_rank(lambda: publish(part, final))
@@ -53,7 +53,7 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
 
 def _make_empty(part: Path, files: Collection[str]) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    for parent in {(part / file).parent for file in (*files, NAME)}:
+    for parent in {(part / file).parent for file in (*files, MANIFEST_FILE)}:
         parent.mkdir(parents=True, exist_ok=True)
 
 

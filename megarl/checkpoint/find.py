@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, name_latest, saved_steps
+from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, latest_step, name_latest, saved_steps
 from megarl.checkpoint.fetch import fetch
 from megarl.checkpoint.manifest import STATE_FILE
 from megarl.checkpoint.remote import Remote
@@ -46,21 +46,21 @@ def find_checkpoint(
         return _named(str(path), directory, waits)
     if mode == "disable":
         return None
-    here = last_whole(directory)
+    here = last_intact(directory)
     newer = _newer(Remote(mirror), directory, _step_of(here) if here else None, waits) if mirror else None
     if not (newer or here) and (lost := on_first_rank(lambda: _lost(directory))):
         raise ValueError(f"{lost}: bring it back, name another by trainer.resume_mode=resume_path, or {AFRESH}")
     return newer or here
 
 
-def last_good(directory: Path) -> Path | None:
+def last_intact_during_run(directory: Path) -> Path | None:
     """The last whole checkpoint of a run that goes on. Collective; rank 0 says which there are, as it may publish one
     meanwhile.
     """
-    return _newest_whole(directory, on_first_rank(lambda: _continuable(latest_step(directory), saved_steps(directory))))
+    return _newest_intact(directory, on_first_rank(lambda: _resumable(latest_step(directory), saved_steps(directory))))
 
 
-def last_whole(directory: Path) -> Path | None:
+def last_intact(directory: Path) -> Path | None:
     """The last whole checkpoint of `directory` itself, None where there is none. Collective.
 
     None is later than the pointer says; where nothing readable is there, as after a crash before it was written or a
@@ -70,20 +70,22 @@ def last_whole(directory: Path) -> Path | None:
         ValueError: the ranks do not see the same steps.
     """
     latest, saved = latest_step(directory), sorted(saved_steps(directory))
-    is_damaged = latest is None and os.path.lexists(directory / LATEST)
-    agree({str(directory / LATEST): "damaged" if is_damaged else latest, f"{directory / PREFIX}*": saved})
+    is_damaged = latest is None and os.path.lexists(directory / LATEST_FILE)
+    agree({str(directory / LATEST_FILE): "damaged" if is_damaged else latest, f"{directory / STEP_PREFIX}*": saved})
     if is_damaged:
-        _warn(f"{directory / LATEST} is damaged, so that the newest whole checkpoint there counts")
-    steps = _continuable(latest, saved)
+        _warn(f"{directory / LATEST_FILE} is damaged, so that the newest whole checkpoint there counts")
+    steps = _resumable(latest, saved)
     if latest is not None and latest not in steps:
-        _warn(f"{directory / LATEST} says {latest}, which is not there, so that the newest checkpoint there counts")
+        _warn(
+            f"{directory / LATEST_FILE} says {latest}, which is not there, so that the newest checkpoint there counts"
+        )
     if newer := [step for step in saved if step not in steps]:
-        names = ", ".join(f"{PREFIX}{step}" for step in newer)
-        _warn(f"{directory / LATEST} says {latest}, so that newer checkpoints are passed over: {names}")
-    return _newest_whole(directory, steps)
+        names = ", ".join(f"{STEP_PREFIX}{step}" for step in newer)
+        _warn(f"{directory / LATEST_FILE} says {latest}, so that newer checkpoints are passed over: {names}")
+    return _newest_intact(directory, steps)
 
 
-def _continuable(latest: int | None, saved: Sequence[int]) -> list[int]:
+def _resumable(latest: int | None, saved: Sequence[int]) -> list[int]:
     """Return the latest step and the saved ones before it, in order; all saved ones if that leaves none of them.
 
     A run names as its latest only what it has: a pointer before all that is saved is damaged.
@@ -93,10 +95,10 @@ def _continuable(latest: int | None, saved: Sequence[int]) -> list[int]:
     return sorted({latest, *(step for step in saved if step <= latest)})
 
 
-def _newest_whole(directory: Path, steps: Sequence[int]) -> Path | None:
+def _newest_intact(directory: Path, steps: Sequence[int]) -> Path | None:
     """The last whole one of the directory's checkpoints of `steps`, which ascend."""
     for step in reversed(steps):
-        checkpoint = directory / f"{PREFIX}{step}"
+        checkpoint = directory / f"{STEP_PREFIX}{step}"
         if not (damage := find_damage(checkpoint)):
             return checkpoint  # an earlier one where a crash came while the last was being replaced
         logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
@@ -106,8 +108,8 @@ def _newest_whole(directory: Path, steps: Sequence[int]) -> Path | None:
 def _lost(directory: Path) -> str | None:
     """What says that `directory` had checkpoints, of which none is whole; None where nothing does."""
     if (latest := latest_step(directory)) is not None:
-        return f"{directory / LATEST} says {latest}, but there is no whole {PREFIX}{latest} or earlier"
-    if saved_steps(directory) or os.path.lexists(directory / LATEST):
+        return f"{directory / LATEST_FILE} says {latest}, but there is no whole {STEP_PREFIX}{latest} or earlier"
+    if saved_steps(directory) or os.path.lexists(directory / LATEST_FILE):
         return f"{directory} had checkpoints, but none of them is whole"
     return None
 
@@ -133,7 +135,7 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
         ValueError: nothing is here (`than` is None), and the mirror cannot be asked or what it has cannot be had.
     """
     try:
-        there = on_first_rank(lambda: persist(mirror.continuable_steps, waits))
+        there = on_first_rank(lambda: persist(mirror.resumable_steps, waits))
     except Exception as error:  # each file system has errors of its own
         problem = str(error)
     else:
@@ -143,7 +145,7 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
                 fetched = fetch(mirror.checkpoint(step), directory, waits=waits)
             except Exception as error:
                 problem = str(error)
-                _warn(f"{PREFIX}{step} of the mirror is passed over: {problem}")
+                _warn(f"{STEP_PREFIX}{step} of the mirror is passed over: {problem}")
             else:
                 on_first_rank(partial(_take_over, mirror, directory, step, waits))
                 return fetched
@@ -153,7 +155,7 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
             f"back, or {AFRESH}"
         )
     if problem:
-        _warn(f"the mirror {mirror} may have a newer checkpoint than {PREFIX}{than}, which is taken: {problem}")
+        _warn(f"the mirror {mirror} may have a newer checkpoint than {STEP_PREFIX}{than}, which is taken: {problem}")
     return None
 
 
@@ -171,7 +173,7 @@ def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
+    return int(checkpoint.name.removeprefix(STEP_PREFIX))
 
 
 def _warn(message: str) -> None:

@@ -13,10 +13,10 @@ from megarl.models.source import Source
 from megarl.platform.files import explained
 from megarl.reshard.files import export
 
-EXPORT = "huggingface"
+EXPORT_DIRECTORY = "huggingface"
 """Where in its directory a supervised run leaves its model."""
-ACTS: tuple[str, Literal["policy"]] = ("actor", "policy")
-SCORES: tuple[str, Literal["value"]] = ("reward_model", "value")
+POLICY_ROLE: tuple[str, Literal["policy"]] = ("actor", "policy")
+VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
 """Name of a model in checkpoints, and its role."""
 
 
@@ -33,14 +33,14 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
     dtype = learner.modules[0].config.params_dtype
     is_new = together(lambda: not out.exists())[0]
 
-    def write_companions() -> None:
+    def write_config_and_tokenizer() -> None:
         if launch.rank == 0:
             with explained(str(out)):
-                source.write_companions(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
+                source.write_config_and_tokenizer(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
                 (out / "config.json").unlink()  # whoever finds one finds weights too
 
     try:
-        together(write_companions)
+        together(write_config_and_tokenizer)
         with learner.weights() as tensors:
             export(
                 out,

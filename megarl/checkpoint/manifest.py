@@ -20,7 +20,7 @@ from megarl.distributed.exchange import in_shares, on_first_rank, share
 from megarl.platform.files import inside, sync_directory, write_whole
 from megarl.platform.small_files import Damage, naming, open_file, parse_json, read_bytes
 
-NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 Seal = tuple[Annotated[int, Field(ge=0, lt=1 << 63)], Annotated[int, Field(ge=0, lt=1 << 32)]]
 """Size in bytes and CRC-32 of a file. Of the manifest itself: number and CRC-32 of its other entries."""
@@ -52,7 +52,7 @@ def find_altered(directory: Path) -> str | None:
 
 def read_manifest(directory: Path) -> dict[str, Seal]:
     """Return what the manifest of `directory` says of each file, by its path there. Raises Damage."""
-    return parse_manifest(read_bytes(directory / NAME), directory)
+    return parse_manifest(read_bytes(directory / MANIFEST_FILE), directory)
 
 
 def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
@@ -61,9 +61,9 @@ def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
     Raises:
         Damage: it is no manifest, not the one that was written, names no state, or a path leads out of the directory.
     """
-    manifest = f"{directory}/{NAME}"
+    manifest = f"{directory}/{MANIFEST_FILE}"
     found = parse_json(content, dict[str, Seal], file=manifest)
-    own = found.pop(NAME, None)
+    own = found.pop(MANIFEST_FILE, None)
     with naming(Path(manifest)):
         for name in found:
             inside(Path(str(directory)), name)
@@ -76,7 +76,7 @@ def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
 
 def _files(directory: Path) -> list[str]:
     names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    return [name for name in names if name != NAME]
+    return [name for name in names if name != MANIFEST_FILE]
 
 
 def _own_seal(entries: Mapping[str, Seal]) -> Seal:
@@ -88,7 +88,7 @@ def _finish(directory: Path, found: dict[str, Seal]) -> None:
     """Bring to the disk which names the directories hold, then write the manifest."""
     for parent in {(directory / name).parent for name in found}:
         sync_directory(parent)
-    write_whole(directory / NAME, json.dumps(found | {NAME: _own_seal(found)}, indent=1).encode())
+    write_whole(directory / MANIFEST_FILE, json.dumps(found | {MANIFEST_FILE: _own_seal(found)}, indent=1).encode())
 
 
 def _seal(path: Path) -> Seal:

@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task
-from megarl.checkpoint.directory import LATEST, PREFIX, latest_step, step_called
-from megarl.checkpoint.manifest import NAME, Seal, parse_manifest
+from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, latest_step, step_of_name
+from megarl.checkpoint.manifest import MANIFEST_FILE, Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
@@ -37,7 +37,7 @@ STALLED_S = 600.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UploadResult:
     """What came of one rank's part of the work on a checkpoint."""
 
     num_bytes: int = 0  # uploaded
@@ -74,7 +74,7 @@ class Mirror:
 
         What lies in another directory, or has another name, is not followed.
         """
-        step = step_called(checkpoint.name)
+        step = step_of_name(checkpoint.name)
         if checkpoint.parent == self._directory and step is not None:
             self._miss(step)
 
@@ -103,7 +103,7 @@ class Mirror:
             elif now[0][2] - since > self._stalled_s:
                 break
         if self._pending and dist.get_rank() == 0:
-            names = ", ".join(f"{PREFIX}{step}" for step in sorted(self._pending))
+            names = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(self._pending))
             logger.warning(
                 "the mirror %s is not complete: %s are missing there. They are whole in %s: start the same command "
                 "again, or copy them by hand",
@@ -132,12 +132,12 @@ class Mirror:
 
     def _choose(self) -> int | None:
         """The newest step that is missing and has not been tried; what was removed locally is missed no longer."""
-        here = on_first_rank(lambda: [step for step in self._pending if (self._local(step) / NAME).is_file()])
+        here = on_first_rank(lambda: [step for step in self._pending if (self._local(step) / MANIFEST_FILE).is_file()])
         self._gone |= set(self._pending) - set(here)
         self._pending = here
         return max((step for step in self._pending if step not in self._tried), default=None)
 
-    def _take_note(self, step: int, outcomes: Sequence[Outcome], *, num_bytes: int, seconds: float) -> None:
+    def _take_note(self, step: int, outcomes: Sequence[UploadResult], *, num_bytes: int, seconds: float) -> None:
         """Remember what came of a checkpoint, and tell it."""
         self._tried.add(step)
         failures = [outcome.failure for outcome in outcomes if outcome.failure]
@@ -148,7 +148,7 @@ class Mirror:
                 logger.warning(
                     "%s%d could not be mirrored to %s: %s. The local one is whole, training goes on, and it is tried "
                     "again after the next save",
-                    *(PREFIX, step, self._remote, failures[0]),
+                    *(STEP_PREFIX, step, self._remote, failures[0]),
                 )
         elif any(outcome.gone for outcome in outcomes):
             self._gone.add(step)
@@ -156,7 +156,9 @@ class Mirror:
             self._pending.remove(step)
             self._sent.pop(step, None)
             if is_first:
-                print(f"megarl: {PREFIX}{step} is mirrored to {self._remote}, {num_bytes} bytes in {seconds:.1f} s")
+                print(
+                    f"megarl: {STEP_PREFIX}{step} is mirrored to {self._remote}, {num_bytes} bytes in {seconds:.1f} s"
+                )
             self._metrics |= {
                 "checkpoint/mirrored_step": float(step),
                 "checkpoint/mirror_bytes": float(num_bytes),
@@ -164,22 +166,22 @@ class Mirror:
             }
         self._metrics["checkpoint/mirror_failures"] = float(self._num_failures)
 
-    def _work(self, step: int, part: Callable[[int], int]) -> Callable[[], Outcome]:
+    def _work(self, step: int, part: Callable[[int], int]) -> Callable[[], UploadResult]:
         """A part of the work in a thread beside training, with whatever comes of it as the answer."""
 
-        def work() -> Outcome:
+        def work() -> UploadResult:
             try:
-                return Outcome(num_bytes=part(step))
+                return UploadResult(num_bytes=part(step))
             except Exception as error:  # each file system has errors of its own
-                if not (self._local(step) / NAME).is_file():
-                    return Outcome(gone=True)
-                return Outcome(failure=f"{type(error).__name__}: {error}")
+                if not (self._local(step) / MANIFEST_FILE).is_file():
+                    return UploadResult(gone=True)
+                return UploadResult(failure=f"{type(error).__name__}: {error}")
 
         return work
 
     def _send(self, step: int) -> int:
         """Upload this rank's share of a checkpoint's files, unless it is there; returns the bytes."""
-        manifest, name = read_bytes(self._local(step) / NAME), f"{PREFIX}{step}/{NAME}"
+        manifest, name = read_bytes(self._local(step) / MANIFEST_FILE), f"{STEP_PREFIX}{step}/{MANIFEST_FILE}"
         if dist.get_rank() == 0:
             self._persist(self._disown_later)
         if (there := self._persist(lambda: self._remote.read(name))) == manifest:
@@ -195,7 +197,7 @@ class Mirror:
         return num_bytes
 
     def _put(self, step: int, file: str, seal: Seal) -> None:
-        self._remote.put(self._local(step) / file, f"{PREFIX}{step}/{file}", seal, self._count)
+        self._remote.put(self._local(step) / file, f"{STEP_PREFIX}{step}/{file}", seal, self._count)
 
     def _count(self, num_bytes: int) -> None:
         self._num_sent += num_bytes
@@ -204,19 +206,19 @@ class Mirror:
         """Where the mirror calls a checkpoint its latest that the run has gone back behind, say so there."""
         latest, there = latest_step(self._directory), self._remote.latest()
         if latest is not None and there is not None and there > latest:
-            self._remote.write(LATEST, str(latest).encode())
+            self._remote.write(LATEST_FILE, str(latest).encode())
 
     def _seal(self, step: int) -> int:
         """Once all files are there: the metrics so far, the manifest, the pointer, and away with the oldest."""
         if dist.get_rank() == 0:
             if (metrics := self._directory / METRICS_FILE).is_file():
                 self._persist(lambda: self._remote.write(METRICS_FILE, metrics.read_bytes()))
-            manifest, name = read_bytes(self._local(step) / NAME), f"{PREFIX}{step}/{NAME}"
+            manifest, name = read_bytes(self._local(step) / MANIFEST_FILE), f"{STEP_PREFIX}{step}/{MANIFEST_FILE}"
             if self._persist(lambda: self._remote.read(name)) != manifest:
                 self._persist(lambda: self._remote.write(name, manifest))
             latest = self._persist(self._remote.latest)
             if latest is None or latest < step:
-                self._persist(lambda: self._remote.write(LATEST, str(step).encode()))
+                self._persist(lambda: self._remote.write(LATEST_FILE, str(step).encode()))
             try:
                 self._persist(self._remove_old)
             except Exception as error:  # what is there is whole, and no reason to upload it again
@@ -224,8 +226,8 @@ class Mirror:
         return 0
 
     def _remove_old(self) -> None:
-        old = self._remote.continuable_steps()[: -self._keep] if self._keep else []
-        for step in {*old, *self._gone.difference(self._remote.whole_steps())}:
+        old = self._remote.resumable_steps()[: -self._keep] if self._keep else []
+        for step in {*old, *self._gone.difference(self._remote.complete_steps())}:
             self._remote.remove(step)
         self._gone.clear()
 
@@ -233,4 +235,4 @@ class Mirror:
         return persist(work, self._waits)
 
     def _local(self, step: int) -> Path:
-        return self._directory / f"{PREFIX}{step}"
+        return self._directory / f"{STEP_PREFIX}{step}"

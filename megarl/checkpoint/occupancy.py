@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from megarl.checkpoint.directory import PREFIX
+from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.platform.files import remedy
 
@@ -130,7 +130,7 @@ def _lock(file: TextIOWrapper, patience_s: float) -> bool:
 
 def tidy_up(directory: Path) -> None:
     """Remove what a dead job had not finished, and give its name back to a checkpoint that it was about to replace."""
-    for old in directory.glob(f".{PREFIX}*.old"):
+    for old in directory.glob(f".{STEP_PREFIX}*.old"):
         final = directory / old.stem.removeprefix(".")
         if final.exists():
             _remove(old)

@@ -14,8 +14,8 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
-from megarl.checkpoint.directory import LATEST, PREFIX, parse_step, step_called
-from megarl.checkpoint.manifest import NAME, Seal
+from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, parse_step, step_of_name
+from megarl.checkpoint.manifest import MANIFEST_FILE, Seal
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem
@@ -40,7 +40,7 @@ class Remote:
     def checkpoint(self, step: int) -> "Remote":
         """The directory of a checkpoint in this one."""
         base, mark, query = self.name.partition("?")
-        return Remote(f"{base.rstrip('/')}/{PREFIX}{step}{mark}{query}")
+        return Remote(f"{base.rstrip('/')}/{STEP_PREFIX}{step}{mark}{query}")
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
@@ -104,34 +104,34 @@ class Remote:
 
     def latest(self) -> int | None:
         """The step that the directory calls its latest; None where nothing readable says so."""
-        return parse_step((self.read(LATEST) or b"").strip())
+        return parse_step((self.read(LATEST_FILE) or b"").strip())
 
-    def continuable_steps(self) -> list[int]:
+    def resumable_steps(self) -> list[int]:
         """The steps of whole checkpoints up to the latest, in order.
 
         Raises:
             ValueError: there is a latest one, but none is whole.
         """
-        last, steps = self.latest(), self.whole_steps()
+        last, steps = self.latest(), self.complete_steps()
         found = [step for step in steps if last is None or step <= last]
         if last is not None and not found:
-            raise ValueError(f"{self}/{LATEST} says {last}, but there is no whole {PREFIX}{last} or earlier")
+            raise ValueError(f"{self}/{LATEST_FILE} says {last}, but there is no whole {STEP_PREFIX}{last} or earlier")
         return found
 
-    def whole_steps(self) -> list[int]:
+    def complete_steps(self) -> list[int]:
         """The steps of which there is a checkpoint with a manifest, in order."""
         filesystem, root = self._place
         found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
-        steps = sorted(step for info in found if (step := step_called(info.base_name)) is not None)
-        manifests = filesystem.get_file_info([f"{root}/{PREFIX}{step}/{NAME}" for step in steps])
+        steps = sorted(step for info in found if (step := step_of_name(info.base_name)) is not None)
+        manifests = filesystem.get_file_info([f"{root}/{STEP_PREFIX}{step}/{MANIFEST_FILE}" for step in steps])
         return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint, which from the first moment is none."""
         filesystem, root = self._place
-        self.delete(f"{PREFIX}{step}/{NAME}")
-        if self.has(f"{PREFIX}{step}"):
-            filesystem.delete_dir(f"{root}/{PREFIX}{step}")
+        self.delete(f"{STEP_PREFIX}{step}/{MANIFEST_FILE}")
+        if self.has(f"{STEP_PREFIX}{step}"):
+            filesystem.delete_dir(f"{root}/{STEP_PREFIX}{step}")
 
     def _open_to_write(self, name: str) -> Any:
         filesystem, root = self._place

@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.background import Background, Task, at_once
+from megarl.checkpoint.background import Background, Task, run_blocking
 from megarl.checkpoint.contents import RNG
-from megarl.checkpoint.directory import PREFIX, latest_step, name_latest, publish, remove, saved_steps
-from megarl.checkpoint.failures import Failures, explaining, require_room
+from megarl.checkpoint.directory import STEP_PREFIX, latest_step, name_latest, publish, remove, saved_steps
+from megarl.checkpoint.failures import Failures, require_space, with_write_errors
 from megarl.checkpoint.manifest import STATE_FILE, sealing
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
@@ -57,8 +57,8 @@ class CheckpointStore:
     keep: int | None  # None: all
     write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
     export: Callable[[Path], None] | None = None  # writes weights for others too, into a checkpoint; collective
-    companions: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
-    beside_training: bool = False
+    texts: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
+    is_async: bool = False
     mirror: Mirror | None = None
     background: Background = field(default_factory=Background)
     failures: Failures = field(default_factory=Failures)
@@ -66,7 +66,7 @@ class CheckpointStore:
 
     @cached_property
     def _staging(self) -> Staging:
-        return Staging(is_pinned=self.beside_training)
+        return Staging(is_pinned=self.is_async)
 
     @property
     def num_bytes(self) -> int:
@@ -81,12 +81,12 @@ class CheckpointStore:
         """Write the checkpoint of a run in `state`, or begin to, when the one before is whole. Collective."""
         with self.failures.tolerated(self.directory):
             self.background.finish()
-        task = explaining(self._saving(state), f"the checkpoint of step {state.step}")
+        task = with_write_errors(self._saving(state), f"the checkpoint of step {state.step}")
         with self.failures.tolerated(self.directory):
-            if self.beside_training:
+            if self.is_async:
                 self.background.start(task)
             else:
-                at_once(task)
+                run_blocking(task)
 
     def advance(self) -> dict[str, float]:
         """Bring what is done beside training further, without waiting for it; once after every step. Collective.
@@ -112,19 +112,19 @@ class CheckpointStore:
         self.failures.raise_last()
 
     def _saving(self, state: State) -> Task:
-        final = self.directory / f"{PREFIX}{state.step}"
+        final = self.directory / f"{STEP_PREFIX}{state.step}"
         part = self.directory / f".{final.name}.part"
         on_first_rank(lambda: _make_empty(part, list(self.learners)))
-        require_room(part, self.num_bytes)
+        require_space(part, self.num_bytes)
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: _write_random_states(states_file(part / RNG, rank=dist.get_rank())))
-        on_first_rank(lambda: self._write_companions(part, state))
+        on_first_rank(lambda: self._write_small_files(part, state))
         if self.export:
             self.export(part)
         yield partial(_write_all, writings)
         for writing in writings:
             writing.finish()
-        if not self.beside_training:
+        if not self.is_async:
             self._staging.release()
         yield from sealing(part)
         yield lambda: self._publish(part, final, state.step) if dist.get_rank() == 0 else None
@@ -143,10 +143,10 @@ class CheckpointStore:
             self.mirror.remember(checkpoint)
         return State.read(checkpoint)
 
-    def _write_companions(self, part: Path, state: State) -> None:
+    def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
             self.write_huggingface(part / HUGGINGFACE)
-        for name, text in self.companions().items():
+        for name, text in self.texts().items():
             write_whole(part / name, text.encode())
         write_whole(part / STATE_FILE, json.dumps(asdict(state)).encode())
 
@@ -161,7 +161,7 @@ class CheckpointStore:
         """Remove what is more than to be kept; what is being uploaded, or cannot be removed now, the next time."""
         steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
         for step in steps[: -self.keep] if self.keep else []:
-            checkpoint = self.directory / f"{PREFIX}{step}"
+            checkpoint = self.directory / f"{STEP_PREFIX}{step}"
             if step in (latest, self.mirror and self.mirror.under_way) or checkpoint in self.needed:
                 continue
             try:

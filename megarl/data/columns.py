@@ -11,7 +11,7 @@ from typing import Any
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
-from megarl.data.table import Row
+from megarl.data.table import DataRow
 from megarl.rewards import answers_of
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import Rules, known_data_source
@@ -69,7 +69,7 @@ class PromptColumns:
             remedies=remedies | dict.fromkeys(named, "data.prompt_id_key names another"),
         )
 
-    def faults(self, row: Row) -> Iterator[str]:
+    def faults(self, row: DataRow) -> Iterator[str]:
         """Say what is wrong with a row, each fault behind the name of its column."""
         data = self.section
         yield from (f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key]))
@@ -86,25 +86,25 @@ class PromptColumns:
                 yield f"{name}: {shown(row[name])} has no ground_truth, which the built-in reward compares with"
         yield from self._id_faults(row)
 
-    def source(self, row: Row) -> str:
+    def source(self, row: DataRow) -> str:
         """The data source of a row without faults."""
         source = row.get(self.section.reward_fn_key)
         return NO_SOURCE if source is None else str(source)
 
-    def ground_truth(self, row: Row) -> Any:
+    def ground_truth(self, row: DataRow) -> Any:
         """What a reward compares with; None: the row does not say. Raises ValueError as `as_mapping` does."""
         return as_mapping(row.get(REWARD_MODEL)).get("ground_truth")
 
-    def extra_info(self, row: Row) -> dict[str, Any]:
+    def extra_info(self, row: DataRow) -> dict[str, Any]:
         """What else rewards are told of a row. Raises ValueError as `as_mapping` does."""
         return as_mapping(row.get(EXTRA_INFO))
 
-    def prompt_id(self, row: Row) -> str | None:
+    def prompt_id(self, row: DataRow) -> str | None:
         """The id of a prompt, if it has one."""
         value = row[self.section.prompt_id_key] if self.section.prompt_id_key else None
         return None if value is None else str(value)
 
-    def source_faults(self, row: Row) -> Iterator[str]:
+    def source_faults(self, row: DataRow) -> Iterator[str]:
         """Say what is wrong with the data source of a row."""
         source = row.get(self.section.reward_fn_key)
         if source is None:
@@ -118,12 +118,12 @@ class PromptColumns:
             except ValueError as error:
                 yield str(error)
 
-    def _reads_ground_truth(self, row: Row) -> bool:
+    def _reads_ground_truth(self, row: DataRow) -> bool:
         if not self.needs.source:
             return self.needs.ground_truth
         return answers_of(self.source(row)) is not None
 
-    def _id_faults(self, row: Row) -> Iterator[str]:
+    def _id_faults(self, row: DataRow) -> Iterator[str]:
         name, limit = self.prompt_id(row), self.section.max_prompt_id_length
         if name is not None and limit and len(name) > limit:
             yield (

@@ -53,7 +53,7 @@ class Conversations:
         return ids
 
 
-def to_be_scored(sequences: Sequence[Sequence[int]]) -> Rollouts:
+def scoring_batch(sequences: Sequence[Sequence[int]]) -> Rollouts:
     """A record of which a value model says the scores: `[B, 1]` values, that of sequence `i` in row `i`.
 
     Each sequence is a prompt, and one token that no model computes is its response: the value of the state before it is

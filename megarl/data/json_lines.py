@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megarl.data.table import Row, Wanted
+from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
 
 LINES, LIST = (".jsonl", ".ndjson"), ".json"
@@ -89,7 +89,7 @@ class JsonTable:
         """Its line, counted from 1; of a list its number, counted from 0."""
         return f"row {number}" if self.lines is None else f"line {self.lines[number]}"
 
-    def parse(self, text: bytes) -> Row:
+    def parse(self, text: bytes) -> DataRow:
         """Return the record in `text`.
 
         Raises:
@@ -105,7 +105,7 @@ class JsonTable:
             raise ValueError(f"a record is a JSON object with named fields, not {text[:100]!r}")
         return record
 
-    def _first_record(self) -> Row:
+    def _first_record(self) -> DataRow:
         (batch,) = LineGroup(self, range(1)).read(range(1))
         try:
             return self.parse(batch.to_pylist()[0]["record"])
@@ -148,7 +148,7 @@ class LineGroup:
         records = [text[start:stop] for start, stop in (spans - first).tolist()]
         yield pa.RecordBatch.from_pydict({"record": pa.array(records, pa.large_binary())})
 
-    def decode(self, record: Row) -> Row:
+    def decode(self, record: DataRow) -> DataRow:
         """The wanted fields of a record; a required one that it lacks is None."""
         found = self.table.parse(record["record"])
         wanted = {name: value for name, value in found.items() if name in self.table.columns}
@@ -217,7 +217,7 @@ def _skip_blanks(text: str, place: int) -> int:
     return blanks.end() if blanks else place
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
+def _unique(pairs: list[tuple[str, Any]]) -> DataRow:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]

@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.rows import Rows
-from megarl.data.table import Row
+from megarl.data.table import DataRow
 from megarl.distributed.exchange import in_shares
 
 SHOWN_FAULTS = 20
 
 
-def look_through(rows: Rows, keeps: Callable[[Row], bool]) -> NDArray[np.int64]:
+def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int64]:
     """Look at every row, each rank at a share of them; return the numbers of those that `keeps` keeps. Collective.
 
     Raises:

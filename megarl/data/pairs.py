@@ -7,11 +7,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Prompt, Rollouts
 from megarl.data.config import SFTDataSection
-from megarl.data.look import look_through
+from megarl.data.look import select_rows
 from megarl.data.messages import as_read, encode_prompt, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
-from megarl.data.table import Row
+from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ class PairStream:
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
-        look_through(self._rows, lambda row: bool(self._encode(row)))
+        select_rows(self._rows, lambda row: bool(self._encode(row)))
 
     @property
     def num_pairs(self) -> int:
@@ -67,7 +67,7 @@ class PairStream:
         """Every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _encode(self, row: Row) -> tuple[list[int], list[int]]:
+    def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
         """The ids of prompt and response; ValueError for a row that is no pair."""
         prompt, response = row[self._section.prompt_key], row[self._section.response_key]
         for fault in text_faults(response):

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.data.table import Row, Wanted
+from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
 
 PART_BYTES = 64 << 20
@@ -111,7 +111,7 @@ class RowGroup:
                 where = f"{self.table.name}, row group {self.number}"
                 raise ValueError(f"{where} cannot be read: {error}") from error
 
-    def decode(self, record: Row) -> Row:
+    def decode(self, record: DataRow) -> DataRow:
         """Return the record: its columns are decoded already."""
         return record
 

@@ -8,12 +8,12 @@ import torch
 
 from megarl.batch import Preferences
 from megarl.data.config import PreferenceDataSection
-from megarl.data.conversations import Conversations, to_be_scored
-from megarl.data.look import look_through
+from megarl.data.conversations import Conversations, scoring_batch
+from megarl.data.look import select_rows
 from megarl.data.messages import as_read, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
-from megarl.data.table import Row
+from megarl.data.table import DataRow
 
 
 class PreferenceStream:
@@ -33,7 +33,7 @@ class PreferenceStream:
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
-        look_through(self._rows, self._is_pair)
+        select_rows(self._rows, self._is_pair)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,7 +60,7 @@ class PreferenceStream:
         """Every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
-    def _is_pair(self, row: Row) -> bool:
+    def _is_pair(self, row: DataRow) -> bool:
         for key in (self._section.chosen_key, self._section.rejected_key):
             for fault in text_faults(row[key], may_be_empty=False):
                 raise ValueError(f"column {key}: {fault}")
@@ -70,7 +70,7 @@ class PreferenceStream:
             raise ValueError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
         return True
 
-    def _margin(self, row: Row) -> Any:
+    def _margin(self, row: DataRow) -> Any:
         return 0.0 if self._section.margin_key is None else row[self._section.margin_key]
 
     def _record(self, indices: Sequence[int]) -> Preferences:
@@ -80,9 +80,9 @@ class PreferenceStream:
             for key in (self._section.chosen_key, self._section.rejected_key):
                 sequences.append(self._read(row, row[key]))
                 margins.append(float(self._margin(row)))
-        return to_be_scored(sequences).extend(Preferences, margins=torch.tensor(margins))
+        return scoring_batch(sequences).extend(Preferences, margins=torch.tensor(margins))
 
-    def _read(self, row: Row, answer: str) -> list[int]:
+    def _read(self, row: DataRow, answer: str) -> list[int]:
         try:
             return self._reader.encode(row[self._section.prompt_key], answer)
         except ValueError as error:

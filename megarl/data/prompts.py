@@ -11,10 +11,10 @@ import numpy as np
 from megarl.batch import Prompt, Prompts
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
-from megarl.data.look import look_through
+from megarl.data.look import select_rows
 from megarl.data.messages import as_read, encode_prompt, plain_text
 from megarl.data.order import Chunk, Order, Position
-from megarl.data.table import Row
+from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -43,7 +43,7 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._columns = PromptColumns(section=section, needs=needs)
         self._rows = self._columns.open(files)
-        self._kept = look_through(self._rows, self._stays)
+        self._kept = select_rows(self._rows, self._stays)
         if not len(self._kept):
             raise ValueError(
                 f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: nothing is left; "
@@ -81,7 +81,7 @@ class PromptDataset:
         """Describe for people how the model reads the first prompt."""
         return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
 
-    def _stays(self, row: Row) -> bool:
+    def _stays(self, row: DataRow) -> bool:
         """Whether a row is not left out; ValueError for one that cannot be read."""
         if faults := list(self._columns.faults(row)):
             raise ValueError("; ".join(f"column {fault}" for fault in faults))
@@ -95,13 +95,13 @@ class PromptDataset:
             )
         return True
 
-    def _encode(self, row: Row) -> list[int]:
+    def _encode(self, row: DataRow) -> list[int]:
         try:
             return encode_prompt(row[self._section.prompt_key], self._tokenizer)
         except ValueError as error:
             raise ValueError(f"column {self._section.prompt_key}: {error}") from error
 
-    def _raw(self, row: Row) -> Row:
+    def _raw(self, row: DataRow) -> DataRow:
         """What reward functions are told of the prompt beside its answer."""
         prompt, told = row[self._section.prompt_key], {}
         if self._section.return_raw_chat:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from megarl.platform.remote import RemoteDirectory
 
 TEMPLATE = "chat_template.jinja"
-DATA = (".json", ".model", ".jinja", ".txt")
-CODE = ".py"
+DATA_ENDINGS = (".json", ".model", ".jinja", ".txt")
+CODE_ENDING = ".py"
 ENOUGH = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -40,5 +40,5 @@ class RemoteTokenizer:
             return [name for name in (self.file, TEMPLATE) if name in names]
         if not set(ENOUGH) & set(names):
             raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} is there")
-        endings = (*DATA, CODE) if with_code else DATA
+        endings = (*DATA_ENDINGS, CODE_ENDING) if with_code else DATA_ENDINGS
         return [name for name in names if name.endswith(endings) and not name.endswith(".index.json")]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from megarl.data.json_lines import JsonTable, holds_json
 from megarl.data.order import Chunk
 from megarl.data.parquet import PART_BYTES, ParquetTable
-from megarl.data.table import Group, Row, Table, Wanted
+from megarl.data.table import DataRow, Group, Table, Wanted
 from megarl.data.uri import locate
 
 CACHE_BYTES = 512 << 20
@@ -70,15 +70,15 @@ class Rows:
     def __len__(self) -> int:
         return self._table_starts[-1]
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> DataRow:
         part = self._find(index, self._part_starts)
         group, _ = self._parts[part]
         return next(self._decode(group, self._table(part).slice(index - self._part_starts[part], 1), index))
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         return self.scan(range(len(self)))
 
-    def scan(self, rows: range) -> Iterator[Row]:
+    def scan(self, rows: range) -> Iterator[DataRow]:
         """The rows of a run `start .. stop`, in order; none is kept."""
         index = rows.start
         for group, (first, end) in zip(self._groups, pairwise(self._group_starts), strict=True):
@@ -98,7 +98,7 @@ class Rows:
             raise IndexError(f"row {index} of {len(self)}")
         return bisect_right(starts, index) - 1
 
-    def _decode(self, group: Group, batch: Any, first: int) -> Iterator[Row]:
+    def _decode(self, group: Group, batch: Any, first: int) -> Iterator[DataRow]:
         """The rows of a batch, of which the first is row `first`."""
         try:
             records = batch.to_pylist()
@@ -111,7 +111,7 @@ class Rows:
                 raise ValueError(f"{self.place(index)}: {error}") from error
             yield row
 
-    def _in_words(self, row: Any, index: int) -> Row:
+    def _in_words(self, row: Any, index: int) -> DataRow:
         """The only row of a table; ValueError names the column that is not UTF-8."""
         record = {}
         for name in row.schema.names:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Group(Protocol):
             ValueError: the file cannot be read, or is not what it was.
         """
 
-    def decode(self, record: Row) -> Row:
+    def decode(self, record: DataRow) -> DataRow:
         """Return the columns of a row; `record` is the row of a batch.
 
         Raises:

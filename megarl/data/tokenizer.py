@@ -84,7 +84,7 @@ class Tokenizer:
         )
         return text
 
-    def decode_behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """The text that `ids` add to that of `before`; alone they might lose the space they begin with."""
         head, whole = self.decode(before), self.decode([*before, *ids])
         return whole.removeprefix(head) if whole.startswith(head) else self.decode(ids)

@@ -55,7 +55,7 @@ class Translation:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
         except ValueError as error:
             raise ValueError(f"the critic cannot read data row {prompt.index}: {error}") from error
-        answer = self.reader.encode(self.writer.decode_behind(behind, response), add_special_tokens=False)
+        answer = self.reader.encode(self.writer.decode_after(behind, response), add_special_tokens=False)
         starts = self.writer.reach(response, behind=behind, half=0)[:-1]
         reach = self.reader.reach(answer, half=1)
         places = [len(read_prompt) - 2 + bisect_right(reach, start) for start in starts]

@@ -29,11 +29,11 @@ class Location:
 
     def pin(self, source: Any) -> "Pinned":
         """Return the file as it is now; `source` is the open file."""
-        return Pinned(self, _Mark.of(self, source))
+        return Pinned(self, _Fingerprint.of(self, source))
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Fingerprint:
     """What a file is known by."""
 
     size: int  # bytes
@@ -41,7 +41,7 @@ class _Mark:
     tail: int  # CRC-32 of the last bytes
 
     @classmethod
-    def of(cls, location: Location, source: Any) -> "_Mark":
+    def of(cls, location: Location, source: Any) -> "_Fingerprint":
         """Look at a file that is open as `source`."""
         try:
             size = source.size()
@@ -57,7 +57,7 @@ class Pinned:
     """A file that must stay what it was; it is opened anew for each read, and may have gone or changed meanwhile."""
 
     location: Location
-    as_it_was: _Mark
+    as_it_was: _Fingerprint
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Pinned:
             source = self.location.open()
         except ValueError as error:
             raise ValueError(f"{error}; it is read as long as the run goes on: bring it back, and resume") from error
-        if _Mark.of(self.location, source) != self.as_it_was:
+        if _Fingerprint.of(self.location, source) != self.as_it_was:
             source.close()
             raise ValueError(f"{self.name} has changed since this run opened it: put it back, or start the run again")
         return source

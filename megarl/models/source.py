@@ -107,7 +107,7 @@ class Source:
         known = (configured, tokenizer.pad_token_id)
         return next((pad for pad in known if pad is not None), tokenizer.eos_token_id)
 
-    def write_companions(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
+    def write_config_and_tokenizer(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
         """Write what a Hugging Face checkpoint has beside its weights: config, generation config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory)

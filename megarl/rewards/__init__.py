@@ -70,13 +70,13 @@ def rule_of(data_source: str) -> str | None:
 
 def reward_of(data_source: str) -> Callable[..., float] | None:
     """The reward of the rows of `data_source`, None where there is none."""
-    if data_source.startswith(reasoning_gym.PREFIX):
+    if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return reasoning_gym.compute_score
     return REWARDS.get(rule_of(data_source) or "")
 
 
 def answers_of(data_source: str) -> Callable[[str], str] | None:
     """What finds the answer in a response to a row of `data_source`, None where its reward judges none."""
-    if data_source.startswith(reasoning_gym.PREFIX):
+    if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return reasoning_gym.answer_in
     return ANSWERS.get(rule_of(data_source) or "")

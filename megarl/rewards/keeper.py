@@ -32,7 +32,7 @@ CLEAN_S = 5.0
 """How long the end of what a reward left behind is waited for, before the next one is called."""
 MAX_PROCESSES = 64
 """Below one keeper, its worker included."""
-MAX_ANSWER = 1 << 16
+MAX_REPLY_BYTES = 1 << 16
 _POLL_S = 0.1
 _PIECE = 1 << 16  # all that a pipe holds
 _TAIL = 1 << 14  # what is kept of it
@@ -40,7 +40,7 @@ _MARGIN = 1 << 12  # of a longer output so much of the tail is not shown, as hal
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
 
 
-class Lost(Exception):  # noqa: N818 - the worker is; nothing is wrong with us
+class WorkerLost(Exception):  # noqa: N818 - the worker is; nothing is wrong with us
     """The worker gave no answer, and is not to be trusted with another response."""
 
     def __init__(self, fault: str, detail: str) -> None:
@@ -94,7 +94,7 @@ class Keeper:
         self._begun = time.monotonic()
         try:
             answer = self._ask(self._worker or self._start(), arguments)
-        except Lost as lost:
+        except WorkerLost as lost:
             self._is_lost = True
             answer = {"fault": lost.fault, "detail": str(lost)}
         seconds = time.monotonic() - self._begun
@@ -140,28 +140,28 @@ class Keeper:
         os.close(printed)
         os.set_blocking(output, False)
         ours.settimeout(START_S)
-        worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_ANSWER), output=output)
+        worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_REPLY_BYTES), output=output)
         self._worker = worker
-        answer = self._wait(worker, Lost("error", f"its rules did not load in {START_S:g} s"), START_S)
+        answer = self._wait(worker, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
         if "ready" not in answer:
-            raise Lost("error", str(answer.get("error")))
+            raise WorkerLost("error", str(answer.get("error")))
         worker.loaded = frozenset([pid, *descendants()])
         return worker
 
     def _ask(self, worker: Worker, arguments: Any) -> dict[str, Any]:
         worker.printed = b""
         number = next(self._ids)
-        deaf = Lost("error", f"its process did not begin with it in {START_S:g} s")
+        deaf = WorkerLost("error", f"its process did not begin with it in {START_S:g} s")
         try:
             worker.connection.sendall(encode({"id": number, "arguments": arguments}))
         except TimeoutError:
             raise deaf from None
         except OSError:
-            raise Lost("error", _how_it_ended(worker.pid)) from None
+            raise WorkerLost("error", _how_it_ended(worker.pid)) from None
         answer = self._wait(worker, deaf, START_S)
         if answer == {"id": number, "begun": True}:
             self._begun = time.monotonic()
-            late = Lost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
+            late = WorkerLost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
             answer = self._wait(worker, late, self._timeout_s)
         match answer:
             case {"id": found, "error": str(detail)} if found == number:
@@ -169,9 +169,9 @@ class Keeper:
             case {"id": found, "numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
                 if found == number and all(isinstance(value, float) and is_number(value) for value in numbers.values()):
                     return {"numbers": numbers, "pred": pred}
-        raise Lost("error", "its process gave an answer that is none")
+        raise WorkerLost("error", "its process gave an answer that is none")
 
-    def _wait(self, worker: Worker, late: Lost, seconds: float) -> dict[str, Any]:
+    def _wait(self, worker: Worker, late: WorkerLost, seconds: float) -> dict[str, Any]:
         """The worker's next message; `late` where it takes longer."""
         sources = [worker.connection.fileno(), worker.output, self._rank.fileno()]
         now = time.monotonic()
@@ -198,21 +198,21 @@ def _read(worker: Worker) -> None:
     try:
         worker.inbox.read()
     except (EOFError, OSError):
-        raise Lost("error", _how_it_ended(worker.pid)) from None
+        raise WorkerLost("error", _how_it_ended(worker.pid)) from None
 
 
 def _take(worker: Worker) -> Any:
     try:
         return worker.inbox.take()
     except ValueError as error:
-        raise Lost("error", f"its process answered {error}") from None
+        raise WorkerLost("error", f"its process answered {error}") from None
 
 
 def _look_at(worker: Worker) -> None:
     if _ending(worker.pid) is not None:  # a process that it forked may hold its files open
-        raise Lost("error", _how_it_ended(worker.pid))
+        raise WorkerLost("error", _how_it_ended(worker.pid))
     if len(list(islice(descendants(), MAX_PROCESSES + 1))) > MAX_PROCESSES:
-        raise Lost("error", f"it started more than {MAX_PROCESSES} processes")
+        raise WorkerLost("error", f"it started more than {MAX_PROCESSES} processes")
 
 
 def _ending(pid: int) -> os.waitid_result | None:

@@ -27,23 +27,23 @@ MAX_KEEPERS = 2
 """How many keepers a response may lose; something else may have ended the first."""
 PATIENCE_S = 0.25
 """How long a response waits for a process before another one is started."""
-_MAX_ANSWER = 1 << 20
+_MAX_REPLY_BYTES = 1 << 20
 _SLACK_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ScoringResult:
     """What came of one response."""
 
     seconds: float
     numbers: Numbers = field(default_factory=dict)  # empty where there is a fault
-    pred: str | None = None  # see `Verdict`
+    pred: str | None = None  # see `RuleResult`
     fault: Literal["timeout", "error"] | None = None
     detail: str = ""  # of the fault, for people
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WorkerLimits:
     """What calling the rules for one response may cost."""
 
     num_workers: int  # at the same time
@@ -54,30 +54,30 @@ class Limits:
 class Pool:
     """Calls rules in processes of their own. Every response has an outcome, in bounded time."""
 
-    def __init__(self, rules: Rules, limits: Limits) -> None:
+    def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._rules = rules
         self._limits = limits
-        self._waiting = deque[tuple[float, Any, Future[Outcome]]]()
+        self._waiting = deque[tuple[float, Any, Future[ScoringResult]]]()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(self, arguments: Any) -> Future[Outcome]:
+    def submit(self, arguments: Any) -> Future[ScoringResult]:
         """Have the rules called, with arguments that `wire.pack` made, as soon as a process is free."""
-        future: Future[Outcome] = Future()
+        future: Future[ScoringResult] = Future()
         with self._changed:
             self._waiting.append((time.monotonic(), arguments, future))
             self._changed.notify()
         self._grow()
         return future
 
-    def wait(self, futures: Sequence[Future[Outcome]]) -> list[Outcome]:
+    def wait(self, futures: Sequence[Future[ScoringResult]]) -> list[ScoringResult]:
         """Their outcomes, when all are there."""
         while self.count_pending(futures, within_s=PATIENCE_S):
             pass
         return [future.result() for future in futures]
 
-    def count_pending(self, futures: Sequence[Future[Outcome]], *, within_s: float) -> int:
+    def count_pending(self, futures: Sequence[Future[ScoringResult]], *, within_s: float) -> int:
         """Wait for outcomes for `within_s` seconds at most; how many are not there then."""
         deadline = time.monotonic() + within_s
         while True:
@@ -114,7 +114,7 @@ class Pool:
         if keeper:
             keeper.close()
 
-    def _judge(self, keeper: "_Keeper | None", arguments: Any) -> "tuple[_Keeper | None, Outcome]":
+    def _judge(self, keeper: "_Keeper | None", arguments: Any) -> "tuple[_Keeper | None, ScoringResult]":
         """The outcome of a response, and the keeper for the next response; a keeper that is gone is replaced once."""
         failures = list[str]()
         while len(failures) < MAX_KEEPERS:
@@ -129,9 +129,9 @@ class Pool:
                 if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has had its time
                     break
         detail = f"the process that watches over rewards failed ({failures[-1]})"
-        return None, Outcome(seconds=0.0, fault="error", detail=detail)
+        return None, ScoringResult(seconds=0.0, fault="error", detail=detail)
 
-    def _next(self) -> tuple[float, Any, Future[Outcome]] | None:
+    def _next(self) -> tuple[float, Any, Future[ScoringResult]] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return None if self._closed else self._waiting.popleft()
@@ -140,10 +140,10 @@ class Pool:
 class _Keeper:
     """A keeper, as the rank sees it."""
 
-    def __init__(self, rules: Rules, limits: Limits) -> None:
+    def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
-        self._inbox = Inbox(self._connection, max_bytes=_MAX_ANSWER)
+        self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES)
         with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks them when its handlers stand
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
@@ -155,10 +155,10 @@ class _Keeper:
         settings = {"rules": asdict(rules), "timeout_s": limits.timeout_s, "max_memory": limits.max_memory}
         self._connection.sendall(encode(settings))
 
-    def judge(self, arguments: Any) -> Outcome:
+    def judge(self, arguments: Any) -> ScoringResult:
         """What comes of one response. OSError, EOFError or ValueError where the keeper itself is lost."""
         self._connection.sendall(encode(arguments))
-        return Outcome(**self._inbox.wait())
+        return ScoringResult(**self._inbox.wait())
 
     def close(self) -> None:
         """Hang up, upon which the keeper ends what is below it and then itself."""

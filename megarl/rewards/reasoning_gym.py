@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.rewards.tags import answer_of
 
-PREFIX = "reasoning_gym/"
+SOURCE_PREFIX = "reasoning_gym/"
 _TUPLE, _ITEMS = "(tuple)", "(items)"  # the only key of an object that stands for one
 REMEDY = "needs `pip install reasoning-gym==0.1.25`"
 
@@ -51,7 +51,7 @@ def compute_score(
     or unknown, and where the package is missing.
     """
     info = extra_info or {}
-    task = load_task(data_source.removeprefix(PREFIX), info.get("config") or "{}")
+    task = load_task(data_source.removeprefix(SOURCE_PREFIX), info.get("config") or "{}")
     answer, tagged = answer_of(solution_str)
     entry = {"answer": str(ground_truth), "metadata": from_json(info["metadata"])}
     return float(task.score_answer(answer.strip() if tagged else None, entry))
@@ -103,7 +103,7 @@ def load_task(name: str, config: str) -> Any:
         factory = importlib.import_module("reasoning_gym.factory")
         importlib.import_module("reasoning_gym")  # registers the tasks
     except ImportError as error:
-        raise ValueError(f"the data source {PREFIX}{name} {REMEDY} ({error})") from error
+        raise ValueError(f"the data source {SOURCE_PREFIX}{name} {REMEDY} ({error})") from error
     if name not in factory.DATASETS:
         names = ", ".join(sorted(factory.DATASETS.keys() - REFUSED))
         raise ValueError(f"reasoning-gym has no task {name!r}; it has {names}")

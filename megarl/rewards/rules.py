@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megarl.platform.secrets import READ_CHARACTERS, beginning
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
-from megarl.rewards.reasoning_gym import PREFIX
+from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.signature import fault_of, missing
 
 RewardFn = Callable[..., Any]
@@ -28,7 +28,7 @@ Numbers = dict[str, float]
 """`score`, perhaps `acc`, and whatever else a reward reports of a response."""
 
 
-class Verdict(NamedTuple):
+class RuleResult(NamedTuple):
     """What rules say of a response."""
 
     numbers: Numbers
@@ -57,7 +57,7 @@ class Rules:
     name: str = "compute_score"  # its name there
     weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one alone
 
-    def load(self) -> Callable[..., Verdict]:
+    def load(self) -> Callable[..., RuleResult]:
         """The reward, with the arguments of a `RewardFn`.
 
         Raises ValueError where the custom file does not load or has no such function.
@@ -65,11 +65,11 @@ class Rules:
         custom = None if self.path is None else _load_custom(Path(self.path), self.name)
         if self.weights is None:
             alone = custom or _judge_by_data_source
-            return lambda **arguments: as_verdict(alone(**arguments))
+            return lambda **arguments: as_rule_result(alone(**arguments))
         known: dict[str, Any] = {name: partial(_judge, name) for name in REWARDS}
         known |= {DATA_SOURCE: _judge_by_data_source, CUSTOM: custom}
         parts = {name: known[name] for name in self.weights}
-        return lambda **arguments: self._sum({name: as_verdict(part(**arguments)) for name, part in parts.items()})
+        return lambda **arguments: self._sum({name: as_rule_result(part(**arguments)) for name, part in parts.items()})
 
     def warm_up(self, data_source: str) -> None:
         """Import what built-in rules import when they are first called: seconds that no response should pay for."""
@@ -77,14 +77,14 @@ class Rules:
         with suppress(ImportError):  # the rule says what is missing
             if "math_verify" not in sys.modules and any((rule_of(name) or "").startswith("math") for name in names):
                 math_rule.equal("\\frac{1}{2}", "x+1")
-            if any(name.startswith(PREFIX) for name in names):
+            if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 
     def reads_data_source(self) -> bool:
         """Whether the row's data source picks a rule."""
         return self.path is None if self.weights is None else DATA_SOURCE in self.weights
 
-    def _sum(self, parts: Mapping[str, Verdict]) -> Verdict:
+    def _sum(self, parts: Mapping[str, RuleResult]) -> RuleResult:
         assert self.weights is not None
         first = next(iter(parts.values())).numbers
         score = sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items())
@@ -96,7 +96,7 @@ class Rules:
             "score": score,
             "acc": first.get("acc", first["score"]),
         }
-        return Verdict(numbers, next((part.pred for part in parts.values() if part.pred is not None), None))
+        return RuleResult(numbers, next((part.pred for part in parts.values() if part.pred is not None), None))
 
 
 def provenance(path: Path, name: str) -> str:
@@ -132,11 +132,11 @@ def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
     return {"score": known_data_source(name)(**arguments), "pred": pred}
 
 
-def as_verdict(result: Any) -> Verdict:
+def as_rule_result(result: Any) -> RuleResult:
     """What a reward returned; TypeError as for `as_numbers`. Of a long answer the beginning is kept."""
     pred = result.get("pred") if isinstance(result, Mapping) else None
     told = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
-    return Verdict(as_numbers(result), told)
+    return RuleResult(as_numbers(result), told)
 
 
 def as_numbers(result: Any) -> Numbers:

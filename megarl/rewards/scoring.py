@@ -19,7 +19,7 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.pool import Limits, Outcome, Pool
+from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.wire import pack
 
@@ -35,13 +35,13 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class PendingResponse:
     """A response that is being scored here."""
 
     prompt: Prompt  # held, so that its id is nobody else's
     token_ids: list[int]
     text: str
-    outcome: Future[Outcome]
+    outcome: Future[ScoringResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,9 @@ class RuleScorer:
     pool: Pool
     decode: Callable[[Sequence[int]], str]
     section: RulesSection
-    _begun: dict[int, list[Begun]] = field(default_factory=lambda: defaultdict(list))  # by the id of the prompt
+    _begun: dict[int, list[PendingResponse]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by the id of the prompt
 
     @classmethod
     def make(
@@ -61,7 +63,7 @@ class RuleScorer:
         """The reward that the configuration asks for. ValueError where the custom file does not give its function."""
         rules = Rules(path=custom.path, name=custom.name, weights=section.weights)
         rules.load()  # here only to find its faults before anything else starts
-        limits = Limits(
+        limits = WorkerLimits(
             num_workers=section.num_workers,
             timeout_s=section.timeout_s,
             max_memory=int(section.max_memory_gb * 1e9),
@@ -107,7 +109,7 @@ class RuleScorer:
         self._report(scored, outcomes)
         return scored if is_masked else replace(scored, failures=None), metrics_of(outcomes)
 
-    def _submit(self, prompt: Prompt, token_ids: list[int]) -> Begun:
+    def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
         text = self.decode(token_ids)
         try:
             arguments = pack(
@@ -119,12 +121,12 @@ class RuleScorer:
                 }
             )
         except TypeError as error:
-            unreadable: Future[Outcome] = Future()
+            unreadable: Future[ScoringResult] = Future()
             unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
-            return Begun(prompt, token_ids, text, unreadable)
-        return Begun(prompt, token_ids, text, self.pool.submit(arguments))
+            return PendingResponse(prompt, token_ids, text, unreadable)
+        return PendingResponse(prompt, token_ids, text, self.pool.submit(arguments))
 
-    def _find(self, rollouts: Rollouts, sample: int) -> Begun | None:
+    def _find(self, rollouts: Rollouts, sample: int) -> PendingResponse | None:
         place = id(rollouts.prompt_of(sample))
         token_ids = rollouts.response_ids(sample) if place in self._begun else None
         for begun in self._begun.get(place, ()):
@@ -135,18 +137,18 @@ class RuleScorer:
                 return begun
         return None
 
-    def _gather(self, begun: Mapping[int, Begun]) -> dict[int, tuple[str, Outcome]]:
+    def _gather(self, begun: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
         """Text and outcome of what any rank has begun, by sample."""
         self._wait([response.outcome for response in begun.values()])
 
-        def tell() -> dict[int, tuple[str, Outcome]]:
+        def tell() -> dict[int, tuple[str, ScoringResult]]:
             outcomes = self.pool.wait([response.outcome for response in begun.values()])
             texts = [response.text for response in begun.values()]
             return dict(zip(begun, zip(texts, outcomes, strict=True), strict=True))
 
         return {sample: judged for part in together(tell) for sample, judged in part.items()}
 
-    def _wait(self, futures: Sequence[Future[Outcome]]) -> None:
+    def _wait(self, futures: Sequence[Future[ScoringResult]]) -> None:
         """Return on all ranks when every rank has its outcomes. Each outcome is progress of all ranks.
 
         Ranks meet every second: a rank that is done would see no progress of the others while it waits in a collective.
@@ -157,7 +159,7 @@ class RuleScorer:
                 watchdog.note_progress()
             before = pending
 
-    def _report(self, scored: Scored, outcomes: Sequence[Outcome]) -> None:
+    def _report(self, scored: Scored, outcomes: Sequence[ScoringResult]) -> None:
         messages, on_failure = first_failures(scored), self.section.on_failure
         num_failed = sum(outcome.fault is not None for outcome in outcomes)
         if num_failed and on_failure == "stop":
@@ -173,7 +175,7 @@ class RuleScorer:
                 logger.warning("... and so on %d more of %d", num_failed - len(messages), len(outcomes))
 
 
-def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def metrics_of(outcomes: Sequence[ScoringResult]) -> dict[str, float]:
     """How scoring went, and the mean of each number that rewards gave beside the score, over those that have it."""
     reported = defaultdict[str, list[float]](list)
     for outcome in outcomes:

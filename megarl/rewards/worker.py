@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
-from megarl.rewards.rules import Rules, Verdict
+from megarl.rewards.rules import RuleResult, Rules
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
@@ -56,7 +56,7 @@ def _hear_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _answer(reward: Callable[..., Verdict], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _answer(reward: Callable[..., RuleResult], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """What to say of a response, and whether this process can go on."""
     try:
         return reward(**arguments)._asdict(), True

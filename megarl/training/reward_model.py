@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.config.root import RewardModelSection
-from megarl.data.conversations import Conversations, to_be_scored
+from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
 from megarl.learner.factory import make_learner
@@ -44,10 +44,10 @@ class RewardModel:
             FloatingPointError: the model gave no finite number.
         """
         sequences = _of_each(len(rollouts), lambda sample: self._read(rollouts, sample))
-        longest = max(map(len, sequences)) + 1  # to_be_scored adds a token
+        longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
         # A sequence may be longer in this vocabulary than in the policy's, for which the budget was checked.
         max_tokens = max(self.budget.max_tokens, -(-longest // self.learner.mesh.cp_size))
-        values: Tensor = self.learner.infer(to_be_scored(sequences), replace(self.budget, max_tokens=max_tokens))
+        values: Tensor = self.learner.infer(scoring_batch(sequences), replace(self.budget, max_tokens=max_tokens))
         scores = values[:, 0]
         if not scores.isfinite().all():
             sample = scores.isfinite().tolist().index(False)
@@ -60,7 +60,7 @@ class RewardModel:
         if self.decoder is None:
             return self.reader.fit([*prompt.token_ids, *response])
         behind = [] if self.reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
-        answer = self.decoder.decode_behind(behind, response)
+        answer = self.decoder.decode_after(behind, response)
         try:
             return self.reader.encode(prompt.raw_prompt, answer)
         except ValueError as error:

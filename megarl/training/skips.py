@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.checkpoint.find import last_good
+from megarl.checkpoint.find import last_intact_during_run
 from megarl.learner.finite import NotFinite
 from megarl.learner.learner import Outcome, Part
 from megarl.platform.files import write_whole
@@ -89,7 +89,7 @@ class Skips:
                     path.unlink()
 
     def _too_many(self, record: Path, why: NotFinite) -> str:
-        found = last_good(self._run_dir)
+        found = last_intact_during_run(self._run_dir)
         good = f"the last good checkpoint is {found}" if found else f"{self._run_dir} has no whole checkpoint"
         return (
             f"the {self._model}'s loss or gradient was not finite in {self._in_a_row} updates in a row, more than "

@@ -18,7 +18,7 @@ NUM_RANKS = 2
 CHECKPOINTS = {"llama": ("llama", {})}
 
 
-def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool) -> tuple[list[Any], str]:
+def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tuple[list[Any], str]:
     """Save on a disk with room, without, with room for a part only, for all but the index, and with room again.
 
     Returns what each has come to, and the error of a run that ends before the last.
@@ -36,7 +36,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], beside_training: bool
         learners={"actor": learner},
         keep=1,
         write_huggingface=lambda directory: None,
-        beside_training=beside_training,
+        is_async=is_async,
     )
 
     def save(step: int) -> tuple[Path | None, dict[str, float], list[Path]]:
@@ -109,10 +109,10 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
         return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), left
 
     diary = [save(1)]
-    room, finish = store.require_room, files._finish
+    room, finish = store.require_space, files._finish
     for step, (module, name, instead) in enumerate(
         [
-            (store, "require_room", lambda *args: (room(*args), on_first_rank(disk.fill))),
+            (store, "require_space", lambda *args: (room(*args), on_first_rank(disk.fill))),
             (files, "reserve", lambda *args: disk.fill()),
             (files, "_finish", lambda *args: (disk.fill(), finish(*args))),
         ],
@@ -130,12 +130,12 @@ def on_first_rank(work: Callable[[], None]) -> None:
     together(lambda: work() if dist.get_rank() == 0 else None)
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_all_ranks_go_on_without_a_save_that_fails(
-    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, beside_training: bool
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, is_async: bool
 ) -> None:
     with small_disk(tmp_path / "disk", 16 << 20) as disk:
-        told = pool.run(2, saves, checkpoints["llama"], disk, sizes(2, 1), beside_training)
+        told = pool.run(2, saves, checkpoints["llama"], disk, sizes(2, 1), is_async)
         assert told[0] == told[1]
         diary, error = told[0]
         first, last = disk.path / "global_step_1", disk.path / "global_step_5"

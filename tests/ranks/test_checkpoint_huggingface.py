@@ -50,9 +50,9 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
         directory=run_dir,
         learners={"actor": actor, "critic": critic},
         keep=1,
-        write_huggingface=lambda directory: source.write_companions(directory, tokenizer, dtype="float32"),
+        write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype="float32"),
         export=export,
-        beside_training=True,
+        is_async=True,
     )
     learn()
     said = actor.infer(batch, budget).log_probs, critic.infer(batch, budget)

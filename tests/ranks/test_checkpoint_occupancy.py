@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megarl.assembly.resume import entered_checkpoint
 from megarl.checkpoint import occupancy
-from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.occupancy import LOCK, occupy
 from megarl.checkpoint.state import State
@@ -117,12 +117,12 @@ def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: P
     for rank in range(2):
         (checkpoint := tmp_path / f"rank{rank}" / "run" / f"global_step_{rank + 2}").mkdir(parents=True)
         (checkpoint / "state.json").touch()
-        (checkpoint.parent / LATEST).write_text(str(rank + 2))
+        (checkpoint.parent / LATEST_FILE).write_text(str(rank + 2))
     said = pool.run(2, see_own_directory, tmp_path, partial(find_checkpoint, mode="auto", path=None))
     assert said[0] == said[1]
     assert said[0].splitlines()[1:] == [
         "  run/global_step_*: [2] on rank 0, [3] on rank 1",
-        f"  run/{LATEST}: 2 on rank 0, 3 on rank 1",
+        f"  run/{LATEST_FILE}: 2 on rank 0, 3 on rank 1",
     ]
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Preferences
-from megarl.data.conversations import to_be_scored
+from megarl.data.conversations import scoring_batch
 from megarl.training.objectives import PreferenceObjective
 from tests.ranks.test_learner_split import sizes
 from tests.support.learners import make_test_learner
@@ -31,7 +31,7 @@ def preferences() -> Preferences:
     """Five pairs of very different lengths."""
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in LENGTHS]
-    return to_be_scored(sequences).extend(Preferences, margins=MARGINS.repeat_interleave(2))
+    return scoring_batch(sequences).extend(Preferences, margins=MARGINS.repeat_interleave(2))
 
 
 def megatron_answers(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tuple[dict[str, float], Tensor]:

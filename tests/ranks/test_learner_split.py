@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Prompt, Rollouts
 from megarl.config.policy import ActorSection, CriticSection
-from megarl.data.conversations import to_be_scored
+from megarl.data.conversations import scoring_batch
 from megarl.training.minibatches import minibatches
 from megarl.training.objectives import ActorObjective, CriticObjective
 from tests.support.learners import make_test_learner
@@ -236,7 +236,7 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     assert batch.sequences and batch.places is not None
     rows = batch.mask.nonzero().tolist()
     states = [batch.sequences[row][: int(batch.places[row, token]) + 1] for row, token in rows]
-    alone = learner.infer(to_be_scored(states), budget)[:, 0]
+    alone = learner.infer(scoring_batch(states), budget)[:, 0]
     values = learner.infer(batch, budget)
     return {"values": values[batch.mask], "alone": alone, "metrics": learner.update([batch], CRITIC, budget)}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.batch import Prompt, Rollouts
-from megarl.data.conversations import Conversations, to_be_scored
+from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
@@ -49,7 +49,9 @@ def scores(checkpoint: Path, split: dict[str, Any], max_sequences: int | None) -
     from megarl.learner.learner import Budget
 
     budget = Budget(max_tokens=64, max_sequences=max_sequences)
-    return make_test_learner(checkpoint, split, role="value", optim=None).infer(to_be_scored(sequences()), budget)[:, 0]
+    return make_test_learner(checkpoint, split, role="value", optim=None).infer(scoring_batch(sequences()), budget)[
+        :, 0
+    ]
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3_moe"])

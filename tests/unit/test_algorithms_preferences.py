@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.losses import Totals, bradley_terry, reward_centering
 from megarl.batch import Preferences
-from megarl.data.conversations import to_be_scored
+from megarl.data.conversations import scoring_batch
 from megarl.training.objectives import PreferenceObjective
 
 NUM_PAIRS = 5
@@ -45,7 +45,7 @@ def test_reward_centering_by_hand() -> None:
 
 def test_the_objective_by_hand() -> None:
     scores = torch.tensor([[math.log(3)], [0.0], [1.0], [1.0]])
-    batch = to_be_scored([[1]] * 4).extend(Preferences, margins=torch.zeros(4))
+    batch = scoring_batch([[1]] * 4).extend(Preferences, margins=torch.zeros(4))
     totals = Totals.of(batch.mask)
     loss, metrics = PreferenceObjective(0.0)(scores, batch, totals)
     expected = (math.log(4 / 3) + math.log(2)) / 2
@@ -67,7 +67,7 @@ def test_the_objective_by_hand() -> None:
 def test_any_division_of_the_pairs_adds_up_to_the_whole(owners: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     margins = torch.randn(NUM_PAIRS, generator=generator).repeat_interleave(2)
-    whole = to_be_scored([[1]] * (2 * NUM_PAIRS)).extend(Preferences, margins=margins)
+    whole = scoring_batch([[1]] * (2 * NUM_PAIRS)).extend(Preferences, margins=margins)
     scores = torch.randn(2 * NUM_PAIRS, 1, generator=generator).requires_grad_()
     totals, objective = Totals.of(whole.mask), PreferenceObjective(0.1)
     loss, metrics = objective(scores, whole, totals)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.assembly.resume import Standing, companions
+from megarl.assembly.resume import Standing, checkpoint_texts
 from megarl.assembly.run import make_checkpoints
-from megarl.checkpoint.background import at_once
-from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.background import run_blocking
+from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
@@ -41,7 +41,7 @@ def save(config: Config, *, step: int, best: Best | None = None) -> Path:
         learners={},
         keep=None,
         write_huggingface=lambda _: None,
-        companions=lambda: companions(config, {}, code),
+        texts=lambda: checkpoint_texts(config, {}, code),
     )
     run.save(State(step=step, best=best))
     return run_dir / f"global_step_{step}"
@@ -92,7 +92,7 @@ def test_another_content_of_the_reward_file_is_another_curve(
     assert "the best begins anew: custom_reward_function.path\n" in said
     (checkpoint / "code.json").unlink()  # of an earlier version
     (checkpoint / "manifest.json").unlink()
-    at_once(sealing(checkpoint))
+    run_blocking(sealing(checkpoint))
     assert Standing.find(config).same_curve
 
 
@@ -131,7 +131,7 @@ def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.Cap
     path = checkpoint / "versions.json"
     was = json.loads(path.read_text())
     path.write_text(json.dumps(was | {"torch": "1.0"}))
-    at_once(sealing(checkpoint))
+    run_blocking(sealing(checkpoint))
     assert Standing.find(config).same_curve
     assert f"  torch: 1.0 -> {was['torch']} (another version" in capsys.readouterr().out
 
@@ -177,7 +177,7 @@ def holds(run_dir: Path) -> list[str]:
 
 
 def pointer(run_dir: Path) -> str:
-    return (run_dir / LATEST).read_text()
+    return (run_dir / LATEST_FILE).read_text()
 
 
 def test_who_starts_afresh_has_the_directory_for_the_new_run(
@@ -187,11 +187,15 @@ def test_who_starts_afresh_has_the_directory_for_the_new_run(
         save(configured(tmp_path), step=step)
     afresh = configured(tmp_path, "trainer.resume_mode=disable")
     assert not Standing.find(afresh, goes_on=False).is_resumed
-    assert holds(tmp_path) == ["global_step_12", "global_step_3", LATEST]  # a replay or a validation changes nothing
+    assert holds(tmp_path) == [
+        "global_step_12",
+        "global_step_3",
+        LATEST_FILE,
+    ]  # a replay or a validation changes nothing
     assert not Standing.find(afresh).is_resumed
     [aside] = tmp_path.iterdir()
     assert aside.name.startswith("set_aside-")
-    assert holds(aside) == ["global_step_12", "global_step_3", LATEST]
+    assert holds(aside) == ["global_step_12", "global_step_3", LATEST_FILE]
     said = f"what {tmp_path} had of another past, 2 checkpoints, is set aside in {aside}; it may be deleted\n"
     assert capsys.readouterr().out == said
     assert not Standing.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
@@ -210,7 +214,7 @@ def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytes
         assert pointer(tmp_path) == "3"
         [aside] = tmp_path.glob("set_aside-*")
         assert holds(aside) == ["global_step_12"]
-    assert holds(tmp_path) == ["back", "global_step_1", "global_step_3", LATEST, aside.name]
+    assert holds(tmp_path) == ["back", "global_step_1", "global_step_3", LATEST_FILE, aside.name]
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -222,9 +226,9 @@ def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, sch
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={scheme}{elsewhere}")
     assert Standing.find(configured(here, *fork)).state.step == 3
     [aside] = here.glob("set_aside-*")
-    brought = ["global_step_3", LATEST] if scheme else []
+    brought = ["global_step_3", LATEST_FILE] if scheme else []
     assert holds(here) == [*brought, aside.name]
-    assert holds(aside) == ["global_step_1", "global_step_7", *([] if scheme else [LATEST])]
+    assert holds(aside) == ["global_step_1", "global_step_7", *([] if scheme else [LATEST_FILE])]
     assert not brought or pointer(here) == "3"
 
 
@@ -246,7 +250,7 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
             f"started again by its launcher: goes on from {last}, though trainer.resume_mode" in capsys.readouterr().out
         )
     assert Standing.find(fork, goes_on=False).state.step == 3
-    assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST]
+    assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST_FILE]
     monkeypatch.setenv(launcher, "0")
     assert Standing.find(fork).state.step == 3
 

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.assembly.resume import companions
-from megarl.checkpoint.background import at_once
+from megarl.assembly.resume import checkpoint_texts
+from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.contents import Contents
-from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import NAME, sealing
+from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config
@@ -36,7 +36,7 @@ from tests.support.tiny import write_checkpoint
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
 SHORTENED = {"config.yaml": "trainer: {project_name: x}\n"}  # as the whole takes YAML most of the time
 FILES = (
-    *("state.json", "config.yaml", "code.json", "versions.json", "models.json", RUN_ID_FILE, NAME),
+    *("state.json", "config.yaml", "code.json", "versions.json", "models.json", RUN_ID_FILE, MANIFEST_FILE),
     *("actor/.metadata", "actor/common.pt", "actor/metadata.json", "actor/__0_0.distcp", "rng/rank_0.pt"),
     *("huggingface/config.json", "huggingface/model.safetensors.index.json"),
 )
@@ -116,7 +116,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             learners=learners,
             keep=None,
             write_huggingface=write_huggingface,
-            companions=lambda: companions(config, learners, {"reward": "f of x.py (0123456789ab)"}) | SHORTENED,
+            texts=lambda: checkpoint_texts(config, learners, {"reward": "f of x.py (0123456789ab)"}) | SHORTENED,
         )
         for step in (1, 2):
             checkpoints.save(State(step=step, kl_coef=0.1, position=Position(1, 2), metrics={"a": float("nan")}))
@@ -208,22 +208,22 @@ def test_random_changes(newest: Path, caplog: pytest.LogCaptureFixture, name: st
             assert_named(newest, name, caplog)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in (NAME, "actor/__0_0.distcp")])
+@pytest.mark.parametrize("name", [name for name in FILES if name not in (MANIFEST_FILE, "actor/__0_0.distcp")])
 def test_contents_that_the_manifest_confirms_are_understood_or_named(
     newest: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a faulty program, or one of another version, may have written them."""
     original = (newest / name).read_bytes()
-    entries, rng, changed = json.loads((newest / NAME).read_text()), random.Random(name), []
+    entries, rng, changed = json.loads((newest / MANIFEST_FILE).read_text()), random.Random(name), []
     for _ in range(12):
         content = bytearray(original)
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         changed.append(bytes(content))
     for content in (*HOSTILE.values(), *changed):
-        with spoilt(newest / name, newest / NAME):
+        with spoilt(newest / name, newest / MANIFEST_FILE):
             (newest / name).write_bytes(content)
             seals = {name: (len(content), zlib.crc32(content))}
-            (newest / NAME).write_bytes(manifest_of({**entries, **seals}))
+            (newest / MANIFEST_FILE).write_bytes(manifest_of({**entries, **seals}))
             if found(newest.parent) == newest:
                 Contents.read(newest)
                 assert content != HOSTILE["deep arrays"]
@@ -234,8 +234,8 @@ def test_contents_that_the_manifest_confirms_are_understood_or_named(
 
 def manifest_of(entries: dict[str, Any]) -> bytes:
     """A manifest that confirms its own entries, whatever they are."""
-    entries.pop(NAME, None)
-    return json.dumps({**entries, NAME: (len(entries), zlib.crc32(json.dumps(entries).encode()))}).encode()
+    entries.pop(MANIFEST_FILE, None)
+    return json.dumps({**entries, MANIFEST_FILE: (len(entries), zlib.crc32(json.dumps(entries).encode()))}).encode()
 
 
 @pytest.mark.parametrize(
@@ -263,27 +263,27 @@ def manifest_of(entries: dict[str, Any]) -> bytes:
 def test_manifests_that_confirm_themselves(
     newest: Path, entries: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with spoilt(newest / NAME):
-        (newest / NAME).write_bytes(manifest_of(entries))
+    with spoilt(newest / MANIFEST_FILE):
+        (newest / MANIFEST_FILE).write_bytes(manifest_of(entries))
         assert found(newest.parent) == before(newest)
         assert f"{newest} is damaged and passed over: {newest}/" in caplog.text
 
 
 def test_an_entry_less_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
-    entries = json.loads((newest / NAME).read_text())
+    entries = json.loads((newest / MANIFEST_FILE).read_text())
     for name in entries:
-        with spoilt(newest / NAME):
+        with spoilt(newest / MANIFEST_FILE):
             rest = {other: seal for other, seal in entries.items() if other != name}
-            (newest / NAME).write_text(json.dumps(rest))
-            assert_named(newest, NAME, caplog)
+            (newest / MANIFEST_FILE).write_text(json.dumps(rest))
+            assert_named(newest, MANIFEST_FILE, caplog)
 
 
 def test_a_sector_that_cannot_be_read(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The size is right, and reading fails with EIO: of the file, and amid its content."""
     path = newest / "huggingface/config.json"
-    with spoilt(path, newest / NAME):
+    with spoilt(path, newest / MANIFEST_FILE):
         path.write_bytes(b"")
-        at_once(sealing(newest))
+        run_blocking(sealing(newest))
         path.unlink()
         path.symlink_to("/proc/self/mem")
         assert_named(newest, "huggingface/config.json", caplog)
@@ -293,7 +293,7 @@ def test_a_sector_that_cannot_be_read(newest: Path, caplog: pytest.LogCaptureFix
 def test_a_spoilt_pointer_names_itself_and_the_newest_counts(
     newest: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pointer = newest.parent / LATEST
+    pointer = newest.parent / LATEST_FILE
     for put in (lambda path: path.write_bytes(content), *PLACES.values()):
         pointer.unlink()
         try:
@@ -308,7 +308,7 @@ def test_a_spoilt_pointer_names_itself_and_the_newest_counts(
 
 
 def test_a_flipped_bit_of_the_pointer_is_said(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pointer = newest.parent / LATEST
+    pointer = newest.parent / LATEST_FILE
     for bit in range(8):
         pointer.write_bytes(bytes([ord("2") ^ (1 << bit)]))
         assert found(newest.parent) in (newest, before(newest))
@@ -318,7 +318,7 @@ def test_a_flipped_bit_of_the_pointer_is_said(newest: Path, caplog: pytest.LogCa
 
 
 def test_one_that_is_named_is_refused_by_its_file(newest: Path) -> None:
-    for name in ("state.json", NAME, "actor/.metadata"):
+    for name in ("state.json", MANIFEST_FILE, "actor/.metadata"):
         with spoilt(newest / name), pytest.raises(ValueError, match=rf"resume_from_path=.*{newest / name} "):
             (newest / name).write_bytes(b"{}")
             find_checkpoint(newest.parent, mode="resume_path", path=str(newest))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.checkpoint.differences import ROWS, Effect, differences, judge, other_sizes
+from megarl.checkpoint.differences import EFFECTS, Effect, config_differences, effect_of, size_differences
 from megarl.config.load import load_config, to_yaml
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import Schema
@@ -23,18 +23,18 @@ def tree(*arguments: str) -> dict[str, Any]:
 
 
 def effects(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Effect]:
-    return {found.key: found.effect for found in differences(was, now, Schema.of(Config).leaves)}
+    return {found.key: found.effect for found in config_differences(was, now, Schema.of(Config).leaves)}
 
 
 def test_every_key_has_a_row() -> None:
-    unknown = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern, _, _ in ROWS)]
+    unknown = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern, _, _ in EFFECTS)]
     assert not unknown, "say in megarl/checkpoint/differences.py what another value does to a run"
 
 
 def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> None:
-    deciding = [next(row for row in ROWS if fnmatchcase(key, row[0])) for key in KEYS]
-    assert {pattern for pattern, _, _ in ROWS} - {pattern for pattern, _, _ in deciding} == set()
-    open_ended = {pattern for pattern, effect, _ in ROWS if pattern.endswith("*") and effect is not Effect.CURVE}
+    deciding = [next(row for row in EFFECTS if fnmatchcase(key, row[0])) for key in KEYS]
+    assert {pattern for pattern, _, _ in EFFECTS} - {pattern for pattern, _, _ in deciding} == set()
+    open_ended = {pattern for pattern, effect, _ in EFFECTS if pattern.endswith("*") and effect is not Effect.CURVE}
     assert open_ended == {"actor_rollout_ref.rollout.val_kwargs.*", "actor_rollout_ref.rollout.sync.*"}
 
 
@@ -64,12 +64,12 @@ def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> 
     ],
 )
 def test_what_a_key_does(key: str, effect: Effect) -> None:
-    assert judge(key)[0] is effect
+    assert effect_of(key)[0] is effect
 
 
 def test_what_matters_comes_first() -> None:
     was, now = tree(), tree("trainer.save_freq=5", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=1e-5")
-    found = differences(was, now, Schema.of(Config).leaves)
+    found = config_differences(was, now, Schema.of(Config).leaves)
     assert [(one.key, one.was, one.now) for one in found] == [
         ("actor_rollout_ref.actor.optim.lr", 1e-6, 1e-5),
         ("trainer.n_gpus_per_node", 8, 4),
@@ -105,8 +105,8 @@ def test_a_key_that_another_version_had_is_passed_over() -> None:
 
 def test_models_of_other_sizes_are_named() -> None:
     was = {"actor": {"hidden_size": 64, "vocab_size": 500}, "critic": {"hidden_size": 64}}
-    assert other_sizes(was, {"actor": {"hidden_size": 64, "vocab_size": 500}}) == {}
-    assert other_sizes(was, {"actor": {"hidden_size": 64, "vocab_size": 512}, "reward_model": {}}) == {
+    assert size_differences(was, {"actor": {"hidden_size": 64, "vocab_size": 500}}) == {}
+    assert size_differences(was, {"actor": {"hidden_size": 64, "vocab_size": 512}, "reward_model": {}}) == {
         "actor": ["vocab_size is 500 in the checkpoint and 512 here"],
         "reward_model": ["the checkpoint has no such model"],
     }

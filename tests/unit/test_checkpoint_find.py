@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.checkpoint.background import at_once
+from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST
+from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import NAME, sealing
+from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
 from megarl.checkpoint.state import State
 
 WAITS = (0.0,)
@@ -45,8 +45,8 @@ def write(directory: Path, *steps: int, kl_coef: float = 0.5) -> Path:
         (checkpoint / "actor").mkdir(parents=True)
         (checkpoint / "actor" / SHARDS).write_bytes(bytes(1000))
         (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step, kl_coef=kl_coef))))
-        at_once(sealing(checkpoint))
-    (directory / LATEST).write_text(str(steps[-1]))
+        run_blocking(sealing(checkpoint))
+    (directory / LATEST_FILE).write_text(str(steps[-1]))
     return checkpoint
 
 
@@ -60,14 +60,14 @@ def named(here: Path, uri: object) -> Path | None:
 
 def test_onto_an_empty_disk_comes_the_last_whole_one(here: Path, there: Path) -> None:
     assert found(here, there) is None  # nothing anywhere
-    (write(there, 1, 2, 3) / NAME).unlink()  # one that was not uploaded to its end
+    (write(there, 1, 2, 3) / MANIFEST_FILE).unlink()  # one that was not uploaded to its end
     (there / "metrics.jsonl").write_text("the records\n")
     assert found(here, there) == here / "global_step_2"
     assert not find_damage(here / "global_step_2")
     assert State.read(here / "global_step_2").kl_coef == 0.5
-    assert (here / LATEST).read_text() == "2"
+    assert (here / LATEST_FILE).read_text() == "2"
     assert (here / "metrics.jsonl").read_text() == "the records\n"
-    assert sorted(path.name for path in here.iterdir()) == ["global_step_2", LATEST, "metrics.jsonl"]
+    assert sorted(path.name for path in here.iterdir()) == ["global_step_2", LATEST_FILE, "metrics.jsonl"]
     shutil.rmtree(there)
     there.mkdir()
     assert found(here, there) == here / "global_step_2"  # from now on it is a local one
@@ -87,19 +87,19 @@ def test_the_newer_one_is_taken_and_of_equal_ones_the_local(here: Path, there: P
 
 def test_what_the_mirror_has_beyond_its_latest_is_of_another_past(here: Path, there: Path) -> None:
     write(there, 1, 2, 90)
-    (there / LATEST).write_text("2")
+    (there / LATEST_FILE).write_text("2")
     assert found(here, there) == here / "global_step_2"
 
 
 def test_a_pointer_that_was_half_written_points_at_the_newest(here: Path, there: Path) -> None:
     write(there, 1, 2)
-    (there / LATEST).write_text("")
+    (there / LATEST_FILE).write_text("")
     assert found(here, there) == here / "global_step_2"
 
 
 def test_a_damaged_local_one_is_replaced_from_the_mirror(here: Path, there: Path) -> None:
     (write(here, 1, 2) / "state.json").unlink()
-    (here / "global_step_1" / NAME).unlink()
+    (here / "global_step_1" / MANIFEST_FILE).unlink()
     write(there, 1, 2, kl_coef=0.7)
     assert found(here, there) == here / "global_step_2"
     assert State.read(here / "global_step_2").kl_coef == 0.7
@@ -116,7 +116,7 @@ def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
 
 
 def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: Path, there: Path) -> None:
-    (write(there, 3) / NAME).unlink()
+    (write(there, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(ValueError, match=r"no whole checkpoint.*says 3, but there is no whole.*resume_mode=disable"):
         found(here, there)
     shutil.copytree(there, here)
@@ -135,7 +135,7 @@ def test_a_mirror_out_of_reach(here: Path, tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_manifest_that_leads_elsewhere_is_refused(here: Path, there: Path) -> None:
-    manifest = write(there, 1) / NAME
+    manifest = write(there, 1) / MANIFEST_FILE
     manifest.write_text(json.dumps({"../../stolen": [0, 0]}))
     (there / "stolen").write_text("")
     with pytest.raises(ValueError, match="stolen"):
@@ -146,7 +146,7 @@ def test_a_manifest_that_leads_elsewhere_is_refused(here: Path, there: Path) -> 
 def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
     uri = f"file://{write(there, 4, 5)}"
     assert named(here, uri) == here / "global_step_5"
-    assert not (here / LATEST).exists()  # what the run goes on from by itself is its own last one
+    assert not (here / LATEST_FILE).exists()  # what the run goes on from by itself is its own last one
     (there / "global_step_5" / "state.json").write_bytes(b"")
     assert named(here, uri) == here / "global_step_5"  # the same, as its manifest says
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/there is no whole checkpoint"):

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST
-from megarl.checkpoint.manifest import NAME
+from megarl.checkpoint.directory import LATEST_FILE
+from megarl.checkpoint.manifest import MANIFEST_FILE
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import State
@@ -34,7 +34,7 @@ def armed() -> Iterator[None]:
     FaultyFileSystem.arm()
 
 
-def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = False) -> CheckpointStore:
+def start(tmp_path: Path, *, keep: int | None = None, is_async: bool = False) -> CheckpointStore:
     """The checkpoints of a run without models, in `here`, mirrored to `there`."""
     (here := tmp_path / "here").mkdir(exist_ok=True)
 
@@ -46,7 +46,7 @@ def start(tmp_path: Path, *, keep: int | None = None, beside_training: bool = Fa
         learners={},
         keep=keep,
         write_huggingface=write_huggingface,
-        beside_training=beside_training,
+        is_async=is_async,
         mirror=Mirror(Remote(f"faulty://{tmp_path / 'there'}"), here, keep=keep, waits=WAITS, stalled_s=60.0),
     )
 
@@ -84,10 +84,10 @@ def test_what_is_saved_is_mirrored_and_its_manifest_and_the_pointer_come_last(
     (tmp_path / "here" / "metrics.jsonl").write_text("the records\n")
     metrics = save(run, 3)
     assert whole(there) == ["global_step_3"]
-    assert (there / LATEST).read_text() == "3"
+    assert (there / LATEST_FILE).read_text() == "3"
     assert (there / "metrics.jsonl").read_text() == "the records\n"
     assert sorted(written()[:-3]) == [f"global_step_3/{file}" for file in FILES]
-    assert written()[-3:] == ["metrics.jsonl", f"global_step_3/{NAME}", LATEST]
+    assert written()[-3:] == ["metrics.jsonl", f"global_step_3/{MANIFEST_FILE}", LATEST_FILE]
     num_bytes = sum((there / "global_step_3" / file).stat().st_size for file in FILES)
     assert metrics.pop("checkpoint/mirror_s") >= 0.0
     assert metrics == {
@@ -99,9 +99,9 @@ def test_what_is_saved_is_mirrored_and_its_manifest_and_the_pointer_come_last(
     assert run.advance() == {}
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
-def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, beside_training: bool) -> None:
-    run = start(tmp_path, beside_training=beside_training)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, is_async: bool) -> None:
+    run = start(tmp_path, is_async=is_async)
     run.save(State(step=1))
     run.close()
     assert whole(tmp_path / "there") == ["global_step_1"]
@@ -109,7 +109,7 @@ def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, beside_training: 
 
 def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     FaultyFileSystem.arm(
-        faults={"state.json": 2, NAME: 1, LATEST: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
+        faults={"state.json": 2, MANIFEST_FILE: 1, LATEST_FILE: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
     )
     assert save(start(tmp_path), 1)["checkpoint/mirror_failures"] == 0.0
     assert whole(tmp_path / "there") == ["global_step_1"]
@@ -117,24 +117,24 @@ def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: p
     assert not caplog.records
 
 
-@pytest.mark.parametrize("file", ["rng/rank_0.pt", NAME, LATEST])
+@pytest.mark.parametrize("file", ["rng/rank_0.pt", MANIFEST_FILE, LATEST_FILE])
 def test_what_keeps_failing_is_reported_and_tried_again_after_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
-    FaultyFileSystem.arm(faults={f"there/{file}" if file == LATEST else f"global_step_1/{file}": 3})
+    FaultyFileSystem.arm(faults={f"there/{file}" if file == LATEST_FILE else f"global_step_1/{file}": 3})
     metrics = save(run, 1)
     assert metrics == {"checkpoint/mirror_failures": 1.0}
     assert "global_step_1 could not be mirrored to" in caplog.text
     assert "OSError: no connection" in caplog.text
-    assert not (there / LATEST).exists()
-    assert whole(there) == (["global_step_1"] if file == LATEST else [])
+    assert not (there / LATEST_FILE).exists()
+    assert whole(there) == (["global_step_1"] if file == LATEST_FILE else [])
     assert whole(here) == ["global_step_1"]
     metrics = save(run, 2)
     assert (metrics["checkpoint/mirrored_step"], metrics["checkpoint/mirror_failures"]) == (1.0, 1.0)
     assert whole(there) == whole(here) == ["global_step_1", "global_step_2"]
-    assert (there / LATEST).read_text() == "2"
-    assert sorted(name for name in written() if name.startswith("global_step_1/") and NAME not in name) == [
+    assert (there / LATEST_FILE).read_text() == "2"
+    assert sorted(name for name in written() if name.startswith("global_step_1/") and MANIFEST_FILE not in name) == [
         f"global_step_1/{name}"
         for name in FILES  # none twice
     ]
@@ -177,7 +177,7 @@ def test_a_mirror_that_takes_nothing_does_not_hold_up_the_end_for_ever(
     run.save(State(step=1))
     settle(run)
     FaultyFileSystem.gate.clear()
-    (tmp_path / "there" / "global_step_1" / NAME).unlink()
+    (tmp_path / "there" / "global_step_1" / MANIFEST_FILE).unlink()
     mirror.follow(1)
     mirror.close()
     assert "is not complete: global_step_1 are missing there" in caplog.text
@@ -208,11 +208,11 @@ def test_a_run_that_went_back_replaces_what_it_saved_before(tmp_path: Path) -> N
     FaultyFileSystem.arm(faults={"state.json": 3})
     save(run, 2, kl_coef=0.7)
     assert whole(there) == ["global_step_1", "global_step_3"]  # of the old one there is no manifest any more
-    assert (there / LATEST).read_text() == "2"  # 3 is of a past that is not this run's
+    assert (there / LATEST_FILE).read_text() == "2"  # 3 is of a past that is not this run's
     run.close()
     assert whole(there) == ["global_step_1", "global_step_2", "global_step_3"]
     assert State.read(there / "global_step_2").kl_coef == 0.7
-    assert (there / LATEST).read_text() == "2"
+    assert (there / LATEST_FILE).read_text() == "2"
 
 
 def test_what_is_being_uploaded_is_removed_afterwards(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_what_is_removed_by_others_while_it_is_uploaded_is_missed_by_nobody(
 
 def test_what_failed_and_is_removed_here_leaves_nothing_in_the_mirror(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=1), tmp_path / "there"
-    FaultyFileSystem.arm(faults={"global_step_1/state.json": 3, f"global_step_2/{NAME}": 3})
+    FaultyFileSystem.arm(faults={"global_step_1/state.json": 3, f"global_step_2/{MANIFEST_FILE}": 3})
     save(run, 1, 2)
     assert [path.name for path in sorted(there.glob("global_step_*"))] == ["global_step_1", "global_step_2"]
     assert whole(there) == []

@@ -11,16 +11,16 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from megarl.checkpoint.background import at_once
-from megarl.checkpoint.directory import LATEST, saved_steps
-from megarl.checkpoint.failures import SMALL_BYTES, warn_of_room
+from megarl.checkpoint.background import run_blocking
+from megarl.checkpoint.directory import LATEST_FILE, saved_steps
+from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import NAME, sealing
+from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
 from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.data.order import Position
-from megarl.export import whole_checkpoint
+from megarl.export import intact_checkpoint
 from tests.support.disks import small_disk
 from tests.support.ranks import world_of_one
 
@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool = False) -> CheckpointStore:
+def checkpoints(directory: Path, *, keep: int | None = 2, is_async: bool = False) -> CheckpointStore:
     """Of a run without models."""
 
     def write_huggingface(directory: Path) -> None:
@@ -42,7 +42,7 @@ def checkpoints(directory: Path, *, keep: int | None = 2, beside_training: bool 
         learners={},
         keep=keep,
         write_huggingface=write_huggingface,
-        beside_training=beside_training,
+        is_async=is_async,
     )
 
 
@@ -138,12 +138,12 @@ def test_names_of_another_form_and_links_are_no_checkpoints(tmp_path: Path) -> N
     assert saved_steps(tmp_path) == [7]
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("fault", ["write_huggingface", "rename", "fsync"])
 def test_a_crash_while_saving_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, beside_training: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, is_async: bool
 ) -> None:
-    run = checkpoints(tmp_path, beside_training=beside_training)
+    run = checkpoints(tmp_path, is_async=is_async)
     run.save(State(step=1, kl_coef=0.5))
     run.close()
 
@@ -197,7 +197,7 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
 
 
 def test_what_is_saved_beside_training_becomes_the_latest_when_it_is_whole(tmp_path: Path) -> None:
-    run = checkpoints(tmp_path, beside_training=True)
+    run = checkpoints(tmp_path, is_async=True)
     run.save(State(step=1, kl_coef=0.5))
     assert found(tmp_path) is None
     run.advance()
@@ -212,7 +212,7 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = directory / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(asdict(State(step=step))))
-    at_once(sealing(checkpoint))
+    run_blocking(sealing(checkpoint))
     return checkpoint
 
 
@@ -221,7 +221,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert found(tmp_path / "nothere") is None
     checkpoint = write_checkpoint(tmp_path, 3)
     assert found(tmp_path) == checkpoint  # a crash came before it was named, or it was copied here without its name
-    (tmp_path / LATEST).write_text("3\n")
+    (tmp_path / LATEST_FILE).write_text("3\n")
     assert found(tmp_path) == checkpoint
     assert find_checkpoint(tmp_path, mode="disable", path=None) is None
     elsewhere = write_checkpoint(tmp_path / "elsewhere", 8)
@@ -234,14 +234,14 @@ def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
     for step in (3, 12):
         write_checkpoint(tmp_path, step)
     (tmp_path / "global_step_copy").mkdir()
-    (tmp_path / LATEST).write_text("3")  # edited by a person who wants to go back
+    (tmp_path / LATEST_FILE).write_text("3")  # edited by a person who wants to go back
     assert found(tmp_path) == tmp_path / "global_step_3"
     checkpoints(tmp_path, keep=3).save(State(step=4, kl_coef=0.0))
     assert found(tmp_path) == tmp_path / "global_step_4"
 
 
 def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
-    (tmp_path / LATEST).write_text("3")
+    (tmp_path / LATEST_FILE).write_text("3")
     with pytest.raises(ValueError, match="says 3, but there is no whole global_step_3 or earlier.*resume_mode=disable"):
         found(tmp_path)
 
@@ -253,15 +253,15 @@ def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
     for step in (3, 12, 100):
         checkpoint = write_checkpoint(tmp_path, step)
     (checkpoint / "state.json").unlink()
-    (tmp_path / LATEST).write_bytes(content)
+    (tmp_path / LATEST_FILE).write_bytes(content)
     assert found(tmp_path) == tmp_path / "global_step_12"
-    assert f"{tmp_path / LATEST} is damaged, so that the newest whole checkpoint there counts" in caplog.text
+    assert f"{tmp_path / LATEST_FILE} is damaged, so that the newest whole checkpoint there counts" in caplog.text
     checkpoints(tmp_path, keep=1).save(State(step=13))
-    assert (tmp_path / LATEST).read_text() == "13"
+    assert (tmp_path / LATEST_FILE).read_text() == "13"
 
 
 def test_damaged_checkpoints_without_a_pointer_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
-    (write_checkpoint(tmp_path, 3) / NAME).unlink()
+    (write_checkpoint(tmp_path, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(
         ValueError, match="had checkpoints, but none of them is whole: bring it back.*resume_mode=disable"
     ):
@@ -286,19 +286,19 @@ def remove(path: Path) -> str:
 
 
 def spoil_manifest(path: Path) -> str:
-    manifest = path.parents[1] / NAME
+    manifest = path.parents[1] / MANIFEST_FILE
     manifest.write_text(manifest.read_text()[:-5])
     return f"{manifest} is damaged"
 
 
 def lead_elsewhere(path: Path) -> str:
-    manifest = path.parents[1] / NAME
+    manifest = path.parents[1] / MANIFEST_FILE
     manifest.write_text(json.dumps({"../global_step_1/state.json": [0, 0]}))
     return f"{manifest} is damaged: '../global_step_1/state.json' is no file below"
 
 
 def list_names_alone(path: Path) -> str:
-    manifest = path.parents[1] / NAME
+    manifest = path.parents[1] / MANIFEST_FILE
     manifest.write_text('["state.json"]')
     return f"{manifest} is damaged"
 
@@ -321,23 +321,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 
 def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is no checkpoint: it has no huggingface/config\.json"):
-        whole_checkpoint(tmp_path)
+        intact_checkpoint(tmp_path)
     for step in (1, 2):
         checkpoints(tmp_path).save(State(step=step, kl_coef=0.5))
     first, second = tmp_path / "global_step_1", tmp_path / "global_step_2"
-    assert whole_checkpoint(tmp_path) == whole_checkpoint(second) == second
+    assert intact_checkpoint(tmp_path) == intact_checkpoint(second) == second
     truncate(second / "rng" / "rank_0.pt")
-    assert whole_checkpoint(tmp_path) == first
+    assert intact_checkpoint(tmp_path) == first
     with pytest.raises(ValueError, match=r"global_step_2 is damaged: "):
-        whole_checkpoint(second)
+        intact_checkpoint(second)
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_a_save_that_a_full_disk_does_not_take_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, beside_training: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
-        run = checkpoints(disk.path, keep=1, beside_training=beside_training)
+        run = checkpoints(disk.path, keep=1, is_async=is_async)
         run.save(State(step=1))
         assert run.advance() == {}
         run.background.finish()
@@ -387,7 +387,7 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
 
 def test_a_disk_that_does_not_take_a_checkpoint_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
-        warn_of_room(disk.path, 7 << 20)
+        warn_of_space(disk.path, 7 << 20)
         assert not caplog.text
-        warn_of_room(disk.path, 9 << 20)
+        warn_of_space(disk.path, 9 << 20)
     assert f"a checkpoint takes about 0.00944 GB, and only 0.00839 GB are free in {disk.path}" in caplog.text

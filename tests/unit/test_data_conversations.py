@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.data.conversations import Conversations, to_be_scored
+from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.sentencepieces import train_sentencepiece
 
@@ -47,7 +47,7 @@ def test_the_score_is_read_before_pad_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_a_record_to_be_scored_has_one_state_per_sequence() -> None:
-    record = to_be_scored([[5, 6, 7], [8]])
+    record = scoring_batch([[5, 6, 7], [8]])
     assert record.mask.shape == (2, 1)
     assert record.mask.all()
     assert [list(record.prompt_of(sample).token_ids) for sample in range(2)] == [[5, 6, 7], [8]]

@@ -17,7 +17,7 @@ from sympy.parsing.sympy_parser import parse_expr
 
 from megarl.rewards import REWARDS, answers_of
 from megarl.rewards.math import MAX_CHARACTERS, _no_eval, _term, answer_in, equal, last_boxed, load, said
-from megarl.rewards.pool import Limits, Pool
+from megarl.rewards.pool import Pool, WorkerLimits
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack
 
@@ -252,7 +252,7 @@ def test_an_answer_without_end_costs_its_process_and_nothing_else() -> None:
         }
         return pack(response)
 
-    pool = Pool(Rules(), Limits(num_workers=2, timeout_s=8.0, max_memory=2_000_000_000))
+    pool = Pool(Rules(), WorkerLimits(num_workers=2, timeout_s=8.0, max_memory=2_000_000_000))
     try:
         asked = [text for endless in ENDLESS for text in (endless, "10/2")]
         outcomes = pool.wait([pool.submit(arguments(text)) for text in asked])

@@ -19,7 +19,7 @@ import pytest
 
 from megarl.platform.processes import descendants
 from megarl.rewards.keeper import _TAIL, MAX_PROCESSES, _last_lines
-from megarl.rewards.pool import Limits, Outcome, Pool
+from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.rules import MAX_NUMBERS, Rules
 from megarl.rewards.wire import pack, unpack
 from tests.support.hostile_rewards import SECRET, counts_the_escaped
@@ -70,20 +70,20 @@ def arguments(behaviour: str) -> Any:
 
 def make_pool(**changes: Any) -> Pool:
     limits: dict[str, Any] = {"num_workers": 4, "timeout_s": TIMEOUT_S, "max_memory": 500_000_000}
-    return Pool(RULES, Limits(**limits | changes))
+    return Pool(RULES, WorkerLimits(**limits | changes))
 
 
-def outcomes_of(pool: Pool, *behaviours: str) -> list[Outcome]:
+def outcomes_of(pool: Pool, *behaviours: str) -> list[ScoringResult]:
     return pool.wait([pool.submit(arguments(behaviour)) for behaviour in behaviours])
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Outcome]]:
+def outcomes() -> dict[str, list[ScoringResult]]:
     """Of every behaviour, and of a good response after each.
 
     Those that never end share a pool with little time, all others one with plenty: no load of the machine is a fault.
     """
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ScoringResult]] = {}
     endless = [behaviour for behaviour, (fault, _) in FAILS.items() if fault == "timeout"]
     for behaviours, timeout_s in ((endless, TIMEOUT_S), ([*(FAILS.keys() - endless), *SUCCEEDS], 100.0)):
         asked = [name for behaviour in behaviours for name in (behaviour, "good")]
@@ -95,7 +95,7 @@ def outcomes() -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("behaviour", FAILS)
-def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     ((outcome,), (fault, detail)) = outcomes[behaviour], FAILS[behaviour]
     assert (outcome.fault, outcome.numbers) == (fault, {})
     assert detail in outcome.detail
@@ -105,14 +105,14 @@ def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dic
 
 
 @pytest.mark.parametrize("behaviour", SUCCEEDS)
-def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     for outcome in outcomes[behaviour]:
         assert outcome.fault is None, outcome
         assert outcome.numbers["score"] == SUCCEEDS[behaviour]
 
 
 def test_numbers_beside_the_score_are_few_and_have_names_that_metrics_may_have(
-    outcomes: dict[str, list[Outcome]],
+    outcomes: dict[str, list[ScoringResult]],
 ) -> None:
     (outcome,) = outcomes["says_many_numbers"]
     assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n_{i}": float(i) for i in range(MAX_NUMBERS)}
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
 
 
 def test_what_a_rule_imports_is_not_charged_to_a_response() -> None:
-    pool = Pool(Rules(), Limits(num_workers=1, timeout_s=100.0, max_memory=4_000_000_000))
+    pool = Pool(Rules(), WorkerLimits(num_workers=1, timeout_s=100.0, max_memory=4_000_000_000))
     row = {"data_source": "math", "ground_truth": "0.5", "extra_info": {}}
     texts = [r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"]
     first, second = pool.wait([pool.submit(pack(row | {"solution_str": text})) for text in texts])
@@ -203,10 +203,10 @@ def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:
 
 RANK = """
 import sys
-from megarl.rewards.pool import Limits, Pool
+from megarl.rewards.pool import WorkerLimits, Pool
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack
-pool = Pool(Rules(path=sys.argv[1]), Limits(num_workers=1, timeout_s=1000, max_memory=500_000_000))
+pool = Pool(Rules(path=sys.argv[1]), WorkerLimits(num_workers=1, timeout_s=1000, max_memory=500_000_000))
 row = {"data_source": "", "ground_truth": sys.argv[2], "extra_info": {}}
 pool.wait([pool.submit(pack(row | {"solution_str": "lets_escape_and_loops"}))])
 """
@@ -265,4 +265,4 @@ def test_values_of_rows_arrive_as_what_they_were(value: Any) -> None:
 def test_arrays_arrive_as_lists_and_what_no_column_holds_is_refused() -> None:
     assert unpack(pack({"x": np.arange(3), "y": np.float32(0.5)})) == {"x": [0, 1, 2], "y": 0.5}
     with pytest.raises(TypeError, match="a Pool cannot be handed to a reward"):
-        pack({"x": [Pool(Rules(), Limits(num_workers=1, timeout_s=1.0, max_memory=1))]})
+        pack({"x": [Pool(Rules(), WorkerLimits(num_workers=1, timeout_s=1.0, max_memory=1))]})

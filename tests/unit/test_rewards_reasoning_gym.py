@@ -52,7 +52,7 @@ FACTORY = importlib.import_module("reasoning_gym.factory")
 SCORE_EVERYTHING = """
 import json, sys
 from reasoning_gym.factory import DATASETS
-from megarl.rewards.reasoning_gym import PREFIX, REFUSED, compute_score, load_task, to_json
+from megarl.rewards.reasoning_gym import SOURCE_PREFIX, REFUSED, compute_score, load_task, to_json
 
 ran, scored = [], 0
 armed = False
@@ -67,7 +67,7 @@ for name in sorted(DATASETS.keys() - REFUSED.keys()):
     for answer in (str(problem["answer"]), *sys.argv[1:]):
         for armed in (False, True):  # what a scorer imports, it imports the first time
             try:
-                compute_score(PREFIX + name, f"<answer>{answer}</answer>", problem["answer"], info)
+                compute_score(SOURCE_PREFIX + name, f"<answer>{answer}</answer>", problem["answer"], info)
             except Exception:
                 pass
         armed = False

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megarl.batch import Rollouts, Scored
 from megarl.platform.secrets import READ_CHARACTERS, redact
-from megarl.rewards.pool import Outcome
-from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_verdict, known_data_source
+from megarl.rewards.pool import ScoringResult
+from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_rule_result, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, first_failures, metrics_of
 from megarl.training.reward_model import ModelScorer
 from tests.support.records import answer, prompts
@@ -111,7 +111,7 @@ def test_every_number_that_is_taken_is_finite_in_float32(score: Any, others: dic
 @given(st.lists(st.tuples(st.floats(-1e30, 1e30), st.floats(-3e38, 3e38)), min_size=1, max_size=3))
 def test_a_weighted_sum_is_finite_in_float32_or_a_fault(parts: list[tuple[float, float]]) -> None:
     rules = Rules(weights={str(place): weight for place, (weight, _) in enumerate(parts)})
-    verdicts = {str(place): as_verdict(score) for place, (_, score) in enumerate(parts)}
+    verdicts = {str(place): as_rule_result(score) for place, (_, score) in enumerate(parts)}
     total = sum(weight * score for weight, score in parts)
     if math.isfinite(torch.tensor(total, dtype=torch.float32)):
         assert rules._sum(verdicts).numbers["score"] == total
@@ -204,10 +204,10 @@ def test_a_file_that_does_not_give_the_function_is_refused(tmp_path: Path) -> No
 
 def test_metrics_are_shares_of_all_and_means_of_what_was_reported() -> None:
     outcomes = [
-        Outcome(seconds=0.5, numbers={"score": 1.0, "acc": 1.0, "math": 0.5}),
-        Outcome(seconds=2.0, fault="timeout"),
-        Outcome(seconds=0.1, fault="error"),
-        Outcome(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
+        ScoringResult(seconds=0.5, numbers={"score": 1.0, "acc": 1.0, "math": 0.5}),
+        ScoringResult(seconds=2.0, fault="timeout"),
+        ScoringResult(seconds=0.1, fault="error"),
+        ScoringResult(seconds=0.1, numbers={"score": 3.0, "math": 1.0}),
     ]
     assert metrics_of(outcomes) == {
         "reward/timeout_rate": 0.25,
@@ -219,5 +219,5 @@ def test_metrics_are_shares_of_all_and_means_of_what_was_reported() -> None:
 
 
 def test_metrics_are_bounded_whatever_is_reported() -> None:
-    outcomes = [Outcome(seconds=0.0, numbers={"score": 0.0, f"n{number}": 1.0}) for number in range(100)]
+    outcomes = [ScoringResult(seconds=0.0, numbers={"score": 0.0, f"n{number}": 1.0}) for number in range(100)]
     assert len(metrics_of(outcomes)) == 3 + MAX_METRICS

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 SPLITS = {"train": "train", "val": "test"}  # ours, and what the data sets call it
 KINDS = ("jsonl", "parquet", "json")
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, default: str) -> None:
@@ -40,7 +40,9 @@ def add_extraction_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def rows_of(arguments: argparse.Namespace, make_row: Callable[[Row, str, str, int], Row]) -> dict[str, list[Row]]:
+def rows_of(
+    arguments: argparse.Namespace, make_row: Callable[[DataRow, str, str, int], DataRow]
+) -> dict[str, list[DataRow]]:
     """The rows of `train` and `val`, each `make_row(problem, place, split, index)`.
 
     Raises ValueError where files are missing or cannot be read.
@@ -71,7 +73,7 @@ def _files_of(directory: Path, split: str) -> list[Path]:
     return folders
 
 
-def problems_of(file: Path) -> Iterator[tuple[int, Row]]:
+def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
     """The problems of a file with their row numbers. Raises ValueError where it cannot be read."""
     try:
         found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else _json(file)

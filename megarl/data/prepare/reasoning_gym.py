@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from megarl.rewards.reasoning_gym import PREFIX, compute_score, from_json, load_task, to_json
+from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score, from_json, load_task, to_json
 
 _TASK = (
     "{question}\nShow your work in <think> </think> tags. And return the final answer, and nothing else, in <answer> "
@@ -59,7 +59,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 def _row(problem: dict[str, Any], name: str, config: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     row = {
-        "data_source": PREFIX + name,
+        "data_source": SOURCE_PREFIX + name,
         "prompt": [{"role": "user", "content": _TASK.format(question=problem["question"])}],
         "ability": "reasoning",
         "reward_model": {"style": "rule", "ground_truth": _answer(problem)},
