@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megarl.distributed.watchdog import EXIT_CODE
-from tests.e2e.test_train import TORCHRUN, ppo_arguments
 from tests.support.faulty import Fault, Faults, serve
 from tests.support.outcomes import differences
-from tests.support.programs import run_program, succeed
-from tests.support.workspace import Workspace, train_arguments
+from tests.support.programs import TORCHRUN, run_program, succeed
+from tests.support.workspace import Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(1800)]
 

@@ -20,6 +20,7 @@ from megarl.checkpoint.state import State
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
 from tests.support.forked import Job
+from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
 from tests.support.shards import tensors_of
 from tests.support.workspace import Workspace, train_arguments
 
@@ -115,17 +116,8 @@ def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory:
     return Runs(arguments, whole, killed)
 
 
-def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """What was recorded at each step, but for what the clock says and the checks that a run begins with."""
-    lines = read_jsonl(run_dir / "metrics.jsonl")
-    assert len({line["step"] for line in lines}) == len(lines)
-    passing = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(passing)} for line in lines}
-
-
 def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Any]:
-    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
-    [run] = client.search_runs([client.get_experiment_by_name("megarl_examples").experiment_id])
+    client, [run] = mlflow_runs(run_dir)
     return client, run
 
 
@@ -163,9 +155,8 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
 
 def _timeless(state: State, *, like: State) -> State:
     """The state with the metrics that the clock says of another."""
-    passing = ("timing_s/", "perf/", "sync/check", "reward/slowest_s")
-    said = {name: value for name, value in like.metrics.items() if name.startswith(passing)}
-    kept = {name: value for name, value in state.metrics.items() if not name.startswith(passing)}
+    said = {name: value for name, value in like.metrics.items() if name.startswith(PASSING)}
+    kept = {name: value for name, value in state.metrics.items() if not name.startswith(PASSING)}
     return replace(state, metrics=kept | said)
 
 

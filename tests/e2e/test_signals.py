@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megarl.distributed.signals import EXIT_CODE
-from tests.e2e.test_train import PYTHON, metrics_of, mlflow_runs
-from tests.support.programs import CTRL_C, ROOT, AtTerminal, succeed
+from tests.support.outcomes import metrics_of, mlflow_runs
+from tests.support.programs import CTRL_C, PYTHON, ROOT, AtTerminal, succeed
 from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [

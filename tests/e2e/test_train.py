@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.checkpoint.state import State
@@ -24,14 +23,12 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
-from tests.support.outcomes import metrics_of, wandb_history
-from tests.support.programs import ROOT, succeed
-from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, train_arguments
+from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
+from tests.support.programs import PYTHON, ROOT, TORCHRUN, succeed
+from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PYTHON = (sys.executable, "-m")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2, sys.executable, "-m")
 LAUNCH_S = 300
 PARITY_REWARD = """
@@ -40,31 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert (data_source, ground_truth) == ("default", None)
     return {"score": digits / 10, "acc": digits % 2 if extra_info["target"] % 3 else 0}
 """
-
-
-def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
-    """A pipeline of two stages beside an engine of tensor-parallel size 2, and every part of PPO that has a memory."""
-    return [
-        *train_arguments(workspace, run_dir),
-        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
-        "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.actor.ptx_coef=0.1",
-        f"actor_rollout_ref.actor.ptx_files={workspace.pairs}",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        f"critic.model.path={workspace.model}",
-        "critic.optim.lr=1e-3",
-        "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
-        "trainer.critic_warmup=1",
-        f"trainer.rollout_data_dir={run_dir / 'samples'}",
-        "trainer.save_freq=1",
-        "trainer.test_freq=3",
-    ]
-
-
-def mlflow_runs(run_dir: Path, project: str) -> tuple[MlflowClient, list[Any]]:
-    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name(project)
-    return client, client.search_runs([experiment.experiment_id])
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
-from tests.ranks.test_learner_heads import assert_not_rounded, in_bfloat16
-from tests.ranks.test_learner_split import experience
+from tests.support.heads import assert_not_rounded, in_bfloat16
 from tests.support.learners import make_test_learner
 from tests.support.ranks import RankPool
+from tests.support.records import experience
 from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.gpu

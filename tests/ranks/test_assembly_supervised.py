@@ -7,35 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
 from megarl.data.parquet import write_rows
-from megarl.distributed.launch import Launch
 from megarl.tracking.jsonl import read_jsonl
+from tests.support.outcomes import metrics_of
 from tests.support.ranks import RankPool
 from tests.support.s3 import Objects, s3_server
 from tests.support.sentencepieces import train_sentencepiece
+from tests.support.supervised import here, train
 from tests.support.tiny import write_checkpoint
 
 NUM_RANKS = 2
-
-
-def here() -> Launch:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()  # that of the run before, in these processes
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Launch(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
-
-
-def train(argv: list[str]) -> None:
-    from megarl.config.load import load_reward_train_config
-    from megarl.train_reward import train as body
-
-    launch = here()
-    body(load_reward_train_config(argv, world_size=launch.world_size), launch)
 
 
 def refused(argv: list[str]) -> str:
@@ -125,11 +109,12 @@ def train_at(environ: dict[str, str], argv: list[str]) -> None:
     train(argv)
 
 
-def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """What was logged at each step, but for what the clock says, and of the mirror."""
-    passing = ("time", "timing_s/", "perf/", "checkpoint/")
-    lines = read_jsonl(run_dir / "metrics.jsonl")
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(passing)} for line in lines}
+def learnt(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step without those of the mirror."""
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith("checkpoint/")}
+        for step, metrics in metrics_of(run_dir).items()
+    }
 
 
 def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(pool: RankPool, tmp_path: Path) -> None:
@@ -145,7 +130,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(pool: RankPool, tmp_pa
             for path in (run_dir / "global_step_4").rglob("*")
             if path.is_file()
         }
-        expected, before = weights(run_dir / "huggingface"), metrics_of(run_dir)
+        expected, before = weights(run_dir / "huggingface"), learnt(run_dir)
         shutil.rmtree(run_dir)
         remote.delete("global_step_4/manifest.json")  # the last one was not whole yet
         pool.run(2, train_at, environ, argv)
@@ -154,5 +139,5 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(pool: RankPool, tmp_pa
         pool.run(2, train_at, environ, argv)  # nothing is left to do but to complete the mirror
         assert "manifest.json" in remote.sizes("global_step_4")
     assert_equal(weights(run_dir / "huggingface"), expected)
-    assert metrics_of(run_dir) == before
+    assert learnt(run_dir) == before
     assert list(before) == [1, 2, 3, 4]

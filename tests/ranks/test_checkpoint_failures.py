@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.exchange import together
-from tests.ranks.test_learner_split import ACTOR, experience, sizes
 from tests.support.disks import Disk, small_disk
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, make_test_learner, sizes
 from tests.support.ranks import RankPool
+from tests.support.records import experience
 
 NUM_RANKS = 2
 CHECKPOINTS = {"llama": ("llama", {})}

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.checkpoint.find import find_checkpoint
 from megarl.distributed.launch import Launch
-from tests.ranks.test_learner_split import ACTOR, CRITIC, experience, sizes
 from tests.support.engines import PROMPTS, load_as_published, log_probs, tear_down_vllm
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, CRITIC, make_test_learner, sizes
 from tests.support.ranks import RankPool
+from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from megarl.distributed import hosts
 from megarl.distributed.hosts import await_listener, gather, resolve
 from megarl.distributed.place import Launch
-from tests.ranks.test_distributed_launch import NEEDS_MPIRUN, outside_launchers
+from tests.support.launchers import NEEDS_MPIRUN, outside_launchers
 from tests.support.namespaces import Hosts, two_hosts, unavailable
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]

@@ -1,19 +1,16 @@
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.launchers import NEEDS_MPIRUN, start
+
 MODULE = ["-m", "tests.support.launched"]
 PLAIN = [sys.executable, *MODULE]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *MODULE]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MODULE]
-NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 EVERY_LAUNCHER = pytest.mark.parametrize(
     "command",
     [
@@ -24,22 +21,6 @@ EVERY_LAUNCHER = pytest.mark.parametrize(
 )
 MEETING = ["rank 0/2 0/2 env 0 2 0 2 sum 3", "rank 1/2 1/2 env 1 2 1 2 sum 3"]
 pytestmark = pytest.mark.ranks
-
-
-def outside_launchers() -> dict[str, str]:
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-
-
-def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        env={**outside_launchers(), **(environ or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megarl.distributed.signals import ECHO_S, EXIT_CODE
-from tests.ranks.test_distributed_launch import NEEDS_MPIRUN, ROOT, outside_launchers, start
-from tests.support.programs import CTRL_C, AtTerminal
+from tests.support.launchers import NEEDS_MPIRUN, outside_launchers, start
+from tests.support.programs import CTRL_C, ROOT, AtTerminal
 
 pytestmark = [
     pytest.mark.ranks,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.distributed.watchdog import EXIT_CODE, Place, verdict
-from tests.ranks.test_distributed_launch import ROOT
+from tests.support.programs import ROOT
 from tests.support.stalled import TIMEOUT_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.timeout(1500)]

@@ -13,47 +13,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.learner.config import OptimSection
-from tests.ranks.test_learner_split import ACTOR, CRITIC, experience, sizes
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, learn_twice, make_test_learner, sizes
 from tests.support.ranks import RankPool
+from tests.support.records import experience
 from tests.support.shards import tensors_of
 
 NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2")}
 OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
-
-
-def learn(
-    source: Path,
-    role: str,
-    split: dict[str, Any],
-    save: Path | None,
-    load: Path | None,
-    optimizer: bool,
-    optim: OptimSection = OPTIM,
-) -> Any:
-    """Two updates with a save between them, or the second one after a load; returns what the model then says.
-
-    What is saved is written after the second update, and is to be the state of before it.
-    """
-    from megarl.learner.checkpoint import load_learner, save_learner
-    from megarl.learner.learner import Budget
-    from megarl.learner.staging import Staging
-
-    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
-    batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
-    objective = ACTOR if role == "policy" else CRITIC
-    if load:
-        load_learner(learner, load)
-    else:
-        learner.update([batch], objective, budget)
-    writing = save_learner(learner, save, Staging()) if save else None
-    metrics = learner.update([batch], objective, budget)
-    if writing:
-        writing.write()
-        writing.finish()
-    outputs = learner.infer(batch, budget)
-    return metrics, outputs if role == "value" else outputs.log_probs
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])
@@ -65,8 +32,8 @@ def test_continues_exactly(
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
         saved = tmp_path / f"tp{tp}pp{pp}"
         saved.mkdir()
-        expected = pool.run(2, learn, source, role, sizes(tp, pp), saved, None, distributed_optimizer)
-        resumed = pool.run(2, learn, source, role, sizes(tp, pp), None, saved, distributed_optimizer)
+        expected = pool.run(2, learn_twice, source, role, sizes(tp, pp), saved, None, distributed_optimizer)
+        resumed = pool.run(2, learn_twice, source, role, sizes(tp, pp), None, saved, distributed_optimizer)
         for (metrics, outputs), (metrics_again, outputs_again) in zip(expected, resumed, strict=True):
             assert metrics == metrics_again
             assert torch.equal(outputs, outputs_again)
@@ -127,7 +94,7 @@ def test_another_split_has_the_same_weights_and_moments(
 ) -> None:
     source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
-    pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)
+    pool.run(2, learn_twice, source, "policy", sizes(2, 1), saved, None, True)
     expected = tensors_of(saved)
     assert sum("exp_avg" in name for name in expected) > 0
     for tp, pp in [(1, 1), (1, 2)]:
@@ -144,9 +111,9 @@ def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: P
     source = checkpoints["qwen2"]
     saved = tmp_path / "saved"
     saved.mkdir()
-    expected = pool.run(2, learn, source, "policy", sizes(2, 1), saved, None, True)[0]
+    expected = pool.run(2, learn_twice, source, "policy", sizes(2, 1), saved, None, True)[0]
     for tp, pp in [(1, 1), (1, 2)]:
-        metrics, outputs = pool.run(2, learn, source, "policy", sizes(tp, pp), None, saved, True)[0]
+        metrics, outputs = pool.run(2, learn_twice, source, "policy", sizes(tp, pp), None, saved, True)[0]
         assert metrics == pytest.approx(expected[0], rel=1e-5)
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
 
@@ -157,9 +124,9 @@ def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(
     source = checkpoints["llama"]
     saved = tmp_path / "saved"
     saved.mkdir()
-    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
+    pool.run(1, learn_twice, source, "policy", sizes(1, 1), saved, None, True)
     now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
-    [(metrics, _)] = pool.run(1, learn, source, "policy", sizes(1, 1), None, saved, True, now)
+    [(metrics, _)] = pool.run(1, learn_twice, source, "policy", sizes(1, 1), None, saved, True, now)
     assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half
 
 
@@ -203,7 +170,7 @@ def lead_index_elsewhere(checkpoint: Path, witness: Path) -> None:
 def load_refused(source: Path, directory: Path) -> str:
     """What a rank says of a checkpoint that it must not read."""
     with pytest.raises(BaseException) as refused:  # torch's own is no Exception
-        learn(source, "policy", sizes(1, 1), None, directory, True)
+        learn_twice(source, "policy", sizes(1, 1), None, directory, True)
     return repr(refused.value)
 
 
@@ -212,7 +179,7 @@ def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(
 ) -> None:
     source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
-    pool.run(1, learn, source, "policy", sizes(1, 1), saved, None, True)
+    pool.run(1, learn_twice, source, "policy", sizes(1, 1), saved, None, True)
     for plant in (plant_in_index, plant_in_common_state, plant_in_object, lead_index_elsewhere):
         spoiled, witness = tmp_path / plant.__name__, tmp_path / f"{plant.__name__}_ran"
         shutil.copytree(saved, spoiled)

@@ -12,8 +12,9 @@ import torch
 
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
-from tests.ranks.test_learner_split import TOLERANCE, megatron_answers, reference_answers
+from tests.support.learners import TOLERANCE, learner_outputs
 from tests.support.ranks import RankPool
+from tests.support.references import reference_outputs
 
 NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,12 +53,12 @@ def check(found: dict[str, Any], expected: Any, norm: float, metrics: dict[str, 
 
 def test_it_is_that_of_whole_logits_under_every_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy, reference = checkpoints["policy"], checkpoints["reference"]
-    expected = reference_answers(policy, ACTOR, against=reference)
+    expected = reference_outputs(policy, ACTOR, against=reference)
     assert expected[2]["actor/kl_loss"] > 0.1
     first: dict[str, Any] | None = None
     for world_size, split, max_tokens in SPLITS.values():
         arguments = (policy, "policy", split, max_tokens, ACTOR, reference)
-        for found in pool.run(world_size, megatron_answers, *arguments):
+        for found in pool.run(world_size, learner_outputs, *arguments):
             check(found, *expected)
             first = first or found
             torch.testing.assert_close(found["after"].kl, first["after"].kl, rtol=1e-4, atol=1e-4)
@@ -67,16 +68,16 @@ def test_it_is_that_of_whole_logits_under_every_split(pool: RankPool, checkpoint
 
 def test_experts_on_several_ranks_take_part_in_the_reading(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy, reference = checkpoints["policy of experts"], checkpoints["reference of experts"]
-    expected = reference_answers(policy, ACTOR, against=reference)
+    expected = reference_outputs(policy, ACTOR, against=reference)
     arguments = ({"expert_model_parallel_size": 2}, 24, ACTOR, reference)
-    for found in pool.run(2, megatron_answers, policy, "policy", *arguments):
+    for found in pool.run(2, learner_outputs, policy, "policy", *arguments):
         check(found, *expected)
 
 
 def test_a_policy_that_has_not_learnt_does_not_diverge(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     policy = checkpoints["policy"]
     arguments = (policy, "policy", TENSOR, 24, ACTOR, policy)
-    for found in pool.run(2, megatron_answers, *arguments):
+    for found in pool.run(2, learner_outputs, *arguments):
         assert found["before"].kl.abs().max() < 1e-6
         assert found["metrics"]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
         assert found["after"].kl.max() > 1e-4

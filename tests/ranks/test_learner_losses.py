@@ -21,10 +21,11 @@ from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.training.objectives import ActorObjective, mark
-from tests.ranks.test_learner_split import TEMPERATURE, experience, reference_answers
 from tests.support.layouts import slices
-from tests.support.learners import make_test_learner
+from tests.support.learners import TEMPERATURE, make_test_learner
 from tests.support.ranks import RankPool
+from tests.support.records import experience
+from tests.support.references import reference_outputs
 
 NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
@@ -102,7 +103,7 @@ def expected(checkpoint: Path, alone: dict[str, Any]) -> dict[str, tuple[Any, di
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_rank_does_what_autograd_does(alone: dict[str, Any], checkpoint: Path, name: str) -> None:
     actor = LOSSES[name]
-    _, norm, metrics = reference_answers(checkpoint, ActorObjective(actor, horizon=HORIZON), batches(actor)[0])
+    _, norm, metrics = reference_outputs(checkpoint, ActorObjective(actor, horizon=HORIZON), batches(actor)[0])
     found = alone[name][0][0]
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=1e-5, abs=1e-6)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Experience
-from tests.ranks.test_learner_checkpoint import learn
-from tests.ranks.test_learner_split import TOLERANCE, experience, megatron_answers, reference_answers
-from tests.support.learners import make_test_learner
+from tests.support.learners import TOLERANCE, learn_twice, learner_outputs, make_test_learner
 from tests.support.ranks import RankPool
+from tests.support.records import experience
+from tests.support.references import reference_outputs
 
 NUM_RANKS = 4
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -71,8 +71,8 @@ LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
-    expected, norm, _ = reference_answers(checkpoints[name])
-    answer = pool.run(1, megatron_answers, checkpoints[name], "policy", {}, 48)[0]
+    expected, norm, _ = reference_outputs(checkpoints[name])
+    answer = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 48)[0]
     torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
     torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
     assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -81,9 +81,9 @@ def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
 def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
-    expected = pool.run(1, megatron_answers, checkpoints[name], "policy", {}, 1000)[0]
+    expected = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 1000)[0]
     for split, (world_size, section) in SPLITS.items():
-        for answer in pool.run(world_size, megatron_answers, checkpoints[name], "policy", section, 48):
+        for answer in pool.run(world_size, learner_outputs, checkpoints[name], "policy", section, 48):
             torch.testing.assert_close(answer["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
             assert answer["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), split
             after = {"rtol": 1e-4, "atol": 1e-4}
@@ -176,12 +176,12 @@ def test_goes_on_exactly_from_a_checkpoint(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     source, split = checkpoints["deepseek_v3"], cut(ep=2)
-    expected, outputs = pool.run(2, learn, source, "policy", split, tmp_path, None, distributed_optimizer)[0]
-    again, outputs_again = pool.run(2, learn, source, "policy", split, None, tmp_path, distributed_optimizer)[0]
+    expected, outputs = pool.run(2, learn_twice, source, "policy", split, tmp_path, None, distributed_optimizer)[0]
+    again, outputs_again = pool.run(2, learn_twice, source, "policy", split, None, tmp_path, distributed_optimizer)[0]
     assert again == expected
     assert torch.equal(outputs_again, outputs)
     for other in (cut(tp=2), cut(pp=2), cut(tp=2, ep=2, etp=1)):
-        metrics, elsewhere = pool.run(2, learn, source, "policy", other, None, tmp_path, distributed_optimizer)[0]
+        metrics, elsewhere = pool.run(2, learn_twice, source, "policy", other, None, tmp_path, distributed_optimizer)[0]
         assert metrics == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(elsewhere, outputs, rtol=1e-4, atol=1e-4)
 
@@ -197,4 +197,4 @@ def test_goes_on_exactly_from_a_checkpoint(
 def test_refuses_by_name(pool: RankPool, checkpoints: dict[str, Path], override: dict[str, Any], message: str) -> None:
     section = cut(tp=2) | {"override_transformer_config": override}
     with pytest.raises(AssertionError, match=message):
-        pool.run(2, megatron_answers, checkpoints["qwen3_moe"], "policy", section, 24)
+        pool.run(2, learner_outputs, checkpoints["qwen3_moe"], "policy", section, 24)

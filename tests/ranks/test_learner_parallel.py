@@ -15,8 +15,7 @@ from torch import Tensor
 from megarl.config.policy import ActorSection
 from megarl.learner.config import MegatronSection
 from megarl.training.objectives import ActorObjective
-from tests.ranks.test_learner_checkpoint import learn
-from tests.ranks.test_learner_split import megatron_answers
+from tests.support.learners import learn_twice, learner_outputs
 from tests.support.ranks import RankPool, fresh_mesh
 
 NUM_RANKS = 4
@@ -52,7 +51,7 @@ def alone(pool: RankPool, checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def answers(checkpoint: Path, role: str, split: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    return megatron_answers(checkpoint, role, split, max_tokens, ACTOR if role == "policy" else None)
+    return learner_outputs(checkpoint, role, split, max_tokens, ACTOR if role == "policy" else None)
 
 
 def numbers(outputs: Any) -> list[Tensor]:
@@ -139,11 +138,11 @@ def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, che
 def test_a_checkpoint_of_a_virtual_pipeline_goes_on_under_any_other_split(
     pool: RankPool, checkpoint: Path, tmp_path: Path
 ) -> None:
-    expected, expected_outputs = pool.run(2, learn, checkpoint, "policy", VIRTUAL, tmp_path, None, True)[0]
-    metrics, outputs = pool.run(2, learn, checkpoint, "policy", VIRTUAL, None, tmp_path, True)[0]
+    expected, expected_outputs = pool.run(2, learn_twice, checkpoint, "policy", VIRTUAL, tmp_path, None, True)[0]
+    metrics, outputs = pool.run(2, learn_twice, checkpoint, "policy", VIRTUAL, None, tmp_path, True)[0]
     assert metrics == expected
     assert torch.equal(outputs, expected_outputs)
     for split in ({}, UNEVEN, CONTEXT):
-        metrics, outputs = pool.run(2, learn, checkpoint, "policy", split, None, tmp_path, True)[0]
+        metrics, outputs = pool.run(2, learn_twice, checkpoint, "policy", split, None, tmp_path, True)[0]
         assert metrics == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(outputs, expected_outputs, rtol=1e-4, atol=1e-4)

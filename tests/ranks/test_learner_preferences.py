@@ -11,8 +11,7 @@ from megarl.algorithms.losses import Totals
 from megarl.batch import Preferences
 from megarl.data.conversations import scoring_batch
 from megarl.training.objectives import PreferenceObjective
-from tests.ranks.test_learner_split import sizes
-from tests.support.learners import make_test_learner
+from tests.support.learners import make_test_learner, sizes
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_classifier
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms.losses import Totals
 from megarl.batch import Prompts, Rollouts
 from megarl.training.objectives import PTXObjective
-from tests.ranks.test_learner_split import ACTOR, TEMPERATURE, experience, gradient_norm, outputs_of
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, TEMPERATURE, make_test_learner
 from tests.support.ranks import RankPool
-from tests.support.records import answer, prompts
+from tests.support.records import answer, experience, prompts
+from tests.support.references import gradient_norm, outputs_of
 
 NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Prompt, Rollouts
-from megarl.config.policy import ActorSection, CriticSection
+from megarl.batch import Experience
 from megarl.data.conversations import scoring_batch
 from megarl.training.minibatches import minibatches
-from megarl.training.objectives import ActorObjective, CriticObjective
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, CRITIC, TEMPERATURE, TOLERANCE, learner_outputs, make_test_learner, sizes
 from tests.support.ranks import RankPool
+from tests.support.records import experience
+from tests.support.references import reference_outputs
 
 NUM_RANKS = 4
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3-tied")}
@@ -32,129 +29,15 @@ SPLITS = {  # (TP, PP, DP): world size
     (2, 2, 1): 4,
     (2, 1, 2): 4,
 }
-TEMPERATURE = 0.8
-ACTOR = ActorObjective(ActorSection(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), horizon=8)
-CRITIC = CriticObjective(CriticSection(), horizon=8)
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-
-
-def experience() -> Experience:
-    """Four prompts with two samples each, of very different lengths."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
-        Prompt(
-            index=number,
-            token_ids=torch.randint(3, 200, (3 + 4 * number,), generator=generator).tolist(),
-            text="",
-            data_source="",
-            ground_truth=None,
-            extra_info={},
-        )
-        for number in range(4)
-    ]
-    lengths = torch.tensor([4, 8, 1, 5, 6, 2, 8, 3])
-    mask = torch.arange(8) < lengths[:, None]
-
-    def noise() -> Tensor:
-        return torch.randn(mask.shape, generator=generator) * mask
-
-    old = -noise().abs() - 4.0 * mask
-    return Experience(
-        prompts=prompts,
-        groups=torch.arange(4).repeat_interleave(2),
-        responses=torch.randint(3, 200, mask.shape, generator=generator) * mask,
-        mask=mask,
-        rollout_log_probs=old,
-        truncated=torch.zeros(8, dtype=torch.bool),
-        texts=[""] * 8,
-        scores=torch.zeros(8),
-        accuracies=torch.zeros(8),
-        old_log_probs=old,
-        ref_log_probs=old + 0.1 * noise(),
-        values=0.1 * noise(),
-        advantages=noise(),
-        weights=mask.to(torch.float32),
-        returns=noise(),
-    )
-
-
-def sizes(tp: int, pp: int) -> dict[str, Any]:
-    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-
-
-def megatron_answers(
-    checkpoint: Path,
-    role: str,
-    split: dict[str, Any],
-    max_tokens: int,
-    objective: Any = None,
-    against: Path | None = None,
-) -> dict[str, Any]:
-    """On one rank: infer, update, and infer again; `against` another policy, if one is given."""
-    from megarl.learner.learner import Budget
-
-    learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
-    other = None
-    if against:
-        other = make_test_learner(against, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
-    if role == "value" and learner.mesh.is_last_stage:
-        head = learner.modules[-1].output_layer.weight
-        with torch.no_grad():
-            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
-    batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
-    before = learner.infer(batch, budget, against=other)
-    objective = objective or (ACTOR if role == "policy" else CRITIC)
-    metrics = learner.update([batch], objective, budget, against=other)
-    after = learner.infer(batch, budget, against=other)
-    return {"before": before, "metrics": metrics, "after": after}
-
-
-def reference_answers(
-    checkpoint: Path,
-    objective: ActorObjective = ACTOR,
-    batch: Experience | None = None,
-    against: Path | None = None,
-) -> tuple[PolicyOutputs, float, dict[str, float]]:
-    """Log-probabilities, gradient norm and metrics by `transformers` and autograd."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    batch = experience() if batch is None else batch
-    other = AutoModelForCausalLM.from_pretrained(against or checkpoint, dtype=torch.float32).requires_grad_(False)
-    outputs = outputs_of(model, batch, other)
-    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
-    loss.backward()
-    return outputs, gradient_norm(model), {name: float(value) for name, value in metrics.items()}
-
-
-def outputs_of(model: Any, batch: Rollouts, other: Any, *, temperature: float = TEMPERATURE) -> PolicyOutputs:
-    """What a model of `transformers` says, and how far it is from the other, one sequence at a time."""
-    log_probs, entropy, kl = [], [], []
-    for sample in range(len(batch)):
-        prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
-        log_p, log_q = (
-            (says(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-            for says in (model, other)
-        )
-        padding = (0, batch.mask.shape[1] - len(response))
-        chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
-        log_probs.append(torch.nn.functional.pad(chosen, padding))
-        entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
-        kl.append(torch.nn.functional.pad((log_p.exp() * (log_p - log_q)).sum(-1), padding))
-    return PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
-
-
-def gradient_norm(model: Any) -> float:
-    """Of all its parameters together."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3-tied"])
 def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> None:
-    expected, norm, metrics = reference_answers(checkpoints[variant])
+    expected, norm, metrics = reference_outputs(checkpoints[variant])
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, megatron_answers, checkpoints[variant], "policy", sizes(tp, pp), max_tokens)
+            answers = pool.run(world_size, learner_outputs, checkpoints[variant], "policy", sizes(tp, pp), max_tokens)
             for answer in answers:
                 torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
                 torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
@@ -204,7 +87,7 @@ def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, megatron_answers, checkpoints["llama"], "value", sizes(tp, pp), max_tokens)
+            answers = pool.run(world_size, learner_outputs, checkpoints["llama"], "value", sizes(tp, pp), max_tokens)
             for answer in answers:
                 first = first or answer
                 torch.testing.assert_close(answer["before"], first["before"], **TOLERANCE)

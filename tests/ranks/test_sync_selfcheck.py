@@ -5,9 +5,9 @@ saying the same. One engine per family serves all faults; after each a sound syn
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.reshard.layout import Layout
 from tests.support.engines import start, tear_down, tensors_of
+from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import write_checkpoint
 
@@ -38,55 +38,6 @@ SIGNS = {
 ROUNDING = 1e-5  # mean difference between the probabilities that two float32 models with the same weights give
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A trainer over both ranks, and an engine on each."""
-
-    learner: Any
-    engine: Any
-
-    def sampler(self, new_name: Callable[[str], str] = lambda name: name) -> Any:
-        """A sampler that takes the trainer's parameters for those that `new_name` says."""
-        from megarl.distributed.exchange import together
-        from megarl.learner.learner import Budget
-        from megarl.reshard.executor import Reshard
-        from megarl.reshard.planner import plan_between
-        from megarl.rollout.config import RolloutSection, SyncSection
-        from megarl.rollout.limits import Limits
-        from megarl.sync.selfcheck import SelfCheck
-        from megarl.training.roles import EngineSampler
-
-        held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
-        plan = plan_between(
-            together(lambda: held),
-            together(self.engine.weights.layout),
-            rank=dist.get_rank(),
-            ranks_per_node=2,
-            bucket_bytes=64 << 10,
-        )
-        return EngineSampler(
-            engine=self.engine,
-            actor=self.learner,
-            reshard=Reshard(plan, device=self.learner.device),
-            section=RolloutSection(),
-            check=SelfCheck(
-                Limits.of(SyncSection(), "float32"),
-                self.engine,
-                self.learner,
-                Budget(max_tokens=800, max_sequences=None),
-                check_every=1,
-            ),
-            finished=lambda prompt, token_ids: None,
-        )
-
-    def change(self, amount: float) -> None:
-        """Change all matrices by a function of their values, so alike wherever they are held twice."""
-        with torch.no_grad(), self.learner.weights() as tensors:
-            for tensor in tensors.values():
-                if tensor.dim() > 1:
-                    tensor.add_(amount * torch.cos(50.0 * tensor))
-
-
 def sync(sampler: Any, *, step: int) -> dict[str, float]:
     from megarl.tracking.timers import Timers
 
@@ -104,10 +55,6 @@ def complaint(sampler: Any, *, step: int) -> str:
             return "samples were drawn"
     except (RuntimeError, ValueError) as error:
         return str(error)
-
-
-def swap(one: str, other: str) -> Callable[[str], str]:
-    return lambda name: name.replace(one, "*").replace(other, one).replace("*", other)
 
 
 def next_expert(name: str) -> str:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megarl.batch import Prompts, Rollouts, Scored
 from megarl.data.order import Position
-from tests.ranks.test_sync_selfcheck import Pair, swap
 from tests.support.engines import prompt, start, tear_down, tensors_of
+from tests.support.pairs import Pair, swap
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import write_checkpoint
 

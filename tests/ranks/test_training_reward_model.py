@@ -17,9 +17,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed.launch import Launch
 from megarl.learner.config import MegatronSection
 from megarl.models.config import ModelSection, RewardCheckpointSection
-from tests.ranks.test_learner_split import sizes
 from tests.support.disks import Disk, small_disk
-from tests.support.learners import make_test_learner
+from tests.support.learners import make_test_learner, sizes
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint, write_classifier

@@ -16,11 +16,11 @@ from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience
 from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
-from tests.ranks.test_assembly_supervised import train
-from tests.ranks.test_learner_split import ACTOR, experience
-from tests.support.learners import make_test_learner
+from tests.support.learners import ACTOR, make_test_learner
 from tests.support.ranks import RankPool
+from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
+from tests.support.supervised import train
 
 NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("qwen2", "deepseek_v3")}

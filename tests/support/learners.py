@@ -1,4 +1,4 @@
-"""Learners on tiny checkpoints: in float32, over the whole world of a test's ranks."""
+"""Learners on tiny checkpoints: in float32, over all ranks of a test."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 
+from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.training.objectives import ActorObjective, CriticObjective
 from tests.support.ranks import fresh_mesh
+from tests.support.records import experience
 
 OPTIM = OptimSection(lr=1e-3)
 NUM_SCHEDULE_STEPS = 10
+WARM_UP = OptimSection(lr=1e-3, lr_warmup_steps=4)
+TEMPERATURE = 0.8
+ACTOR = ActorObjective(ActorSection(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), horizon=8)
+CRITIC = CriticObjective(CriticSection(), horizon=8)
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 def make_test_learner(
@@ -24,9 +32,9 @@ def make_test_learner(
     mesh: Any = None,
     device: str = "cpu",
 ) -> Any:
-    """This rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only answers.
+    """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
-    `mesh` is that of a learner which it goes beside, of the same split; None: a new one, and earlier learners are over.
+    `mesh` is the mesh of another learner of the same split. None makes a new mesh, which ends earlier learners.
     """
     from megarl.learner.factory import make_learner  # Megatron is slow to import
     from megarl.models.architecture import read_architecture
@@ -42,3 +50,68 @@ def make_test_learner(
         temperature=temperature,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
     )
+
+
+def sizes(tp: int, pp: int) -> dict[str, Any]:
+    """Return the fields of a MegatronSection for a tensor- and pipeline-parallel size."""
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+
+
+def learner_outputs(
+    checkpoint: Path,
+    role: str,
+    split: dict[str, Any],
+    max_tokens: int,
+    objective: Any = None,
+    against: Path | None = None,
+) -> dict[str, Any]:
+    """On each rank: infer, update and infer again; compare with the policy `against`, if given."""
+    from megarl.learner.learner import Budget
+
+    learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
+    other = None
+    if against:
+        other = make_test_learner(against, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
+    if role == "value" and learner.mesh.is_last_stage:
+        head = learner.modules[-1].output_layer.weight
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
+    batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
+    before = learner.infer(batch, budget, against=other)
+    objective = objective or (ACTOR if role == "policy" else CRITIC)
+    metrics = learner.update([batch], objective, budget, against=other)
+    after = learner.infer(batch, budget, against=other)
+    return {"before": before, "metrics": metrics, "after": after}
+
+
+def learn_twice(
+    source: Path,
+    role: str,
+    split: dict[str, Any],
+    save: Path | None,
+    load: Path | None,
+    optimizer: bool,
+    optim: OptimSection = WARM_UP,
+) -> Any:
+    """On each rank: update twice and save in between, or load and update once; return the last metrics and outputs.
+
+    The save is written after the second update, and must hold the state before it.
+    """
+    from megarl.learner.checkpoint import load_learner, save_learner
+    from megarl.learner.learner import Budget
+    from megarl.learner.staging import Staging
+
+    learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)
+    batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
+    objective = ACTOR if role == "policy" else CRITIC
+    if load:
+        load_learner(learner, load)
+    else:
+        learner.update([batch], objective, budget)
+    writing = save_learner(learner, save, Staging()) if save else None
+    metrics = learner.update([batch], objective, budget)
+    if writing:
+        writing.write()
+        writing.finish()
+    outputs = learner.infer(batch, budget)
+    return metrics, outputs if role == "value" else outputs.log_probs

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from mlflow import MlflowClient
 
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.metrics import describe
@@ -68,3 +69,10 @@ def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics that W&B has of a run that was recorded offline."""
     rows = [record.history for record in wandb_records(run_dir) if record.WhichOneof("record_type") == "history"]
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def mlflow_runs(run_dir: Path, project: str = "megarl_examples") -> tuple[MlflowClient, list[Any]]:
+    """Return a client of the MLflow store in a run directory, and the runs of a project."""
+    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(project)
+    return client, client.search_runs([experiment.experiment_id])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHOWN_CHARACTERS = 5000
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
 
 
 def run_program(*command: object, timeout_s: float, cwd: Path = ROOT) -> tuple[int, str]:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from megarl.batch import Prompt, Prompts, Rollouts
+from megarl.batch import Experience, Prompt, Prompts, Rollouts
 
 
 def prompts(lengths: Sequence[int]) -> Prompts:
@@ -40,4 +41,44 @@ def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollo
         rollout_log_probs=-1.0 * mask,
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
         weight_versions=torch.full((len(lengths),), version),
+    )
+
+
+def experience() -> Experience:
+    """Four prompts with two samples each, of very different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        Prompt(
+            index=number,
+            token_ids=torch.randint(3, 200, (3 + 4 * number,), generator=generator).tolist(),
+            text="",
+            data_source="",
+            ground_truth=None,
+            extra_info={},
+        )
+        for number in range(4)
+    ]
+    lengths = torch.tensor([4, 8, 1, 5, 6, 2, 8, 3])
+    mask = torch.arange(8) < lengths[:, None]
+
+    def noise() -> Tensor:
+        return torch.randn(mask.shape, generator=generator) * mask
+
+    old = -noise().abs() - 4.0 * mask
+    return Experience(
+        prompts=prompts,
+        groups=torch.arange(4).repeat_interleave(2),
+        responses=torch.randint(3, 200, mask.shape, generator=generator) * mask,
+        mask=mask,
+        rollout_log_probs=old,
+        truncated=torch.zeros(8, dtype=torch.bool),
+        texts=[""] * 8,
+        scores=torch.zeros(8),
+        accuracies=torch.zeros(8),
+        old_log_probs=old,
+        ref_log_probs=old + 0.1 * noise(),
+        values=0.1 * noise(),
+        advantages=noise(),
+        weights=mask.to(torch.float32),
+        returns=noise(),
     )

@@ -61,3 +61,22 @@ def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "trainer.logger=[jsonl,mlflow]",
         f"trainer.default_local_dir={run_dir}",
     ]
+
+
+def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
+    """A pipeline of two stages beside an engine of tensor-parallel size 2, and every part of PPO that has a memory."""
+    return [
+        *train_arguments(workspace, run_dir),
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ptx_coef=0.1",
+        f"actor_rollout_ref.actor.ptx_files={workspace.pairs}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        f"critic.model.path={workspace.model}",
+        "critic.optim.lr=1e-3",
+        "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.01, horizon: 100}",
+        "trainer.critic_warmup=1",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
+        "trainer.save_freq=1",
+        "trainer.test_freq=3",
+    ]

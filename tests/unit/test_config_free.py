@@ -10,7 +10,7 @@ import pytest
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.rollout.fields import OURS
-from tests.unit.test_config_rules import make_model
+from tests.support.configs import make_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRANSFORMER, ENGINE = f"{ACTOR}.megatron.override_transformer_config", f"{ROLLOUT}.engine_kwargs"

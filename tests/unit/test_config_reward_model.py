@@ -6,17 +6,17 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.report import batch_table
-from tests.unit.test_config_rules import ACTOR, TP, argv, faults, make_model  # noqa: F401 - argv is a fixture
+from tests.support.configs import ACTOR, TP, faults, make_model, sound_arguments
 
 REWARD = "reward_model"
 CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
 
 
 @pytest.fixture
-def enabled(argv: list[str], tmp_path: Path) -> list[str]:  # noqa: F811
-    """The arguments with a reward model of four heads."""
+def enabled(tmp_path: Path) -> list[str]:
+    """Sound arguments with a reward model of four heads."""
     model = make_model(tmp_path / "reward", **CLASSIFIER, num_attention_heads=4)
-    return [*argv, f"{REWARD}.enable=true", f"{REWARD}.model.path={model}"]
+    return [*sound_arguments(tmp_path), f"{REWARD}.enable=true", f"{REWARD}.model.path={model}"]
 
 
 def test_it_follows_the_actor_and_reads_the_policys_tokens(enabled: list[str], tmp_path: Path) -> None:

@@ -7,24 +7,9 @@ from typing import Any
 import pytest
 
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config, load_sft_config
-from megarl.data.parquet import write_rows
-from tests.support.hollow import write_hollow
+from megarl.config.load import load_sft_config
+from tests.support.configs import ACTOR, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
 
-ROW = {"prompt": "1 + 1", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}}
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "vocab_size": 100,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": 2048,
-}
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
 CP = "context_parallel_size"
@@ -33,33 +18,9 @@ OVERRIDE = f"{ACTOR}.megatron.override_transformer_config"
 FIRST, LAST = f"{OVERRIDE}.num_layers_in_first_pipeline_stage", f"{OVERRIDE}.num_layers_in_last_pipeline_stage"
 
 
-def make_model(directory: Path, **changes: Any) -> Path:
-    return write_hollow(directory, {**SIZES, **changes})
-
-
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
-    """Arguments without a fault, with real files: a world of 8, one model as policy and as critic."""
-    make_model(tmp_path / "model")
-    write_rows(tmp_path / "train.parquet", [ROW])
-    return [
-        f"data.train_files={tmp_path}/train.parquet",
-        f"actor_rollout_ref.model.path={tmp_path}/model",
-        f"critic.model.path={tmp_path}/model",
-        "trainer.n_gpus_per_node=8",
-    ]
-
-
-def faults(argv: list[str], *more: str, world_size: int | None = None, check_paths: bool = True) -> dict[str, str]:
-    """Return the message of every fault by its key; empty where there is none."""
-    try:
-        load_config([*argv, *more], world_size=world_size, check_paths=check_paths)
-    except ConfigError as error:
-        found: dict[str, str] = {}
-        for fault in error.faults:
-            found[fault.path] = "\n".join(filter(None, (found.get(fault.path), fault.message)))
-        return found
-    return {}
+    return sound_arguments(tmp_path)
 
 
 def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:

@@ -1,0 +1,52 @@
+"""What one unsharded model of `transformers` computes with plain autograd: learners are compared with it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.algorithms.losses import PolicyOutputs, Totals
+from megarl.batch import Experience, Rollouts
+from megarl.training.objectives import ActorObjective
+from tests.support.learners import ACTOR, TEMPERATURE
+from tests.support.records import experience
+
+
+def reference_outputs(
+    checkpoint: Path,
+    objective: ActorObjective = ACTOR,
+    batch: Experience | None = None,
+    against: Path | None = None,
+) -> tuple[PolicyOutputs, float, dict[str, float]]:
+    """Return outputs, gradient norm and metrics of an objective by `transformers` and autograd."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    batch = experience() if batch is None else batch
+    other = AutoModelForCausalLM.from_pretrained(against or checkpoint, dtype=torch.float32).requires_grad_(False)
+    outputs = outputs_of(model, batch, other)
+    loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
+    loss.backward()
+    return outputs, gradient_norm(model), {name: float(value) for name, value in metrics.items()}
+
+
+def outputs_of(model: Any, batch: Rollouts, other: Any, *, temperature: float = TEMPERATURE) -> PolicyOutputs:
+    """Return the outputs of a `transformers` model and its divergence from `other`, sequence by sequence."""
+    log_probs, entropy, kl = [], [], []
+    for sample in range(len(batch)):
+        prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
+        log_p, log_q = (
+            (policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+            for policy in (model, other)
+        )
+        padding = (0, batch.mask.shape[1] - len(response))
+        chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
+        log_probs.append(torch.nn.functional.pad(chosen, padding))
+        entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
+        kl.append(torch.nn.functional.pad((log_p.exp() * (log_p - log_q)).sum(-1), padding))
+    return PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
+
+
+def gradient_norm(model: Any) -> float:
+    """Return the norm of all gradients of a model together."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
