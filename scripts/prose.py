@@ -22,10 +22,12 @@ PLACE = (
     r"|decides?|exactly|from|is|knows?|of|or|and|says?|sees?|shows?|states?|to"
 )
 """After these words `where` names a place."""
+MENTIONED = r"`[^`]*`|(?<!\*)\*[^*]+\*(?!\*)"
+"""Code and words that a Markdown text speaks of."""
 SENTENCE = r"(?:^|(?<=[.:;!?]\s)|(?<=\*\*\s)|(?<=\|\s))"
 
 HABITS = {
-    "where for if": (r"\b[Ww]here\b", "if, unless, when; `where` for places"),
+    "where for if": (r"\b[Ww]here\b(?!,)", "if, unless, when; `where` for places"),
     "what, who as a subject": (rf"{SENTENCE}(?:What|Who|Whose|Whoever|Whatever)\b(?![^.]*\?)", "a verb or a noun"),
     "chains of pronouns": (
         r"\b(?:of|for|from|with|by|to|in|on|at|as) (?:which|whom)\b"
@@ -76,8 +78,8 @@ def _texts_of_markdown(path: Path, content: str) -> Iterator[Text]:
     for number, line in enumerate(content.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
-        elif not is_code and not line.startswith("    "):
-            yield Text(path, number, line)
+        elif not is_code and not line.startswith(("    ", "#")):
+            yield Text(path, number, re.sub(MENTIONED, "", line))
 
 
 def _texts_of_python(path: Path, content: str) -> Iterator[Text]:

@@ -2,6 +2,8 @@
 
 import doctest
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -15,9 +17,11 @@ from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.rewards import PREFIXES, REWARDS, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
+from scripts.pictures import find_arrows, read_layers
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted([DOCS.parent / "README.md", *DOCS.rglob("*.md")])
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 SCHEMAS = [Schema.of(root) for root in LINKS]
 LEAVES = {path for schema in SCHEMAS for path in schema.leaves}
 SECTIONS = {path for schema in SCHEMAS for path in schema.sections}
@@ -52,9 +56,9 @@ def test_every_algorithm_is_explained(name: str) -> None:
 
 
 def test_the_tables_name_every_configuration_and_no_other() -> None:
-    pages = [DOCS / "algorithms.md", DOCS.parent / "README.md"]
+    pages = [DOCS / "algorithms.md", DOCS / "training.md"]
     named = {file for page in pages for file in re.findall(r"`(\w+\.yaml)`", page.read_text())}
-    assert named == {file.name for file in (DOCS.parent / "configs").glob("*.yaml")}
+    assert named == {file.name for file in (ROOT / "configs").glob("*.yaml")}
 
 
 def keys_in(text: str) -> Iterator[str]:
@@ -102,3 +106,76 @@ def test_every_refused_task_is_in_the_table() -> None:
     table = (DOCS / "data.md").read_text().split("| refused | because |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == REFUSED.keys()
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that a forge gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if "://" in link or (target.exists() and not anchor):
+            continue
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if target.is_file() else []
+        if anchor not in map(slug, headings):
+            broken.append(link)
+    assert not broken
+
+
+def codes_in(text: str) -> set[str]:
+    """Return the words of a page's code: in sentences and in blocks."""
+    return {word for code in re.findall(r"`+([^`]+)`+", text) for word in code.split()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_path_exists(page: Path) -> None:
+    folders = "megarl|tests|scripts|docs|configs|docker|requirements"
+    words = {word.strip("\"'(),:;") for word in codes_in(page.read_text())}
+    paths = {word for word in words if re.fullmatch(rf"(?:{folders})/[\w./*-]+", word)}
+    assert not [path for path in paths if not re.search("NAME|MODULE", path) and not list(ROOT.glob(path.rstrip("/")))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_module_exists(page: Path) -> None:
+    names = set(re.findall(r"\b(?:megarl|tests\.support)(?:\.[a-z_]\w*)+", page.read_text()))
+    assert not [name for name in names if not exists(name)]
+
+
+def exists(name: str) -> bool:
+    """True if a dotted name is a module, or a word of a module."""
+    module, words = ROOT, name.split(".")
+    while words and ((module / words[0]).is_dir() or (module / f"{words[0]}.py").is_file()):
+        module /= words.pop(0)
+    if not words or words == ["md"]:
+        return True
+    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return file.is_file() and all(re.search(rf"\b{word}\b", file.read_text()) for word in words)
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = re.findall(r"\]\(([^)\s]+)\)", (DOCS / "index.md").read_text())
+    assert {(DOCS / page).resolve() for page in listed} == {*PAGES} - {DOCS / "index.md"}
+
+
+def test_the_house_tree_names_every_room() -> None:
+    tree = (ROOT / "README.md").read_text().split("## The house")[1]
+    rooms = {path.name for path in (ROOT / "megarl").iterdir() if (path / "__init__.py").is_file()}
+    files = {path.name for path in (ROOT / "megarl").glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"(\w+)/ ", tree)) >= rooms
+    assert set(re.findall(r"(\w+\.py)\b", tree)) >= files
+
+
+def test_the_picture_of_the_rooms_shows_the_imports_of_the_code() -> None:
+    drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "house.svg").read_text())
+    assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py house"
+
+
+def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "pictures.py", "--out", tmp_path], check=True)
+    for picture in ("house", "step", "memory", "sync"):
+        assert (tmp_path / f"{picture}.svg").read_text().rstrip().endswith("</svg>")
