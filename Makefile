@@ -1,18 +1,22 @@
-# `make quickstart` shows megarl at work, `make test` runs everything CI runs; both make .venv first.
+# `make quickstart` shows megarl at work, `make test` runs all that a change needs; both make .venv first.
 
 BIN := .venv/bin
 
-.PHONY: help setup quickstart test test-unit test-newest test-faults check clean
+.PHONY: help setup quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-faults clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
-	@echo "make test         what CI runs: check, then the unit, distributed and end-to-end tests"
-	@echo "make test-unit    the unit tests"
-	@echo "make test-newest  the tests of what touches Megatron-Core, with the newest one, and of optional packages"
-	@echo "make test-faults  the tests in which ranks die, stop or hang, N=1 times over, and a count of what passed"
+	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"
-	@echo "make clean        remove environments, caches and runs/"
+	@echo "make test         all that a change needs: check, test-unit, test-ranks, test-e2e"
+	@echo "make test-unit    tests within one process"
+	@echo "make test-ranks   tests of ranks that work together"
+	@echo "make test-e2e     tests of whole commands"
+	@echo "make test-long    tests that take minutes each: models that learn, and test-newest"
+	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
+	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
+	@echo "make clean        remove environments and caches; keep what users made"
 
 setup:
 	@scripts/setup.sh
@@ -20,26 +24,45 @@ setup:
 quickstart: setup
 	$(BIN)/python scripts/quickstart.py
 
+fix: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# While one of two pytest processes starts ranks or waits for them, the other computes. The tests of a file stay
+# together, because they share what they start.
+TWO := -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest $(TWO)
+
 test-unit: setup
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) tests/unit
 
-# One pytest at a time, also under make -j: the tests start processes that need the cores.
+test-ranks: setup
+	$(PYTEST) tests/ranks
+
+test-e2e: setup
+	$(PYTEST) -m "not long" tests/e2e
+
+# One suite at a time, also under make -j: the tests start processes that need the cores.
 test: check
-	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/ranks
-	$(BIN)/python -m pytest tests/e2e
+	@$(MAKE) --no-print-directory test-unit
+	@$(MAKE) --no-print-directory test-ranks
+	@$(MAKE) --no-print-directory test-e2e
 
-# What differs between losses alone is Megatron's business no more.
+test-long: setup
+	$(PYTEST) -m long tests/e2e
+	@$(MAKE) --no-print-directory test-newest
+
+# Losses differ above Megatron-Core, so their tests need no second version of it.
 LOSSES := tests/ranks/test_learner_losses.py tests/ranks/test_learner_preferences.py
 test-newest:
 	@scripts/setup.sh newest
-	.venv-newest/bin/python -m pytest tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
+	.venv-newest/bin/python -m pytest $(TWO) tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
 		$(filter-out $(LOSSES),$(wildcard tests/ranks/test_learner_*.py)) tests/ranks/test_planning_memory.py tests/ranks/test_sync_transfer.py \
 		tests/unit/test_rewards_reasoning_gym.py
 
@@ -47,9 +70,9 @@ N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)
 test-faults: setup
 	@passed=0; for run in $$(seq $(N)); do \
-		$(BIN)/python -m pytest -q -m faults $(FAULTS) && passed=$$((passed + 1)); \
+		$(PYTEST) -q -m faults $(FAULTS) && passed=$$((passed + 1)); \
 		echo "fault tests: $$passed of $$run runs passed"; \
 	done; [ $$passed -eq $(N) ]
 
 clean:
-	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info runs
+	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

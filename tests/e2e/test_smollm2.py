@@ -12,7 +12,7 @@ from megarl.tracking.jsonl import read_jsonl
 from tests.support.assets import asset
 from tests.support.programs import run_python
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MAX_RESPONSE_LENGTH = 48
 NUM_STEPS = 2

@@ -16,7 +16,7 @@ from megarl.tracking.jsonl import read_jsonl
 from tests.support.assets import asset
 from tests.support.programs import run_python
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 
 STEPS = 40
 BFLOAT16 = Limits.of(SyncSection(), "bfloat16")
