@@ -19,7 +19,8 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 
 if TYPE_CHECKING:
     from megarl.data.pairs import PairStream
-    from megarl.learner.learner import Budget, Learner
+    from megarl.learner.batching import Budget
+    from megarl.learner.learner import Learner
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -32,7 +33,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.assembly.supervised import Lessons, learn
     from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, POLICY_ROLE, export_model
     from megarl.data.pairs import PairStream
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import SFTObjective
 

@@ -20,7 +20,8 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 
 if TYPE_CHECKING:
     from megarl.data.preferences import PreferenceStream
-    from megarl.learner.learner import Budget, Learner
+    from megarl.learner.batching import Budget
+    from megarl.learner.learner import Learner
     from megarl.training.objectives import PreferenceObjective
 
 
@@ -35,7 +36,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, VALUE_ROLE, export_model
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import PreferenceObjective
 

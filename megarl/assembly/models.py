@@ -8,8 +8,9 @@ from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
+from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner, Objective
+from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
@@ -51,7 +52,7 @@ def make_actor(
             _updates(config, "actor", actor, ActorObjective(actor, horizon=config.data.max_response_length)),
             prepare=partial(mark, section=actor),
             against=reference if config.kl_of_loss == "full" else None,
-            beside=supervision.parts if supervision else None,
+            extra_terms=supervision.terms if supervision else None,
         ),
     )
 

@@ -19,8 +19,9 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, heeding, told
+from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner, Objective
+from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
@@ -109,8 +110,8 @@ def _learn(
             watchdog.note(step=step, phase="step")
             timers = Timers()
             with timers("step"):
-                batches, outcome = [lessons.batches.take(step)], skips.of_step(step + 1)
-                metrics = learner.update(batches, lessons.objective, lessons.budget, outcome=outcome)
+                batches, on_minibatch = [lessons.batches.take(step)], skips.of_step(step + 1)
+                metrics = learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
             if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics |= lessons.validate(learner)
             stops = told() and step + 1 < last_step

@@ -10,9 +10,10 @@ import torch
 
 from megarl.batch import Rollouts
 from megarl.bench.cases import Case, Split
+from megarl.learner.batching import Budget
 from megarl.learner.config import MegatronSection
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.platform.device import local_device

@@ -63,7 +63,7 @@ def make_learner(
     if training:
         optim, grad_clip, num_steps = training
         models, optimizer = make_trainable(modules, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps)
-    offload = Offload(models=models, optimizer=optimizer and optimizer.megatron, section=section)
+    offload = Offload(models, optimizer and optimizer.megatron, section)
     offload.park()
     return Learner(
         models=models,

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from megarl.distributed.exchange import together
+
 MOST_NAMED = 8  # parameters of one rank
 
 
@@ -24,6 +26,32 @@ class NotFinite:
     def describe(self) -> str:
         """In words."""
         return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
+
+
+def explain_not_finite(
+    modules: Sequence[Any],
+    rows: Sequence[tuple[int, Sequence[int]]],
+    *,
+    num_terms: int,
+    loss: float,
+    grad_norm: float,
+) -> NotFinite:
+    """Collect from all ranks why a step is not taken, after its backward pass. Collective.
+
+    Args:
+        modules: the model's chunks on this rank.
+        rows: of each micro-batch of this rank whose loss is not finite, the term of the loss and the term's samples.
+        num_terms: terms of the step's loss.
+        loss: of the global mini-batch.
+        grad_norm: of the global gradient.
+    """
+    ranks = together(lambda: (rows, parameters_not_finite(modules)))
+    by_term = [
+        tuple(sorted({row for bad, _ in ranks for number, samples in bad if number == term for row in samples}))
+        for term in range(num_terms)
+    ]
+    parameters = {rank: names for rank, (_, names) in enumerate(ranks) if names}
+    return NotFinite(loss=loss, grad_norm=grad_norm, rows=tuple(by_term), parameters=parameters)
 
 
 def parameters_not_finite(chunks: Sequence[Any]) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """AdamW on Megatron's (distributed) optimizer, with gradient clipping and a learning-rate schedule."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from megarl.learner.config import MegatronSection, OptimSection
 from megarl.platform.cpu import megatron_platform
 
 
-@dataclass(frozen=True)
 class Optimizer:
-    """Megatron's optimizer and its schedule."""
+    """Megatron's optimizer and the schedule of its learning rate."""
 
-    megatron: Any  # MegatronOptimizer
-    schedule: OptimizerParamScheduler
+    def __init__(self, megatron: Any, schedule: OptimizerParamScheduler) -> None:
+        self.megatron, self.schedule = megatron, schedule  # `megatron` is a MegatronOptimizer
 
     @property
     def lr(self) -> float:

@@ -65,8 +65,8 @@ class Mesh:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def speaks_for_its_samples(self) -> bool:
-        """True on exactly one of the ranks that hold the same samples: the first of the last stage's."""
+    def reports_its_samples(self) -> bool:
+        """True on exactly one of the ranks that hold the same samples: the first rank of the last stage."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 

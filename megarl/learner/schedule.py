@@ -12,18 +12,26 @@ from megarl.learner.parallel import Mesh
 from megarl.platform.cpu import megatron_platform
 
 Head = Callable[[Tensor], Any]
-Micro = tuple[Packed, Head]  # a micro-batch, and what reads its final hidden states
+MicroBatch = tuple[Packed, Head]  # a micro-batch, and the head that reads its final hidden states
 
 
-def run_schedule(models: Sequence[Any], micros: Sequence[Micro], *, max_tokens: int, forward_only: bool) -> list[Any]:
-    """Run `micros` through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
+def run_schedule(
+    models: Sequence[Any], micro_batches: Sequence[MicroBatch], row_length: int, *, forward_only: bool
+) -> list[Any]:
+    """Run micro-batches through the model whose chunks on this rank are `models`, and backwards unless `forward_only`.
 
-    The answers of the heads, on the last stage alone and in the order of the micro-batches, are returned. For a
-    backward pass a head gives (loss, anything, answer).
+    Args:
+        models: the chunks.
+        micro_batches: in the order of the pass; for a backward pass a head returns (loss, anything, result).
+        row_length: the most tokens of a micro-batch.
+        forward_only: compute no gradients.
+
+    Returns:
+        The results of the heads in this order, on the last pipeline stage; nothing on the other stages.
     """
 
-    def forward_step(rows: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        row, head = next(rows)
+    def forward_step(remaining: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        row, head = next(remaining)
         filling = _filling(row, getattr(model, "module", model))
         hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=filling)
 
@@ -33,17 +41,17 @@ def run_schedule(models: Sequence[Any], micros: Sequence[Micro], *, max_tokens: 
         return hidden, read
 
     with megatron_platform():
-        answers: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(micros) for _ in models],  # a chunk sees the micro-batches at its own time
+            data_iterator=[iter(micro_batches) for _ in models],  # every chunk reads the micro-batches at its own time
             model=list(models),
-            num_microbatches=len(micros),
-            seq_length=max_tokens,
+            num_microbatches=len(micro_batches),
+            seq_length=row_length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-    return answers
+    return results
 
 
 def _filling(row: Packed, module: Any) -> Tensor | None:

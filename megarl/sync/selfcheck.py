@@ -9,14 +9,15 @@ tokens. The prompts fill a block of the prefix cache, so keys that outlived a sy
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import Prompt, Prompts, Rollouts
 from megarl.distributed.exchange import together
-from megarl.learner.learner import Budget, Learner
+from megarl.learner.batching import Budget
+from megarl.learner.learner import Learner
 from megarl.reshard.checksums import checksum
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.engine import RolloutEngine
@@ -85,7 +86,7 @@ class SelfCheck:
         self, limits: Limits, engine: RolloutEngine, actor: Learner, budget: Budget, *, check_every: int
     ) -> None:
         self._limits, self._engine, self._budget, self._check_every = limits, engine, budget, check_every
-        self._actor = replace(actor, temperature=1.0)
+        self._actor = actor
         self._prompts, self._num_tokens = fixed_prompts(
             actor.architecture.vocab_size, max_model_len=engine.max_model_len
         )
@@ -123,7 +124,7 @@ class SelfCheck:
             ValueError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has moved since
                 the check before and a replica of the engine has not.
         """
-        says = self._actor.infer(answers, self._budget).log_probs
+        says = self._actor.infer(answers, self._budget, temperature=1.0).log_probs
         assert answers.rollout_log_probs is not None, "`ask` asks for them"
         seen = Seen(_by_sample(answers, answers.rollout_log_probs), _by_sample(answers, says))
         means, largest = probability_differences(answers, says, num_replicas=self._engine.num_replicas)

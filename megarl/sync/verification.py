@@ -19,8 +19,9 @@ from megarl.batch import Rollouts
 from megarl.config.root import VerifyConfig
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
+from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes
 from megarl.models.source import Source

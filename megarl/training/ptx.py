@@ -12,7 +12,7 @@ from megarl.config.root import Config
 from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.learner.learner import Objective, Part
+from megarl.learner.learner import LossTerm, Objective
 from megarl.training.objectives import PTXObjective
 
 
@@ -52,10 +52,10 @@ class Supervision:
         num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
         return cls(pairs=pairs, objective=PTXObjective(actor.ptx_coef), num_minibatches=num_minibatches)
 
-    def parts(self, step: int) -> Iterator[Part]:
+    def terms(self, step: int) -> Iterator[LossTerm]:
         """What the mini-batches of iteration `step` are learnt with, one after the other, without end.
 
         At temperature 1: the language model's own probabilities, not those of the sampler.
         """
         for number in count(step * self.num_minibatches):
-            yield Part(batch=self.pairs.take(number), objective=self.objective, temperature=1.0)
+            yield LossTerm(batch=self.pairs.take(number), objective=self.objective, temperature=1.0)

@@ -17,8 +17,9 @@ from megarl.config.root import RewardModelSection
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
+from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Budget, Learner
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.rewards.config import CustomRewardSection

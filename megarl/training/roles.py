@@ -11,7 +11,8 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
 from megarl.distributed import watchdog
-from megarl.learner.learner import Budget, Learner, Objective, Part
+from megarl.learner.batching import Budget
+from megarl.learner.learner import Learner, LossTerm, Objective
 from megarl.reshard.executor import Destination, Reshard
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
@@ -38,7 +39,7 @@ class Updates:
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
     against: Learner | None = None  # whose exact divergence is in the objective
-    beside: Callable[[int], Iterable[Part]] | None = None  # what else the mini-batches of an iteration learn from
+    extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the losses of a step's mini-batches
     skips: Skips | None = None  # what becomes of mini-batches that cannot be learnt from; None: nothing is said of them
 
 
@@ -77,14 +78,14 @@ class Model(Generic[Outputs]):
         )
         if updates.prepare:
             batches = map(updates.prepare, batches)
-        beside = updates.beside(step) if updates.beside else None
+        extra_terms = updates.extra_terms(step) if updates.extra_terms else None
         metrics = self.learner.update(
             batches,
             updates.objective,
             budget,
             against=updates.against,
-            beside=beside,
-            outcome=updates.skips.of_step(step + 1) if updates.skips else None,
+            extra_terms=extra_terms,
+            on_minibatch=updates.skips.of_step(step + 1) if updates.skips else None,
         )
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 

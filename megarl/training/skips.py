@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.find import last_intact_during_run
 from megarl.learner.finite import NotFinite
-from megarl.learner.learner import Outcome, Part
+from megarl.learner.learner import LossTerm, OnMinibatch
 from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
 from megarl.training.archive import write_record
@@ -36,7 +36,7 @@ class Skips:
         self._run_dir = Path(trainer.default_local_dir)
         self._directory = self._run_dir / DIRECTORY
 
-    def of_step(self, step: int) -> Outcome:
+    def of_step(self, step: int) -> OnMinibatch:
         """What `Learner.update` tells of the mini-batches of a step, counted from 1.
 
         Raises:
@@ -44,7 +44,7 @@ class Skips:
         """
         return partial(self._note, step)
 
-    def _note(self, step: int, minibatch: int, parts: Sequence[Part], why: NotFinite | None) -> None:
+    def _note(self, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite | None) -> None:
         if why is None:
             self._in_a_row = 0
             return
@@ -56,11 +56,11 @@ class Skips:
                 "trainer.max_skipped_updates=%d): see %s",
                 *(step, self._model, minibatch, why.describe(), self._in_a_row, self._most_in_a_row, record),
             )
-            self._keep(record, step, minibatch, parts, why)
+            self._keep(record, step, minibatch, terms, why)
         if self._in_a_row > self._most_in_a_row:
             raise ValueError(self._too_many(record, why))
 
-    def _keep(self, record: Path, step: int, minibatch: int, parts: Sequence[Part], why: NotFinite) -> None:
+    def _keep(self, record: Path, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite) -> None:
         """Write a mini-batch down; a disk that does not take it stops no run."""
         facts = {
             "model": self._model,
@@ -73,9 +73,9 @@ class Skips:
         }
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for number, part in enumerate(parts):
+            for number, term in enumerate(terms):
                 name = record.stem + (f"_{number}" if number else "")
-                write_record(record.with_name(f"{name}.parquet"), part.batch)
+                write_record(record.with_name(f"{name}.parquet"), term.batch)
             write_whole(record, json.dumps(facts, indent=1).encode())
             self._forget_oldest()
         except OSError as error:

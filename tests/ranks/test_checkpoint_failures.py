@@ -27,7 +27,7 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(source, split)
     learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))

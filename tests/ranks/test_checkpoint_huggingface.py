@@ -26,7 +26,7 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
     from megarl.checkpoint.huggingface import export_model
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
 

@@ -41,8 +41,8 @@ def test_continues_exactly(
 
 def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, beside: Path) -> None:
     """Save one state while the learner waits, and again while it goes on learning."""
+    from megarl.learner.batching import Budget
     from megarl.learner.checkpoint import save_learner
-    from megarl.learner.learner import Budget
     from megarl.learner.staging import Staging
 
     learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, optim=OPTIM)

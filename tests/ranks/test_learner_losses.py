@@ -5,7 +5,6 @@ weight must be those of one rank with one micro-batch, whose first mini-batch mu
 """
 
 import json
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -73,11 +72,11 @@ def batches(actor: ActorSection) -> list[Experience]:
 
 def answers(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: int) -> dict[str, Any]:
     """On one rank: for each loss the metrics of two mini-batches and this rank's parts of the weights afterwards."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     found = {}
     for name, actor in LOSSES.items():
-        learner = replace(make_test_learner(checkpoint, split, temperature=TEMPERATURE), balance=balance)
+        learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE, balance=balance)
         budget, objective = Budget(max_tokens=max_tokens, max_sequences=None), ActorObjective(actor, horizon=HORIZON)
         metrics = [learner.update([minibatch], objective, budget) for minibatch in batches(actor)]
         with learner.weights() as weights:

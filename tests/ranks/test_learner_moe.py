@@ -100,7 +100,7 @@ def router_gradients(
     checkpoint: Path, split: dict[str, Any], coefficients: dict[str, float], max_tokens: int
 ) -> tuple[float, dict[str, Tensor]]:
     """On one rank: the gradient norm of the router losses alone, and their gradients of this rank's routers."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     split = split | {"override_transformer_config": coefficients}
     learner = make_test_learner(checkpoint, split, grad_clip=1e9)
@@ -161,7 +161,7 @@ def test_an_update_moves_the_bias_of_the_router_only_when_asked(pool: RankPool, 
 
 def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """On one rank: the bias of the last layer's router before and after an update."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, cut(ep=2) | {"override_transformer_config": override})
     name = "decoder.layers.1.mlp.router.expert_bias"

@@ -35,7 +35,7 @@ def preferences() -> Preferences:
 
 def megatron_answers(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tuple[dict[str, float], Tensor]:
     """On one rank: the metrics of an update, and the scores after it."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, sizes(tp, pp), role="value")
     budget = Budget(max_tokens=max_tokens, max_sequences=None, num_together=2)

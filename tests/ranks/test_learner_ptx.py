@@ -43,12 +43,13 @@ def pairs() -> Rollouts:
 
 def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tuple[dict[str, float], Tensor]:
     """On one rank: the metrics of a mixed update, and what the policy says about the samples after it."""
-    from megarl.learner.learner import Budget, Part
+    from megarl.learner.batching import Budget
+    from megarl.learner.learner import LossTerm
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
-    beside = Part(batch=pairs(), objective=PTX, temperature=1.0)
-    metrics = learner.update([experience()], ACTOR, budget, beside=[beside])
+    extra = LossTerm(batch=pairs(), objective=PTX, temperature=1.0)
+    metrics = learner.update([experience()], ACTOR, budget, extra_terms=[extra])
     return metrics, learner.infer(experience(), budget).log_probs
 
 
@@ -85,14 +86,15 @@ def silence(outputs: Any, micro: Rollouts, totals: Totals) -> tuple[Tensor, dict
 
 def router_norms(checkpoint: Path, split: dict[str, Any]) -> tuple[float, float]:
     """On one rank: the gradient norm of the router's loss on a batch, and on the same one in two parts."""
-    from megarl.learner.learner import Budget, Part
+    from megarl.learner.batching import Budget
+    from megarl.learner.learner import LossTerm
 
     batch, budget = experience(), Budget(max_tokens=24, max_sequences=None)
     start, end = (batch.select(samples) for samples in torch.arange(len(batch)).split([5, 3]))
     section = split | {"override_transformer_config": {"moe_z_loss_coeff": 0.05}}
     whole = make_test_learner(checkpoint, section).update([batch], silence, budget)
-    beside = [Part(batch=end, objective=silence)]
-    parts = make_test_learner(checkpoint, section).update([start], silence, budget, beside=beside)
+    extra = [LossTerm(batch=end, objective=silence)]
+    parts = make_test_learner(checkpoint, section).update([start], silence, budget, extra_terms=extra)
     return whole["grad_norm"], parts["grad_norm"]
 
 

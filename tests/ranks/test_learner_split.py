@@ -51,7 +51,7 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
 
 def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list[int]) -> tuple[dict[str, float], Any]:
     """On one rank: an epoch in mini-batches of one prompt without the failed samples, and what is inferred then."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     batch, budget = experience(), Budget(max_tokens=40, max_sequences=None)
@@ -65,7 +65,7 @@ def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list
 
 def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dict[str, float], Any]:
     """On one rank: the same from mini-batches that are put together by hand."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, {}, temperature=TEMPERATURE)
     batch, budget = experience(), Budget(max_tokens=1000, max_sequences=None)
@@ -108,7 +108,7 @@ def read_in_other_tokens() -> Experience:
 
 def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     """On one rank: the values of such a batch, those of each state read alone, and an update's metrics."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, role="value")
     if learner.mesh.is_last_stage:

@@ -59,8 +59,8 @@ def sync_every_split(paths: list[Path], engine_tp: int) -> dict[tuple[int, int],
 
 def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Traffic, list[Round]]:
     from megarl.distributed.exchange import together
+    from megarl.learner.batching import Budget
     from megarl.learner.config import OptimSection
-    from megarl.learner.learner import Budget
     from megarl.models.architecture import hf_shapes
     from megarl.reshard.executor import Reshard
     from megarl.reshard.planner import plan_between

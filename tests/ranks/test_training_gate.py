@@ -84,9 +84,9 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
     from megarl.algorithms.config import AlgorithmSection
     from megarl.algorithms.kl import FixedKL
     from megarl.config.policy import ActorSection
+    from megarl.learner.batching import Budget
     from megarl.learner.config import MegatronSection, OptimSection
     from megarl.learner.factory import make_learner
-    from megarl.learner.learner import Budget
     from megarl.models.architecture import read_architecture
     from megarl.rollout.config import RolloutSection, SyncSection
     from megarl.rollout.limits import Limits

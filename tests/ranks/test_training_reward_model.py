@@ -45,7 +45,7 @@ def classifier_scores(checkpoint: Path, ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def scores(checkpoint: Path, split: dict[str, Any], max_sequences: int | None) -> Tensor:
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     budget = Budget(max_tokens=64, max_sequences=max_sequences)
     return make_test_learner(checkpoint, split, role="value", optim=None).infer(scoring_batch(sequences()), budget)[
@@ -106,7 +106,7 @@ def conversations(policy: Any, prompt: Any) -> Rollouts:
 
 
 def judged(policy_path: Path, own_path: Path, prompt: Any, split: dict[str, Any], passes: bool, length: int) -> Any:
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.training.reward_model import RewardModel
 
     policy = load_tokenizer(str(policy_path), chat_template=POLICY_TEMPLATE)
@@ -160,7 +160,7 @@ def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: Ra
 def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
     """What a run on these checkpoints is told of the answers to a text: scores, texts and metrics."""
     from megarl.config.root import RewardModelSection
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.training.reward_model import make_reward
 
     policy = load_tokenizer(str(policy_path))

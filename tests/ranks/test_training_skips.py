@@ -78,7 +78,7 @@ def state_of(learner: Any) -> dict[str, Tensor]:
 
 def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
     """On one rank: what differs, for each fault, from a learner that never saw the mini-batch."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     budget = Budget(max_tokens=1000, max_sequences=1)
     first, bad, third = minibatches()
@@ -113,7 +113,7 @@ def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[lis
     """On one rank: updates skipped in each step until a run with max_skipped_updates=2 ends, and its last words."""
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import Skips
 
@@ -130,7 +130,7 @@ def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[lis
                 batches,
                 partial(spoilt, fault="both"),
                 Budget(max_tokens=1000, max_sequences=1),
-                outcome=skips.of_step(number),
+                on_minibatch=skips.of_step(number),
             )
         except ValueError as error:
             return counts, str(error)
@@ -173,18 +173,18 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
 def many(run_dir: Path) -> None:
     """On one rank: more mini-batches than are kept, the last one with pairs beside it."""
     from megarl.learner.finite import NotFinite
-    from megarl.learner.learner import Part
+    from megarl.learner.learner import LossTerm
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import MOST_KEPT, Skips
 
     trainer = TrainerSection(default_local_dir=str(run_dir), max_skipped_updates=MOST_KEPT + 1)
     skips = Skips("critic", trainer)
-    part = Part(batch=experience(), objective=ACTOR)
+    term = LossTerm(batch=experience(), objective=ACTOR)
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((), ()), parameters={})
     for number in range(MOST_KEPT + 1):
-        skips.of_step(3)(number, [part, part], why)
+        skips.of_step(3)(number, [term, term], why)
     with pytest.raises(ValueError, match="has no whole checkpoint"):
-        skips.of_step(4)(0, [part], why)
+        skips.of_step(4)(0, [term], why)
 
 
 def test_so_many_are_kept(pool: RankPool, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def last_words(run_dirs: list[Path]) -> str:
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.finite import NotFinite
-    from megarl.learner.learner import Part
+    from megarl.learner.learner import LossTerm
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import Skips
 
@@ -221,7 +221,7 @@ def last_words(run_dirs: list[Path]) -> str:
     skips = Skips("actor", TrainerSection(default_local_dir=str(mine), max_skipped_updates=0))
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((),), parameters={})
     with pytest.raises(ValueError, match="max_skipped_updates") as caught:
-        skips.of_step(5)(0, [Part(batch=experience(), objective=ACTOR)], why)
+        skips.of_step(5)(0, [LossTerm(batch=experience(), objective=ACTOR)], why)
     return str(caught.value)
 
 

@@ -29,6 +29,7 @@ def make_test_learner(
     temperature: float = 1.0,
     optim: OptimSection | None = OPTIM,
     grad_clip: float = 1.0,
+    balance: bool = True,
     mesh: Any = None,
     device: str = "cpu",
 ) -> Any:
@@ -48,6 +49,7 @@ def make_test_learner(
         role=role,
         device=torch.device(device),
         temperature=temperature,
+        balance=balance,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
     )
 
@@ -66,7 +68,7 @@ def learner_outputs(
     against: Path | None = None,
 ) -> dict[str, Any]:
     """On each rank: infer, update and infer again; compare with the policy `against`, if given."""
-    from megarl.learner.learner import Budget
+    from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
     other = None
@@ -97,8 +99,8 @@ def learn_twice(
 
     The save is written after the second update, and must hold the state before it.
     """
+    from megarl.learner.batching import Budget
     from megarl.learner.checkpoint import load_learner, save_learner
-    from megarl.learner.learner import Budget
     from megarl.learner.staging import Staging
 
     learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, role=role, optim=optim)

@@ -20,7 +20,7 @@ class Pair:
     def sampler(self, new_name: Callable[[str], str] = lambda name: name) -> Any:
         """Return a sampler that syncs each parameter of the learner under the name that `new_name` returns for it."""
         from megarl.distributed.exchange import together
-        from megarl.learner.learner import Budget
+        from megarl.learner.batching import Budget
         from megarl.reshard.executor import Reshard
         from megarl.reshard.planner import plan_between
         from megarl.rollout.config import RolloutSection, SyncSection

@@ -10,7 +10,8 @@ import torch
 from megarl.algorithms.config import PolicyLossSection
 from megarl.batch import Experience, Marked, Scored
 from megarl.config.policy import ActorSection
-from megarl.learner.learner import Budget, Part
+from megarl.learner.batching import Budget
+from megarl.learner.learner import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
@@ -22,7 +23,7 @@ BUDGET = Budget(max_tokens=64, max_sequences=None)
 class Learner:
     def __init__(self) -> None:
         self.minibatches: list[Experience] = []
-        self.beside: list[Part] = []
+        self.extra_terms: list[LossTerm] = []
 
     def update(
         self,
@@ -31,12 +32,12 @@ class Learner:
         budget: Budget,
         *,
         against: Any,
-        beside: Any,
-        outcome: Any,
+        extra_terms: Any,
+        on_minibatch: Any,
     ) -> dict[str, float]:
-        for minibatch, part in zip(minibatches, beside or repeat(None), strict=False):
+        for minibatch, term in zip(minibatches, extra_terms or repeat(None), strict=False):
             self.minibatches.append(minibatch)
-            self.beside += [part] if part else []
+            self.extra_terms += [term] if term else []
         return {"lr": 0.5, "actor/pg_loss": 1.0}
 
 
@@ -95,10 +96,12 @@ def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_th
         num_epochs=2,
         shuffle=True,
         seed=0,
-        beside=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4).parts,  # type: ignore[arg-type]
+        extra_terms=Supervision(pairs=Pairs(), objective=objective, num_minibatches=4).terms,  # type: ignore[arg-type]
     )
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
     for step in (3, 0):
         actor.update(experience(), step=step)
-    assert [part.batch for part in learner.beside] == [12, 13, 14, 15, 0, 1, 2, 3]
-    assert {(part.objective, part.temperature, part.against) for part in learner.beside} == {(objective, 1.0, None)}
+    assert [term.batch for term in learner.extra_terms] == [12, 13, 14, 15, 0, 1, 2, 3]
+    assert {(term.objective, term.temperature, term.against) for term in learner.extra_terms} == {
+        (objective, 1.0, None)
+    }

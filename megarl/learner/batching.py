@@ -1,0 +1,68 @@
+"""Division of a global batch into the micro-batches of this rank, within a budget."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.batch import Rollouts
+from megarl.learner.packed import Packed, pack_samples
+from megarl.learner.packing import pack, partition
+from megarl.learner.parallel import Mesh
+from megarl.learner.schedule import num_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of one micro-batch."""
+
+    max_tokens: int  # of all sequences together, per context-parallel rank
+    max_sequences: int | None  # None: only the tokens limit it
+    num_together: int = 1  # neighbouring samples that a loss compares: they share a micro-batch, in their order
+
+    def row_length(self, mesh: Mesh) -> int:
+        """Return the most tokens of one micro-batch on all context-parallel ranks together."""
+        return self.max_tokens * mesh.cp_size
+
+
+class Batching:
+    """Division of global batches over data-parallel ranks and micro-batches, for one model.
+
+    With `balance`, ranks get nearly equal numbers of tokens; without, nearly equal numbers of samples.
+    """
+
+    def __init__(self, mesh: Mesh, config: Any, device: torch.device, *, balance: bool) -> None:
+        self._mesh, self._device, self._balance = mesh, device, balance
+        self._num_parts = mesh.tp_size if config.sequence_parallel else 1
+
+    def divide(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
+        """Return the samples of each micro-batch of this rank.
+
+        Every data-parallel rank has the same number of micro-batches, because expert parallelism may span these ranks.
+        """
+        mesh, lengths, size = self._mesh, batch.lengths().tolist(), budget.num_together
+        units = [range(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)]
+        tokens = [sum(lengths[sample] for sample in unit) for unit in units]
+        costs = tokens if self._balance else [1] * len(units)
+        groups = [int(batch.groups[unit[0]]) for unit in units]
+        shares = partition(costs, groups, mesh.dp_size)
+        most_units = budget.max_sequences and max(1, budget.max_sequences // size)
+        packed = partial(pack, max_tokens=budget.row_length(mesh), max_sequences=most_units)
+        most = max(len(packed([tokens[unit] for unit in share])) for share in shares)
+        mine = shares[mesh.dp_rank]
+        bins = packed([tokens[unit] for unit in mine], num_bins=num_micro_batches(most, mesh))
+        return [[sample for place in places for sample in units[mine[place]]] for places in bins]
+
+    def pack(self, batch: Rollouts, micro_batches: Iterable[Sequence[int]]) -> list[Packed]:
+        """Lay each micro-batch out as the row of tokens that the model's layers take."""
+        packed = partial(
+            pack_samples,
+            batch,
+            device=self._device,
+            num_parts=self._num_parts,
+            cp_rank=self._mesh.cp_rank,
+            cp_size=self._mesh.cp_size,
+        )
+        return [packed(samples) for samples in micro_batches]

@@ -1,0 +1,63 @@
+"""Sums over all ranks of what their micro-batches contribute to a global batch. Every function is collective."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.learner.parallel import Mesh
+from megarl.learner.schedule import MicroBatch
+
+
+def add_outputs(
+    micro_batches: Sequence[MicroBatch],
+    outputs: Sequence[Tensor],
+    mask: Tensor,
+    mesh: Mesh,
+    *,
+    num_outputs: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """Bring the outputs of all micro-batches to all ranks.
+
+    Args:
+        micro_batches: of this rank.
+        outputs: [K, b, T] float32 of each of them; only the last pipeline stage has any.
+        mask: [B, T] bool, the response tokens of the global batch; on the host.
+        mesh: this rank's place.
+        num_outputs: K.
+        device: where the collective runs.
+
+    Returns:
+        K tensors [B, T] float32 on the host, zero where `mask` is False.
+    """
+    found = torch.zeros(num_outputs, *mask.shape, device=device)
+    if mesh.reports_its_samples:
+        for (packed, _), numbers in zip(micro_batches, outputs, strict=True):
+            found[:, packed.samples.to(device)] = numbers
+    flat = found[:, mask.to(device)]
+    dist.all_reduce(flat)  # exactly one rank contributes each number
+    return [torch.zeros(mask.shape).masked_scatter(mask, row) for row in flat.cpu()]
+
+
+def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Add up each metric over all micro-batches of all ranks, in float64.
+
+    Only the last pipeline stage has contributions. Micro-batches may have different metrics.
+    """
+    names = [sorted({name for metrics in contributions for name in metrics})]
+    dist.broadcast_object_list(names, src=dist.get_world_size() - 1)  # a rank of the last pipeline stage
+    total = torch.zeros(len(names[0]), dtype=torch.float64, device=device)
+    none = torch.zeros((), device=device)
+    for metrics in contributions if mesh.reports_its_samples else ():
+        total += torch.stack([metrics.get(name, none).double() for name in names[0]])
+    dist.all_reduce(total)
+    return dict(zip(names[0], total.tolist(), strict=True))
+
+
+def any_rank(here: bool, device: torch.device) -> bool:
+    """Return True on all ranks if `here` is True on any rank."""
+    found = torch.tensor(float(here), device=device)
+    dist.all_reduce(found)
+    return bool(found)

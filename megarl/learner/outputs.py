@@ -1,0 +1,103 @@
+"""From the final hidden states of a micro-batch to the numbers that a policy or a value model reports."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.learner.heads import vocab_parallel_kl, vocab_parallel_log_probs
+from megarl.learner.packed import Packed
+from megarl.learner.parallel import Mesh
+from megarl.models.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitFactors:
+    """The two factors of a policy's logits on one micro-batch: the exact divergence from the policy needs no more."""
+
+    hidden: Tensor  # [R, hidden_size] final hidden states that predict a response token; on the host
+    weight: Tensor  # [rows, hidden_size] this rank's slice of the output embedding; on the device
+
+
+class OutputHead:
+    """The computation behind a model's last layer; `module` is the model's last chunk on this rank."""
+
+    def __init__(self, module: Any, architecture: Architecture, mesh: Mesh, *, temperature: float) -> None:
+        self._module, self._architecture, self._mesh = module, architecture, mesh
+        self._temperature = temperature
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the model reports log-probabilities, False if values."""
+        return not self._architecture.scalar_head
+
+    def num_outputs(self, *, with_kl: bool) -> int:
+        """Return K, the numbers that the head reports for every response token."""
+        return 2 + with_kl if self.is_policy else 1
+
+    def numbers(
+        self, hidden: Tensor, *, packed: Packed, other: LogitFactors | None, temperature: float | None = None
+    ) -> Tensor:
+        """Return [K, b, T] numbers of a micro-batch, equal on the ranks that share it.
+
+        Args:
+            hidden: [1, N, hidden_size] final hidden states.
+            packed: the micro-batch.
+            other: the policy that an exact divergence is taken from, if any.
+            temperature: divides the logits; None: the temperature of the model.
+        """
+        states, weight = self._states(hidden, packed), self._weight()
+        if not self.is_policy:
+            values = torch.nn.functional.linear(states.float(), weight.float())[:, 0]
+            return self._whole(packed.unpack(values)[None])
+        softmax: dict[str, Any] = {
+            "temperature": temperature or self._temperature,
+            "vocab_size": self._architecture.vocab_size,
+            "group": self._mesh.tp_group,
+        }
+        numbers = [*vocab_parallel_log_probs(states, weight, packed.targets, **softmax)]
+        if other:
+            numbers.append(vocab_parallel_kl(states, weight, other.hidden.to(states.device), other.weight, **softmax))
+        return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
+
+    def named(self, numbers: Sequence[Tensor] | Tensor) -> Any:
+        """Return K tensors as an objective takes them: `PolicyOutputs` of a policy, one tensor of a value model."""
+        if not self.is_policy:
+            return numbers[0]
+        log_probs, entropy, *kl = numbers
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=kl[0] if kl else None)
+
+    def logit_factors(self, hidden: Tensor, *, packed: Packed) -> LogitFactors:
+        """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""
+        # The weight is not copied: this storage stays on the device when the model's parameters are offloaded.
+        return LogitFactors(hidden=self._states(hidden, packed).cpu(), weight=self._weight().detach())
+
+    def _states(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """Return [R, hidden_size] states that predict a response token, equal on all tensor-parallel ranks."""
+        states = hidden[0]
+        if self._module.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=self.is_policy)
+        elif self.is_policy:
+            states = copy_to_tensor_model_parallel_region(states)
+        return states[packed.predictors]
+
+    def _weight(self) -> Tensor:
+        """Return [rows, hidden_size], this rank's slice of a policy's output embedding, or a value head's weight."""
+        tied = self.is_policy and self._module.share_embeddings_and_output_weights
+        weight: Tensor = self._module.shared_embedding_or_output_weight() if tied else self._module.output_layer.weight
+        return weight
+
+    def _whole(self, numbers: Tensor) -> Tensor:
+        """Sum over the context-parallel ranks; the gradient of each rank stays that of its own tokens."""
+        if self._mesh.cp_size == 1:
+            return numbers
+        whole: Tensor = reduce_from_tensor_model_parallel_region(numbers, group=self._mesh.cp_group)
+        return whole
