@@ -235,8 +235,10 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
 def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
     """A tracking server must be of a kind that MLflow knows, by itself or by a plug-in that is installed."""
     scheme, separator, _ = (trainer.mlflow_tracking_uri or "").partition("://")
-    known = {*MLFLOW_SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))}
-    if separator and scheme.partition("+")[0] not in known:
+    kind = scheme.partition("+")[0]
+    if not separator or kind in MLFLOW_SCHEMES:
+        return
+    if kind not in {plugin.name for plugin in entry_points(group="mlflow.tracking_store")}:  # reads all packages' files
         yield Fault(
             path="trainer.mlflow_tracking_uri",
             message=f"{scheme}:// is no scheme of MLflow's: choose from {', '.join(MLFLOW_SCHEMES)}",

@@ -6,6 +6,7 @@ Later layers win. Nothing here looks at values, but to answer those that belong 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def _read_file(name: str) -> Layer:
     return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
 
 
+@lru_cache(maxsize=256)  # a planner tries many variants of one command line
 def _read_override(argument: str) -> Layer:
     if argument.startswith("~"):
         raise ValueError("keys cannot be removed: set it to another value")

@@ -1,9 +1,12 @@
-"""What `engine_kwargs` may say, from vLLM's own class of arguments."""
+"""The arguments that `engine_kwargs` may hold, from vLLM's own class of arguments."""
 
+import ast
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 OURS = frozenset(
     {
@@ -17,11 +20,8 @@ OURS = frozenset(
 
 
 def engine_faults(names: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with each argument that vLLM does not have, or that is not the user's to give.
-
-    Imports vLLM, which takes seconds.
-    """
-    known = _known()
+    """Yield what is wrong with each argument that vLLM does not have, or that is not the user's to give."""
+    known = engine_arguments()
     for name in names:
         if name in ("vllm", "sglang", "trtllm"):
             yield f"{name}: the engine is vLLM, write its arguments without that name"
@@ -35,7 +35,14 @@ def engine_faults(names: Collection[str]) -> Iterator[str]:
 
 
 @cache
-def _known() -> frozenset[str]:
+def engine_arguments() -> frozenset[str]:
+    """Return the names of vLLM's arguments, from its source if that is enough: importing vLLM takes ten seconds."""
+    if (package := find_spec("vllm")) and package.origin:
+        source = Path(package.origin).with_name("engine") / "arg_utils.py"
+        for node in ast.parse(source.read_text()).body if source.is_file() else []:
+            if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
+                annotated = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
+                return frozenset(target.id for target in annotated if isinstance(target, ast.Name))
     from megarl.rollout.patches import prepare_environment
 
     prepare_environment()  # vLLM reads it when it is imported

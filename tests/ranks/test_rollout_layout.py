@@ -1,6 +1,7 @@
 """The layout is what vLLM's loaders do, and a loader that does more than copy is refused by name."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from megarl.reshard.layout import Box, Piece
 from megarl.rollout import patches
+from megarl.rollout.fields import OURS, engine_arguments
 
 patches.prepare_environment()
 
+from vllm import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
 from megarl.rollout.layout import trace  # noqa: E402 (imports vLLM, which reads its environment then)
@@ -32,6 +35,10 @@ class Model(nn.Module):
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         for _, tensor in weights:
             self.loader(self.layer.weight.data, tensor)
+
+
+def test_the_arguments_read_from_the_source_are_those_of_the_class() -> None:
+    assert engine_arguments() == {field.name for field in fields(EngineArgs)} >= OURS
 
 
 def traced(loader: Loader, shape: tuple[int, ...] = (8, 3)) -> Any:

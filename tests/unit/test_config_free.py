@@ -9,7 +9,6 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
-from megarl.rollout.fields import OURS
 from tests.support.configs import make_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -79,14 +78,6 @@ def test_a_field_that_nobody_has_is_a_fault_of_the_configuration(argv: list[str]
 )
 def test_fields_that_are_there_are_accepted(argv: list[str], argument: str) -> None:
     assert faults(argv, f"+{argument}") == {}
-
-
-def test_what_follows_from_other_keys_is_what_the_engine_is_given() -> None:
-    from dataclasses import fields
-
-    from vllm import EngineArgs
-
-    assert {field.name for field in fields(EngineArgs)} >= OURS
 
 
 def test_neither_library_is_imported_without_a_dictionary(argv: list[str]) -> None:

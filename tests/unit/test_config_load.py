@@ -3,14 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config, load_sft_config, to_dict, to_yaml
+from megarl.config.load import _follow, load_config, load_sft_config, to_dict, to_yaml
 from megarl.config.root import Config
 
 MINIMAL = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
@@ -137,6 +139,21 @@ def test_the_resolved_configuration_loads_as_itself(
     again = load_config([str(resolved)], world_size=None, check_paths=False)
     assert again == config
     assert to_dict(again) == to_dict(config)
+
+
+@given(
+    written=st.dictionaries(
+        st.sampled_from("abcdef"),
+        st.sampled_from(
+            ["${%s}", "x/${%s}", "${%s}-${a}", r"\${%s}", "${oc.env:NONE,%s}", "${.%s}", "it's %s"]
+        ).flatmap(lambda text: st.sampled_from("abcdefg").map(lambda key: text.replace("%s", key)))
+        | st.sampled_from([1, 0.5, None, True, "word", [1, "${a}"], {"b": "${c}"}, "???"]),
+    )
+)
+def test_a_link_that_is_followed_without_omegaconf_leads_to_the_same(written: dict[str, Any]) -> None:
+    tree = OmegaConf.create(written)
+    for key, value in _follow(written).items():
+        assert tree[key] == value and type(tree[key]) is type(OmegaConf.create({"value": value})["value"])
 
 
 def test_what_is_kept_of_a_configuration_has_no_secrets_and_says_so(tmp_path: Path) -> None:
