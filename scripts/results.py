@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from results_page import Result, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "configs/quickstart_ppo.yaml"
@@ -38,17 +39,6 @@ ALGORITHMS = {
 SAMPLES, UPDATES, GROUP = 384, 2, 8  # answers a step (those of one batch), updates of the policy; answers to a prompt
 OWN_ACTOR_KEYS = ("clip_", "loss_agg_mode", "policy_loss", "use_kl_loss", "kl_loss_")  # beginnings
 VAL_SCORE = "val/test_score/countdown/bare"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A finished run."""
-
-    algorithm: str
-    seed: int
-    command: list[str]
-    seconds: float
-    curve: list[tuple[int, float]]  # generated samples, greedy validation score
 
 
 def main() -> None:
@@ -70,8 +60,6 @@ def main() -> None:
         for algorithm in ALGORITHMS
     }
     results = run_all(commands, out, jobs=options.jobs)
-
-    from results_page import write_page
 
     lines = {name: own_lines(name) for name in ALGORITHMS}
     command = shlex.join(["python", "scripts/results.py", *sys.argv[1:]])

@@ -4,16 +4,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
-
-if TYPE_CHECKING:
-    from results import Result
 
 PICTURE = "images/results.png"
 COLUMNS = 4
@@ -57,8 +55,19 @@ into score here; which one is best elsewhere it does not say.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished run."""
+
+    algorithm: str
+    seed: int
+    command: list[str]
+    seconds: float
+    curve: list[tuple[int, float]]  # generated samples, greedy validation score
+
+
 def write_page(
-    docs: Path, results: Sequence["Result"], lines: Mapping[str, dict[str, Any]], *, samples: int, command: str
+    docs: Path, results: Sequence[Result], lines: Mapping[str, dict[str, Any]], *, samples: int, command: str
 ) -> None:
     """Write `results.md` and its picture into `docs`."""
     runs = {name: [result for result in results if result.algorithm == name] for name in lines}
@@ -87,7 +96,7 @@ def write_page(
     print(docs / "results.md")
 
 
-def _row(name: str, runs: Sequence["Result"], budget: int) -> str:
+def _row(name: str, runs: Sequence[Result], budget: int) -> str:
     scores = [score_at(run, budget) for run in sorted(runs, key=lambda run: run.seed)]
     minutes = mean(run.seconds for run in runs) / 60
     cells = [name, *(f"{score:.3f}" for score in scores), f"**{mean(scores):.3f}**", f"{minutes:.1f}"]
@@ -106,7 +115,7 @@ def _as_keys(tree: Mapping[str, Any]) -> str:
     return ", ".join(leaves(tree, "")) or "those of `configs/quickstart_ppo.yaml`"
 
 
-def draw(png: Path, runs: Mapping[str, Sequence["Result"]], points: Sequence[int]) -> None:
+def draw(png: Path, runs: Mapping[str, Sequence[Result]], points: Sequence[int]) -> None:
     """A small picture for each algorithm: its seeds in colour before the means of all, at these numbers of answers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -133,7 +142,7 @@ def draw(png: Path, runs: Mapping[str, Sequence["Result"]], points: Sequence[int
     figure.savefig(str(png))
 
 
-def score_at(run: "Result", number: int) -> float:
+def score_at(run: Result, number: int) -> float:
     """The score after `number` answers, between two validations by interpolation."""
     numbers, scores = zip(*run.curve, strict=True)
     return float(numpy.interp(number, numbers, scores))

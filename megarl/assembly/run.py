@@ -46,6 +46,7 @@ from megarl.models.source import Source
 from megarl.platform.files import check_writable, write_whole
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.run import TrackedRun
 from megarl.tracking.tracker import Tracker, make_tracker
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
@@ -231,10 +232,7 @@ def open_records(config: Config, launch: Launch, standing: Standing, *, last_ste
 def _console(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:
     return make_tracker(
         ["console"],
-        run_dir=trainer.default_local_dir,
-        project="",
-        experiment="",
-        params={},
+        TrackedRun(run_dir=Path(trainer.default_local_dir), project="", experiment="", params={}),
         total_steps=total_steps,
         is_main=launch.rank == 0,
     )
@@ -356,16 +354,19 @@ def finish_records(config: Config | SupervisedConfig, launch: Launch, standing: 
 def run_tracker(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:
     """What `trainer.logger` asks for, on the rank that tracks."""
     trainer = config.trainer
-    return make_tracker(
-        trainer.logger,
+    run = TrackedRun(
         run_dir=Path(trainer.default_local_dir),
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         params=to_dict(config) | ({"code": code} if (code := own_code(config)) else {}),
-        total_steps=last_step,
-        is_main=launch.rank == 0,
-        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         resume_step=standing.state.step if standing.is_resumed else None,
         resume_metrics=standing.state.metrics,
         same_curve=standing.same_curve,
+    )
+    return make_tracker(
+        trainer.logger,
+        run,
+        total_steps=last_step,
+        is_main=launch.rank == 0,
+        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
     )

@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.platform.versions import versions
@@ -20,6 +19,7 @@ from megarl.section import flatten
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox
 from megarl.tracking.records import is_record
+from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
 
 logger = logging.getLogger(__name__)
@@ -43,18 +43,7 @@ class Mlflow:
     refuses.
     """
 
-    def __init__(
-        self,
-        uri: str | None,
-        *,
-        run_dir: Path,
-        project: str,
-        experiment: str,
-        params: Mapping[str, Any],
-        resume_step: int | None = None,
-        resume_metrics: Mapping[str, float] | None = None,
-        same_curve: bool = True,
-    ) -> None:
+    def __init__(self, uri: str | None, run: TrackedRun) -> None:
         # read when mlflow is imported
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox tries again
@@ -66,29 +55,29 @@ class Mlflow:
             logging.getLogger(chatty).setLevel(logging.ERROR if chatty == "urllib3" else logging.WARNING)
         artifacts = None
         if uri is None:
-            uri = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
-            artifacts = (run_dir / "mlartifacts").resolve().as_uri()
+            uri = f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
+            artifacts = (run.run_dir / "mlartifacts").resolve().as_uri()
         self._uri = uri
-        self._outbox = Outbox(run_dir / UNSENT_FILE, is_record)
+        self._outbox = Outbox(run.run_dir / UNSENT_FILE, is_record)
         opening = {
-            "project": project,
-            "experiment": experiment,
+            "project": run.project,
+            "experiment": run.experiment,
             "artifacts": artifacts,
-            "params": [(safe_name(key), _cut(str(value))) for key, value in flatten(params)],
+            "params": [(safe_name(key), _cut(str(value))) for key, value in flatten(run.params)],
             "start": uuid.uuid4().hex,
             "tags": {f"version.{name}": version for name, version in versions().items()},
             "time": _now(),
         }
-        if resume_step is None:
+        if run.resume_step is None:
             self._outbox.put({"kind": "open"} | opening)
         else:
-            self._drop_later(resume_step)
-            self._outbox.put({"kind": "resume", "step": resume_step, "same_curve": same_curve} | opening)
-            if resume_metrics:
-                self.log(resume_metrics, step=resume_step)
+            self._drop_later(run.resume_step)
+            self._outbox.put({"kind": "resume", "step": run.resume_step, "same_curve": run.same_curve} | opening)
+            if run.resume_metrics:
+                self.log(run.resume_metrics, step=run.resume_step)
         self._failing = False
         try:
-            self._store = Store(uri, run_dir / RUN_ID_FILE)
+            self._store = Store(uri, run.run_dir / RUN_ID_FILE)
             self._send(until=time.monotonic() + START_S)
         except FAILURES as error:
             if not is_absent(error, uri):

@@ -6,7 +6,6 @@ Only one rank tracks; the others hold a `NullTracker`, so that no caller asks wh
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.distributed.signals import Stopped
@@ -14,6 +13,7 @@ from megarl.tracking.console import Console
 from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl
 from megarl.tracking.names import Ending
+from megarl.tracking.run import TrackedRun
 from megarl.tracking.wandb import Wandb
 
 Row = Mapping[str, Any]
@@ -83,48 +83,44 @@ def recording(tracker: Tracker) -> Iterator[None]:
 
 def make_tracker(
     names: Sequence[str],
+    run: TrackedRun,
     *,
-    run_dir: str | Path,
-    project: str,
-    experiment: str,
-    params: Mapping[str, Any],
     total_steps: int,
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
-    resume_step: int | None = None,
-    resume_metrics: Mapping[str, float] | None = None,
-    same_curve: bool = True,
 ) -> Tracker:
-    """The trackers called `names` (`console`, `jsonl`, `mlflow`, `tensorboard`, `wandb`), or none unless `is_main`.
+    """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
-    `params` is the resolved config. A run that goes on after `resume_step` continues its records, and what they hold of
-    later steps is dropped; with None records of an earlier run in `run_dir` are replaced. `resume_metrics` are those of
-    that step, recorded where they were not; `same_curve` says whether later steps will have the numbers that they had.
-    `mlflow_tracking_uri` is by default the environment's MLFLOW_TRACKING_URI, or else an SQLite file in `run_dir`.
+    Args:
+        names: of `console`, `jsonl`, `mlflow`, `tensorboard` and `wandb`.
+        run: the run to record. A resumed run continues its records, and drops those of later steps.
+        total_steps: steps of the run, for the console.
+        is_main: whether this rank records.
+        mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory.
+
+    Raises:
+        ValueError: a name is unknown, or MLflow or Weights & Biases cannot record.
     """
     if not is_main:
         return NullTracker()
-    run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    resume: dict[str, Any] = {"resume_step": resume_step, "resume_metrics": resume_metrics}
-    of_run = resume | {"run_dir": run_dir, "project": project, "experiment": experiment, "params": params}
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
     trackers: list[Tracker] = []
     for name in names:
         if name == "console":
             trackers.append(Console(total_steps=total_steps))
         elif name == "jsonl":
-            trackers.append(Jsonl(run_dir, **resume))
+            trackers.append(Jsonl(run.run_dir, **resume))
         elif name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
-            uri = mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-            trackers.append(Mlflow(uri, same_curve=same_curve, **of_run))
+            trackers.append(Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run))
         elif name == "tensorboard":
-            from megarl.tracking.tensorboard import TensorBoard  # as for mlflow
+            from megarl.tracking.tensorboard import TensorBoard  # takes seconds to import, too
 
-            trackers.append(Guarded(TensorBoard(run_dir, params=params, **resume), "TensorBoard"))
+            trackers.append(Guarded(TensorBoard(run.run_dir, params=run.params, **resume), "TensorBoard"))
         elif name == "wandb":
-            trackers.append(Guarded(Wandb(same_curve=same_curve, **of_run), "W&B"))
+            trackers.append(Guarded(Wandb(run), "W&B"))
         else:
             raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     return Trackers(trackers)

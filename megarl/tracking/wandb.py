@@ -18,6 +18,7 @@ from typing import Any
 from megarl.platform.files import write_whole
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox, Record
+from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
 
 logger = logging.getLogger(__name__)
@@ -39,39 +40,29 @@ class Wandb:
     ValueError if W&B cannot even record offline.
     """
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        project: str,
-        experiment: str,
-        params: Mapping[str, Any],
-        resume_step: int | None = None,
-        resume_metrics: Mapping[str, float] | None = None,
-        same_curve: bool = True,
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         import wandb  # takes a second, and only one rank needs it
 
         self._library = wandb
-        self._run_dir = run_dir
-        self._outbox = Outbox(run_dir / UNFINISHED_FILE)
+        self._run_dir = run.run_dir
+        self._outbox = Outbox(run.run_dir / UNFINISHED_FILE)
         self._finished = -1  # the last step of the parts of the run that were finished
-        run_id = self._run_id(resume_step, same_curve)
+        run_id = self._run_id(run.resume_step, run.same_curve)
         for record in self._outbox.records():  # of processes that were killed: all they recorded is sent again
             if record["kind"] == "part":
                 shutil.rmtree(record["directory"], ignore_errors=True)
-        self._run = self._begin(run_id, project, experiment, params)
-        write_whole(run_dir / WANDB_RUN_ID_FILE, run_id.encode())
+        self._run = self._begin(run_id, run)
+        write_whole(run.run_dir / WANDB_RUN_ID_FILE, run_id.encode())
         unfinished = [record for record in self._outbox.records() if record["kind"] != "part"]
         if self._run.offline:
             self._outbox.put({"kind": "part", "directory": str(Path(self._run.dir).parent)})
         self._last = self._finished
         for record in unfinished:
             self._send(record)
-        if resume_step is not None and resume_metrics and self._last < resume_step:
-            self.log(resume_metrics, step=resume_step)
+        if run.resume_step is not None and run.resume_metrics and self._last < run.resume_step:
+            self.log(run.resume_metrics, step=run.resume_step)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
@@ -119,10 +110,15 @@ class Wandb:
                 self._outbox.put(record)
         return run_id
 
-    def _begin(self, run_id: str, project: str, experiment: str, params: Mapping[str, Any]) -> Any:
+    def _begin(self, run_id: str, run: TrackedRun) -> Any:
         has_key = bool(os.environ.get("WANDB_API_KEY"))
         mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
-        options: dict[str, Any] = {"project": project, "name": experiment, "id": run_id, "config": dict(params)}
+        options: dict[str, Any] = {
+            "project": run.project,
+            "name": run.experiment,
+            "id": run_id,
+            "config": dict(run.params),
+        }
         if mode == "online":
             try:
                 return self._library.init(**options, resume="allow", settings=self._settings(mode))

@@ -25,7 +25,8 @@ import pytest
 from megarl.section import flatten
 from megarl.tracking.mlflow import safe_name
 from megarl.tracking.run_id import RUN_ID_FILE
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import Tracker
+from tests.support.trackers import tracker_of
 
 PARAMS = {
     "data": {"train_files": ["a.parquet", "b.parquet"], "seed": 1},
@@ -35,14 +36,7 @@ PARAMS = {
 
 
 def tracker(run_dir: Path, **options: Any) -> Tracker:
-    arguments: dict[str, Any] = {
-        "project": "project",
-        "experiment": "run",
-        "params": PARAMS,
-        "total_steps": 9,
-        "is_main": True,
-    }
-    return make_tracker(["mlflow"], run_dir=run_dir, **(arguments | options))
+    return tracker_of("mlflow", run_dir, **{"project": "project", "experiment": "run", "params": PARAMS} | options)
 
 
 def client(run_dir: Path) -> Any:

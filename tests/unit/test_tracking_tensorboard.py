@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import Tracker
+from tests.support.trackers import tracker_of
 
 
 def tracker(run_dir: Path, **options: Any) -> Tracker:
-    arguments: dict[str, Any] = {"project": "p", "experiment": "e", "params": {"data": {"seed": 1}}, "total_steps": 9}
-    return make_tracker(["tensorboard"], run_dir=run_dir, is_main=True, **(arguments | options))
+    return tracker_of("tensorboard", run_dir, **{"params": {"data": {"seed": 1}}} | options)
 
 
 def read(run_dir: Path) -> Any:

@@ -14,7 +14,8 @@ from megarl.tracking.console import Console
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.plot import plot_curves
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker, Tracker, make_tracker
+from megarl.tracking.tracker import NullTracker, Tracker
+from tests.support.trackers import tracker_of
 
 STEP = {
     "critic/score/mean": 0.25,
@@ -27,8 +28,7 @@ STEP = {
 
 
 def jsonl(run_dir: Path, **options: Any) -> Tracker:
-    arguments: dict[str, Any] = {"project": "p", "experiment": "e", "params": {}, "total_steps": 9, "is_main": True}
-    return make_tracker(["jsonl"], run_dir=run_dir, **(arguments | options))
+    return tracker_of("jsonl", run_dir, **options)
 
 
 def run_of_three_steps(terminal: bool) -> str:
@@ -110,7 +110,7 @@ def test_null_tracker_is_what_other_ranks_hold(tmp_path: Path) -> None:
 
 def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainer.logger: 'papyrus' is none of console, jsonl, mlflow"):
-        make_tracker(["papyrus"], run_dir=tmp_path, project="p", experiment="e", params={}, total_steps=1, is_main=True)
+        tracker_of("papyrus", tmp_path)
 
 
 def test_metrics_and_tables_are_lines_at_once(tmp_path: Path) -> None:

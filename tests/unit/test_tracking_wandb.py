@@ -13,9 +13,10 @@ import pytest
 
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import Tracker
 from megarl.tracking.wandb import UNFINISHED_FILE
 from tests.support.outcomes import wandb_history, wandb_records
+from tests.support.trackers import tracker_of
 
 PARAMS = {"data": {"seed": 1}, "trainer": {"logger": ["wandb"]}}
 
@@ -28,8 +29,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracker(run_dir: Path, **options: Any) -> Tracker:
-    arguments: dict[str, Any] = {"project": "p", "experiment": "e", "params": PARAMS, "total_steps": 9, "is_main": True}
-    return make_tracker(["wandb"], run_dir=run_dir, **(arguments | options))
+    return tracker_of("wandb", run_dir, **{"params": PARAMS} | options)
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -1,0 +1,19 @@
+"""What trackers need to know of the run that they record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """A run as trackers see it: its directory, its names, its configuration, and the step it resumes from."""
+
+    run_dir: Path
+    project: str
+    experiment: str
+    params: Mapping[str, Any]  # the resolved configuration
+    resume_step: int | None = None  # None: a new run, which replaces the records in `run_dir`
+    resume_metrics: Mapping[str, float] | None = None  # of that step, recorded unless the records have that step
+    same_curve: bool = True  # whether later steps will repeat the numbers that they had before

@@ -1,0 +1,18 @@
+"""Trackers of a small run, with whatever a test wants to be different."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megarl.tracking.run import TrackedRun
+from megarl.tracking.tracker import Tracker, make_tracker
+
+OF_RUN = {field.name for field in fields(TrackedRun)}
+
+
+def tracker_of(name: str, run_dir: Path, **options: Any) -> Tracker:
+    """Return the tracker `name`; `options` are fields of `TrackedRun` and arguments of `make_tracker`."""
+    facts = {"project": "p", "experiment": "e", "params": {}}
+    run = TrackedRun(run_dir=run_dir, **facts | {key: value for key, value in options.items() if key in OF_RUN})
+    others = {key: value for key, value in options.items() if key not in OF_RUN}
+    return make_tracker([name], run, **{"total_steps": 9, "is_main": True} | others)
