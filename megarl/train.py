@@ -14,7 +14,7 @@ from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
-from megarl.distributed.signals import Stopped, heeding
+from megarl.distributed.signals import Stopped, graceful_stop
 from megarl.entry import run
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.tracking.config import TrainerSection
@@ -82,7 +82,10 @@ def train(arguments: Arguments, launch: Launch) -> None:
             return
         stopped: Stopped | None = None
         try:
-            with heeding() if built.engine else nullcontext(), recording(built.job.tracker):  # a replay keeps nothing
+            with (
+                graceful_stop() if built.engine else nullcontext(),
+                recording(built.job.tracker),
+            ):  # a replay keeps nothing
                 loop(built.job, built.progress)
         except Stopped as told:
             stopped = told

@@ -18,7 +18,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
-from megarl.distributed.signals import Stopped, heeding, told
+from megarl.distributed.signals import Stopped, graceful_stop, stop_requested
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner, Objective
@@ -105,7 +105,7 @@ def _learn(
         return learner
     tracker = run_tracker(config, launch, standing, last_step=last_step)
     skips = Skips(lessons.name, trainer)
-    with heeding(), recording(tracker):
+    with graceful_stop(), recording(tracker):
         for step in range(standing.state.step, last_step):
             watchdog.note(step=step, phase="step")
             timers = Timers()
@@ -114,7 +114,7 @@ def _learn(
                 metrics = learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
             if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
                 metrics |= lessons.validate(learner)
-            stops = told() and step + 1 < last_step
+            stops = stop_requested() and step + 1 < last_step
             if stops or is_due(trainer.save_freq, step + 1, last_step=last_step):
                 with timers("save_checkpoint"):
                     checkpoints.save(State(step=step + 1, metrics=metrics))

@@ -22,7 +22,7 @@ from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
 from megarl.platform.versions import versions
-from megarl.reshard.planner import Schedule, lower_bound, make_plan
+from megarl.reshard.planner import TransferSchedule, lower_bound, make_plan
 
 DTYPE = torch.bfloat16
 NUM_RANKS, RANKS_PER_NODE, BUCKET_BYTES = 2048, 8, 512 << 20
@@ -192,7 +192,7 @@ def plan(job: Job, rank: int) -> Planned:
     }
     rank_plan = make_plan(source, destination, held=held, needed=needed, rank=rank, **sizes)
     done = time.perf_counter()
-    sent = Schedule(source, destination, **sizes).traffic().sent
+    sent = TransferSchedule(source, destination, **sizes).traffic().sent
     return Planned(
         model=job.model,
         split=job.split,

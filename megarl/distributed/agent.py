@@ -1,8 +1,8 @@
-"""torch's elastic agent, taught to let the ranks of this host finish their step when the job is told to end.
+"""torch's elastic agent, changed so that the ranks of this host finish their step when the job gets a signal to stop.
 
     python -m megarl.distributed.agent [torchrun's arguments] -m megarl.train ...
 
-Alone, the agent gives its ranks 30 s after SIGTERM and SIGINT, dies of SIGUSR1, and always ends with 1.
+Unchanged, the agent kills its ranks 30 s after SIGTERM and SIGINT, dies of SIGUSR1, and always exits with code 1.
 """
 
 import logging
@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from megarl.distributed.hosts import REMEDY, SAYS_AFTER_S, resolve
+from megarl.distributed.hosts import REMEDY, REPORT_INTERVAL_S, resolve
 from megarl.distributed.signals import EXIT_CODE, forward
 from megarl.platform.early import say
 from megarl.platform.processes import children
@@ -27,21 +27,21 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     if sys.platform == "linux":
         arguments = ["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]
         forward()
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say it below
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # reported below
     options = parse_args(arguments)
     if options.nnodes not in ("1", "1:1"):
         try:
             resolve(options.master_addr)
         except ValueError as error:
             sys.exit(f"megarl: {error}")
-        place = f"{options.master_addr}:{options.master_port}"
-        threading.Thread(target=_say_who_is_awaited, args=[options.nnodes, place], daemon=True).start()
+        address = f"{options.master_addr}:{options.master_port}"
+        threading.Thread(target=_report_waiting, args=[options.nnodes, address], daemon=True).start()
     try:
         run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # a signal, as a shell counts it
-        if code != EXIT_CODE:  # else a rank has said why
+        if code != EXIT_CODE:  # otherwise a rank has printed the reason
             print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
         sys.exit(code)
     except SignalException as error:
@@ -49,12 +49,12 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def _say_who_is_awaited(num_hosts: str, place: str) -> None:
-    """Say now and then, until the first rank is started, that the agents of other hosts have not come."""
+def _report_waiting(num_hosts: str, address: str) -> None:
+    """Report from time to time, until the first rank is started, that agents of other hosts are missing."""
     while not any(children()):
-        time.sleep(SAYS_AFTER_S)
+        time.sleep(REPORT_INTERVAL_S)
         if not any(children()):
-            say(f"waiting at {place} until all {num_hosts} hosts are there; {REMEDY}")
+            say(f"waiting at {address} until all {num_hosts} hosts have joined; {REMEDY}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that were started with different configurations or code refuse to go on, and say what differs."""
+"""A check that all ranks were started with the same configuration and code."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,36 +11,36 @@ NUM_SHOWN = 10
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compare what every rank believes. Collective.
+    """Compare the facts of all ranks. Collective.
 
     Args:
-        facts: names, as a user knows them, and values whose `repr` tells them apart.
+        facts: values by the names that a user knows; values are equal if their `repr` is equal.
 
     Raises:
-        ValueError: on all ranks alike, with the names whose values differ and the ranks that hold each value; a secret
-            is named and not shown.
+        ValueError: on all ranks, if values differ. The message has their names and the ranks that hold each value; of a
+            secret only the name.
     """
-    beliefs = together(lambda: {name: repr(value) for name, value in facts.items()})
-    names = {name for belief in beliefs for name in belief}
+    by_rank = together(lambda: {name: repr(value) for name, value in facts.items()})
+    names = {name for facts_of_rank in by_rank for name in facts_of_rank}
     differences = []
     for name in sorted(names):
         ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, belief in enumerate(beliefs):
-            ranks[belief.get(name, "nothing")].append(rank)
+        for rank, facts_of_rank in enumerate(by_rank):
+            ranks[facts_of_rank.get(name, "nothing")].append(rank)
         if len(ranks) > 1:
             plain = {value: redacted({name: value})[name] for value in ranks}
-            said = ", ".join(f"{plain[value]} on {_short(holders)}" for value, holders in ranks.items())
-            differences.append(f"{name}: {said}")
+            shown_values = ", ".join(f"{plain[value]} on {_short(holders)}" for value, holders in ranks.items())
+            differences.append(f"{name}: {shown_values}")
     if differences:
         more = len(differences) - NUM_SHOWN
         shown = differences[:NUM_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise ValueError(
-            "the ranks of this job were not started alike; give all the same files and arguments:\n  "
+            "the ranks of this job were started differently; give all of them the same files and arguments:\n  "
             + "\n  ".join(shown)
         )
 
 
 def _short(ranks: list[int]) -> str:
-    """Rank numbers for people: the first few, and how many."""
+    """Return the first few rank numbers and their count, for people."""
     shown = ", ".join(map(str, ranks[:4]))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}" + (f" ... ({len(ranks)})" if len(ranks) > 4 else "")

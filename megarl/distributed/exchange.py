@@ -1,4 +1,4 @@
-"""Ranks tell each other small host-side facts: what their engine generated, how they scored, what went wrong."""
+"""Exchange of small host-side objects among ranks: generated samples, scores, errors."""
 
 import pickle
 from collections.abc import Callable
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def host_group() -> Any:
-    """The group of all ranks for data in host memory: gloo, also where tensors travel by NCCL."""
+    """Return the group of all ranks for data in host memory: gloo, even if device tensors travel by NCCL."""
     return dist.group.WORLD if dist.get_backend() == "gloo" else _gloo_group()
 
 
@@ -22,39 +22,39 @@ def _gloo_group() -> Any:
 
 
 def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Call `compute` on every rank of `group`, by default all, and return their answers, in rank order, on each.
+    """Call `compute` on every rank of `group`, by default of all, and return all results, in rank order, on each rank.
 
     Raises:
-        Exception: on a rank that had an error, that one, and on all others that of the lowest rank which had one, so
-            that no rank waits for a dead one. One that cannot travel arrives as a RuntimeError with its words.
+        Exception: a failed rank raises its own error, and every other rank that of the lowest failed rank, so that no
+            rank waits for a failed one. An error that cannot be pickled arrives as a RuntimeError with its message.
     """
     failure: Exception | None = None
     try:
         mine: T | _Failure = compute()
     except Exception as error:
         failure, mine = error, _Failure(_portable(error))
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, mine, group=group or host_group())
-    for answer in answers:
-        if isinstance(answer, _Failure):
-            raise failure or answer.error
-    return answers
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, mine, group=group or host_group())
+    for result in results:
+        if isinstance(result, _Failure):
+            raise failure or result.error
+    return results
 
 
 def on_first_rank(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """The answer of the first rank of `group`, by default of all, to `compute`, which no other calls, on each of them.
+    """Call `compute` on the first rank of `group`, by default of all, and return its result on every rank.
 
     Raises as `together` does.
     """
-    answers: list[Any] = together(lambda: compute() if dist.get_rank(group) == 0 else None, group=group)
-    answer: T = answers[0]
-    return answer
+    results: list[Any] = together(lambda: compute() if dist.get_rank(group) == 0 else None, group=group)
+    result: T = results[0]
+    return result
 
 
 def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
-    """Cut `range(count)` into equal runs, one for each rank; the answers of `work` in that order, on every rank.
+    """Call `work` on this rank's share of `range(count)`, and return the results of all ranks, in order, on each.
 
-    Without ranks one run is all. Raises as `together` does.
+    Without ranks the only share is the full range. Raises as `together` does.
     """
     if not dist.is_initialized():
         return [work(range(count))]
@@ -62,14 +62,14 @@ def in_shares(count: int, work: Callable[[range], T]) -> list[T]:
 
 
 def share(count: int) -> range:
-    """This rank's run of `range(count)`, cut into equal ones."""
+    """Return this rank's share of `range(count)`, which is cut into equal runs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank answers that has no answer."""
+    """The result of a rank that raised an error."""
 
     error: Exception
 
@@ -77,6 +77,6 @@ class _Failure:
 def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-    except Exception:  # whatever classes there are: some do not pickle, some do not come back
+    except Exception:  # classes vary: some cannot be pickled, some cannot be unpickled
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

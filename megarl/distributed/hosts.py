@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import Store
 from megarl.distributed.place import Launch
 from megarl.platform.early import say
 
-SAYS_AFTER_S = 20.0
-"""How long a job waits in silence for a host, and from one line about it to the next."""
+REPORT_INTERVAL_S = 20.0
+"""Seconds that a job waits for a host before it reports that, and between two reports."""
 _ROUND_S = 0.2
 _CONNECT_S = 3.0
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -29,47 +29,47 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs."""
+    """The host that a rank runs on."""
 
     host: str
-    address: str  # by which it reaches rank 0; empty where that leads to no network
+    address: str  # of the interface through which it reaches rank 0; empty if no network is needed
 
 
-class Impatience:
-    """Knows when a person wants to hear what a job waits for: every SAYS_AFTER_S seconds, and from one rank a host."""
+class WaitReports:
+    """The times at which a waiting job reports: every REPORT_INTERVAL_S seconds, on one rank per host."""
 
     def __init__(self, launch: Launch) -> None:
-        self._speaks, self._next = launch.local_rank == 0, time.monotonic() + SAYS_AFTER_S
+        self._reports, self._next = launch.local_rank == 0, time.monotonic() + REPORT_INTERVAL_S
 
     def wait(self) -> bool:
-        """Wait for a moment; return whether it is time to say what for."""
+        """Sleep for a moment; return whether a report is due."""
         time.sleep(_ROUND_S)
-        is_due = self._speaks and time.monotonic() > self._next
-        self._next += SAYS_AFTER_S if is_due else 0.0
+        is_due = self._reports and time.monotonic() > self._next
+        self._next += REPORT_INTERVAL_S if is_due else 0.0
         return is_due
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`; a name server may take SAYS_AFTER_S seconds to know a host that has just started.
+    """Return the addresses of `host`; wait up to REPORT_INTERVAL_S seconds for a name server to know a new host.
 
     Raises:
-        ValueError: no address is known for it.
+        ValueError: the host has no known address.
     """
-    until = time.monotonic() + SAYS_AFTER_S
+    until = time.monotonic() + REPORT_INTERVAL_S
     while True:
         try:
             return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until:
                 raise ValueError(
-                    f"{socket.gethostname()} knows no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
+                    f"{socket.gethostname()} finds no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
                     "the node a NodeAddr that resolves"
                 ) from None
         time.sleep(_ROUND_S)
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address leads back to the host that uses it."""
+    """Return whether an address leads back to the host that uses it."""
     return ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -77,24 +77,25 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
     """Wait until rank 0 listens on `port` of `host`, and return its address.
 
     Raises:
-        ValueError: the name leads nowhere, or back to this host where nobody listens, or nobody listens in time.
+        ValueError: the name has no address, or leads to this host, on which nobody listens, or nobody listens within
+            `timeout_s` seconds.
     """
-    impatience, since = Impatience(launch), time.monotonic()
+    reports, since = WaitReports(launch), time.monotonic()
     while True:
         addresses = resolve(host)
         for address in addresses:
             if _listens(address, port):
                 return address
         waited = time.monotonic() - since
-        if all(map(is_loopback, addresses)) and launch.rank != launch.local_rank and waited > SAYS_AFTER_S:
+        if all(map(is_loopback, addresses)) and launch.rank != launch.local_rank and waited > REPORT_INTERVAL_S:
             raise ValueError(
-                f"for {socket.gethostname()} the host of rank 0, {host}, is {', '.join(addresses)}: itself, where "
-                f"nobody listens on port {port}; {REMEDY}"
+                f"{socket.gethostname()} finds itself under the name of rank 0's host, {host} "
+                f"({', '.join(addresses)}), and nobody listens on port {port} here; {REMEDY}"
             )
         if waited > timeout_s:
             raise ValueError(f"rank 0 does not listen at {host}:{port} ({', '.join(addresses)}): {REMEDY}")
-        if impatience.wait():
-            say(f"waiting for rank 0 at {host}:{port} ({', '.join(addresses)}); if it runs: {REMEDY}")
+        if reports.wait():
+            say(f"waiting for rank 0 at {host}:{port} ({', '.join(addresses)}); if rank 0 is running: {REMEDY}")
 
 
 def _listens(address: str, port: int) -> bool:
@@ -106,7 +107,7 @@ def _listens(address: str, port: int) -> bool:
 
 
 def announce(path: Path, port: int) -> tuple[str, int]:
-    """Write to `path`, which all hosts see, where this process, rank 0, will listen; return address and port."""
+    """Write the addresses and port of this process, rank 0, to `path`, which all hosts see; return one address, port."""
     addresses = sorted(
         found.address
         for name, interface in psutil.net_if_addrs().items()
@@ -122,41 +123,41 @@ def announce(path: Path, port: int) -> tuple[str, int]:
 
 
 def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str, int]:
-    """Return address and port of rank 0 as it announced them in `path`, once it listens there.
+    """Return address and port of rank 0 as announced in `path`, once rank 0 listens there.
 
     Raises:
-        ValueError: it does not within `timeout_s` seconds.
+        ValueError: rank 0 does not listen within `timeout_s` seconds.
     """
-    impatience, until, told = Impatience(launch), time.monotonic() + timeout_s, ""
+    reports, until, found = WaitReports(launch), time.monotonic() + timeout_s, ""
     while time.monotonic() < until:
         try:
-            told = path.read_text()
+            found = path.read_text()
         except OSError:
-            told = ""
-        addresses, port = json.loads(told) if told else ([], 0)
+            found = ""
+        addresses, port = json.loads(found) if found else ([], 0)
         for address in addresses:
             if _listens(address, port):
                 return address, port
-        if impatience.wait():
-            say(f"waiting for rank 0, which says in {path} where it is ({told or 'nothing yet'}); {REMEDY}")
-    raise ValueError(f"rank 0 is not at any address that {path} names ({told or 'none'}): {REMEDY}")
+        if reports.wait():
+            say(f"waiting for rank 0, which writes its address to {path} ({found or 'nothing yet'}); {REMEDY}")
+    raise ValueError(f"rank 0 does not listen at any address in {path} ({found or 'none'}): {REMEDY}")
 
 
 def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat:
-    """Tell all ranks by `store` where this rank is, wait for them, and return what this rank said.
+    """Put the host of this rank into `store`, wait until all ranks have done so, and return this rank's entry.
 
     Raises:
-        ValueError: some ranks did not come within `timeout_s` seconds.
+        ValueError: some ranks did not join within `timeout_s` seconds.
     """
     mine = Seat(socket.gethostname(), route_to(host))
     store.set(_seat(launch.rank), json.dumps(asdict(mine)))
     store.add("megarl/seated", 1)
-    impatience, until = Impatience(launch), time.monotonic() + timeout_s
+    reports, until = WaitReports(launch), time.monotonic() + timeout_s
     while store.add("megarl/seated", 0) < launch.world_size:
         if time.monotonic() > until:
-            raise ValueError(f"{_come(store, launch)}; {REMEDY}")
-        if impatience.wait():
-            say(f"waiting at {host}: {_come(store, launch)}")
+            raise ValueError(f"{_describe_missing(store, launch)}; {REMEDY}")
+        if reports.wait():
+            say(f"waiting at {host}: {_describe_missing(store, launch)}")
     return mine
 
 
@@ -164,19 +165,19 @@ def _seat(rank: int) -> str:
     return f"megarl/seat/{rank}"
 
 
-def _come(store: Store, launch: Launch) -> str:
+def _describe_missing(store: Store, launch: Launch) -> str:
     size = launch.local_world_size
     missing = [rank for rank in range(launch.world_size) if not store.check([_seat(rank)])]
     hosts = sorted({rank // size for rank in missing})
     shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
     return (
-        f"{launch.world_size - len(missing)} of {launch.world_size} ranks are here; missing: {shown} (host number "
+        f"{launch.world_size - len(missing)} of {launch.world_size} ranks have joined; missing: {shown} (host number "
         f"{', '.join(map(str, hosts[:8]))} of {max(1, launch.world_size // size)}, counted from 0)"
     )
 
 
 def route_to(host: str) -> str:
-    """Return this host's address on the way to `host`; empty where that does not leave this host by a network."""
+    """Return this host's address on the route to `host`; empty if the route does not leave this host."""
     for address in resolve(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -190,9 +191,9 @@ def route_to(host: str) -> str:
 
 
 def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
-    """Have gloo and NCCL use the interface that leads to the first host, unless the user has named one.
+    """Make gloo and NCCL use the interface that leads to the first host, unless the user has named an interface.
 
-    By itself gloo takes the address of this host's name, which Debian and Ubuntu set to 127.0.1.1.
+    By default gloo uses the address of this host's name, which Debian and Ubuntu set to 127.0.1.1.
     """
     if launch.local_world_size == launch.world_size:
         return
@@ -210,12 +211,12 @@ def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
 
 
 def describe_failure(error: Exception, host: str, port: int) -> str:
-    """Return what a person should know about an error that torch raised while the ranks connected."""
+    """Return a message for a person about an error that torch raised while the ranks connected."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     interfaces = ", ".join(f"{name}={os.environ.get(name, '')}" for name in INTERFACES)
     return (
-        f"{socket.gethostname()} does not reach the other ranks of MASTER_ADDR={host} ({', '.join(resolve(host))}), "
-        f"MASTER_PORT={port}, with {interfaces}: {first}. To mend it, {REMEDY}"
+        f"{socket.gethostname()} cannot reach the other ranks at MASTER_ADDR={host} ({', '.join(resolve(host))}), "
+        f"MASTER_PORT={port}, with {interfaces}: {first}. Remedy: {REMEDY}"
     )
 
 

@@ -1,7 +1,7 @@
-"""How a process learns its rank: from torchrun, Open MPI or Slurm, or by starting the ranks of this host itself.
+"""Joining the ranks of torchrun, Open MPI or Slurm, or starting the ranks of this host without a launcher.
 
-Invariant: when `join_or_launch` returns, the environment holds torch's own names (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
-`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) whatever started the process, so nothing after it knows launchers.
+Invariant: when `join_or_launch` returns, the environment holds torch's own variables (`RANK`, `WORLD_SIZE`,
+`LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) under every launcher. Later code knows no launchers.
 """
 
 import atexit
@@ -30,19 +30,19 @@ __all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch
 
 LINGER_S = 1.0
 MEETING_S = 1800.0
-"""How long ranks look for rank 0 where only a file of the run says where it is."""
+"""Seconds that ranks look for rank 0 if they know its address only from a file of the run."""
 COMMAND = "MEGARL_COMMAND"
-"""The variable that holds the command of a person who started the ranks of this host without a launcher."""
+"""The variable with the command that a person typed to start the ranks of this host without a launcher."""
 
 
 def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> tuple[str, int]:
-    """Return where rank 0 listens: what `MASTER_ADDR` and `MASTER_PORT` say, else what the launcher's variables imply.
+    """Return host and port of rank 0: `MASTER_ADDR` and `MASTER_PORT`, else what the launcher's variables imply.
 
-    The port is a number that all ranks of one job can compute and two jobs on a host hardly share. Open MPI tells no
-    rank the host of rank 0: where it spans hosts, rank 0 writes its addresses into a file of `directory`.
+    All ranks of a job compute the same port, and two jobs on a host rarely share it. Open MPI does not give ranks the
+    host of rank 0. If such a job spans hosts, rank 0 writes its addresses into a file of `directory`.
 
     Raises:
-        ValueError: rank 0 is at none of the addresses that it wrote.
+        ValueError: rank 0 does not listen at any of the addresses that it wrote.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
@@ -53,26 +53,26 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     port = int(environ.get("MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 10000))
     if host := environ.get("MASTER_ADDR", host):
         return host, port
-    path = directory / f".rank0-{zlib.crc32(job.encode())}.part"  # a job that goes on removes what is left of it
+    path = directory / f".rank0-{zlib.crc32(job.encode())}.part"  # a resumed job removes a left-over file
     if launch.rank == 0:
         return announce(path, port)
     return find_announced(path, launch, timeout_s=MEETING_S)
 
 
 def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, directory: Path) -> Launch:
-    """Return this process's place under its launcher; without one, run `python -m module argv` on local ranks and exit.
+    """Return this process's rank under its launcher; without a launcher, run `python -m module argv` on local ranks.
 
     Args:
         module: the entry point that called this, e.g. `megarl.train`.
-        argv: its command-line arguments.
-        num_processes: ranks to start on this host when no launcher did.
-        directory: one that all hosts see, where ranks may have to find each other.
+        argv: the command-line arguments of the entry point.
+        num_processes: ranks to start on this host if there is no launcher. This process exits when they have ended.
+        directory: a directory that all hosts see, through which ranks may have to find each other.
     """
     launch = detect(os.environ)
     if launch is None:
         _launch(module, argv, num_processes=num_processes)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGKILL)  # of the agent that watches it, as nobody else would then
+        die_with_parent(signal.SIGKILL)  # the parent is the agent that watches this rank; nobody else would then
     elif "OMPI_COMM_WORLD_RANK" in os.environ:
         follow_parent()  # Open MPI 4 leaves ranks behind when it is killed, and may start many in threads
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
@@ -84,25 +84,25 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
 
 
 def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
-    """Create torch's default process group; on CUDA it carries host tensors too (gloo).
+    """Create torch's default process group; on CUDA it also carries host tensors, by gloo.
 
-    A process that ends without destroying it has failed, and ends with code 1.
+    A process that ends without destroying the group has failed, and exits with code 1.
 
     Args:
         launch: what `join_or_launch` returned.
-        device_type: `cpu` or `cuda`, what this job trains on.
-        timeout_s: seconds after which a collective that a rank does not join is an error.
+        device_type: `cpu` or `cuda`, the device that this job trains on.
+        timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
-        ValueError: this host shows the process fewer CUDA devices than it has ranks, or the ranks do not find or reach
-            each other.
+        ValueError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
+            other.
     """
     if device_type == "cuda":
         num_devices = torch.cuda.device_count()
         if launch.local_rank >= num_devices:
             raise ValueError(
                 f"rank {launch.rank} is number {launch.local_rank} on its host and needs CUDA device "
-                f"{launch.local_rank}, but sees {num_devices}: start at most one process per device "
+                f"{launch.local_rank}, but sees {num_devices} devices: start at most one process per device "
                 "(trainer.n_gpus_per_node) and let each see them all (Slurm: --gpus-per-node, not --gpus-per-task)"
             )
         torch.cuda.set_device(launch.local_rank)
@@ -123,24 +123,24 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
 
 
 def _first_host(nodelist: str) -> str:
-    """The host of task 0: the first that a Slurm list such as `gpu[001-004,007],login1` names."""
+    """Return the host of task 0: the first host in a Slurm list such as `gpu[001-004,007],login1`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist).split(",")[0]
 
 
 def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn:
-    """Run this host's ranks under torch's elastic agent; exit with the code of the first that failed, or 0."""
+    """Run this host's ranks under torch's elastic agent; exit with the code of the first failed rank, or 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     os.environ[COMMAND] = shlex.join(sys.orig_argv)
-    # The address is given since the agent would otherwise look its own host name up, which laptops may not resolve.
+    # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     serve([*agent, "--module", module, *argv])
 
 
 def _leave() -> None:
-    """End a process that failed before the interpreter unloads: gloo's threads would abort it (SIGABRT), not always.
+    """End a failed process before the interpreter unloads, because gloo's threads would sometimes abort it (SIGABRT).
 
-    It lingers, so that a rank which only lost its peer does not end before the launcher has seen the peer's end.
+    Wait first, so that a rank that only lost its peer does not end before the launcher has seen the peer end.
     """
     if dist.is_initialized():
         time.sleep(LINGER_S)

@@ -1,4 +1,4 @@
-"""Work that one rank of each node does for the others: what it brings to the node's disk is there for all of them."""
+"""Work that one rank of each node does for all ranks of the node, such as filling a directory on its disk."""
 
 import os
 import socket
@@ -10,22 +10,22 @@ import torch.distributed as dist
 
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
+from megarl.platform.cache import ReportProgress
 
 TURN_S = 1.0
-"""How often the ranks tell each other how far the work has come."""
+"""Seconds between two exchanges of progress among the ranks."""
 
 T = TypeVar("T")
-Count = Callable[[int], None]
 
 
-def once_a_node(work: Callable[[Count], T], *, phase: str) -> T:
-    """The answer of `work` on the first rank of this node. Collective; without ranks `work` is simply done.
+def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
+    """Run `work` on the first rank of each node, and return its node's result on every rank. Collective.
 
-    `work` is given a function to tell how much is done, in any unit. While any node's number grows, the watchdogs of
-    all ranks see progress in `phase`.
+    `work` gets a function with which it reports how much more is done, in any unit. While the sum of any node grows,
+    the watchdogs of all ranks see progress in `phase`. Without ranks `work` is only called.
 
     Raises:
-        Exception: what `work` raises on any node, on all ranks.
+        Exception: on all ranks, if `work` raised it on any node.
     """
     if not dist.is_initialized():
         return work(lambda _: None)
@@ -39,38 +39,38 @@ def once_a_node(work: Callable[[Count], T], *, phase: str) -> T:
         if all(is_over for is_over, _ in turns):
             break
     host = socket.gethostname()
-    answers = together(lambda: (host, task.answer()) if task else None)
+    results = together(lambda: (host, task.result()) if task else None)
     watchdog.note(phase=before)
-    return next(answer for where, answer in filter(None, answers) if where == host)
+    return next(result for node, result in filter(None, results) if node == host)
 
 
 class _Task(Generic[T]):
     """Work in a thread that does not keep the process alive."""
 
-    def __init__(self, work: Callable[[Count], T]) -> None:
-        self._answers: list[T] = []
+    def __init__(self, work: Callable[[ReportProgress], T]) -> None:
+        self._results: list[T] = []
         self._error: Exception | None = None
         self._amount, self._lock = 0, threading.Lock()
         self._thread = threading.Thread(target=self._run, args=[work], name="megarl-node", daemon=True)
         self._thread.start()
 
     def wait(self) -> tuple[bool, int]:
-        """Whether the work is over, after at most a turn, and how much of it is done."""
+        """Wait for at most TURN_S seconds; return whether the work is over and how much of it is done."""
         self._thread.join(TURN_S)
         return not self._thread.is_alive(), self._amount
 
-    def answer(self) -> T:
-        """What the work, which is over, gave or raised."""
+    def result(self) -> T:
+        """Return the result of the finished work, or raise its error."""
         if self._error:
             raise self._error
-        return self._answers[0]
+        return self._results[0]
 
-    def _run(self, work: Callable[[Count], T]) -> None:
+    def _run(self, work: Callable[[ReportProgress], T]) -> None:
         try:
-            self._answers.append(work(self._count))
+            self._results.append(work(self._report))
         except Exception as error:
             self._error = error
 
-    def _count(self, amount: int) -> None:
+    def _report(self, amount: int) -> None:
         with self._lock:
             self._amount += amount

@@ -1,4 +1,4 @@
-"""The place of a process among the ranks of its job, as torchrun, Open MPI or Slurm tell it."""
+"""The rank of a process, read from the variables of torchrun, Open MPI or Slurm."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process's place among all ranks, and among those of its host."""
+    """This process's rank among all ranks, and among the ranks of its host."""
 
     rank: int
     world_size: int
@@ -16,19 +16,19 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """The place a launcher gave this process, or None where it was started plainly.
+    """Return the rank that a launcher gave this process; None if no launcher started it.
 
-    torchrun comes first and Slurm last: torchrun and mpirun run inside Slurm jobs, whose variables they leave in place.
+    torchrun comes first and Slurm last, because torchrun and mpirun leave the variables of a Slurm job in place.
 
     Raises:
-        ValueError: a launcher's variables are there but incomplete, or not numbers.
+        ValueError: a launcher's variables are incomplete or not numbers.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _place(environ, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-    # Only srun sets the step's size; a batch script and `salloc` have SLURM_PROCID=0 too, but are not ranks. Neither
-    # is the shell of `srun --pty bash`, a step of one task: training started there starts its own ranks.
+    # Only srun sets the step's size. A batch script and `salloc` have SLURM_PROCID=0 too, but are not ranks. The shell
+    # of `srun --pty bash`, a step of one task, is no rank either: training that starts there starts its own ranks.
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         here = "SLURM_STEP_TASKS_PER_NODE[SLURM_NODEID]"
         step = {**environ, here: _tasks_on_node(environ)}
@@ -37,20 +37,20 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def restarted(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher says that it has started this job before: torchrun after a failure, Slurm after a requeue.
+    """Return whether a launcher started this job before: torchrun after a failure, Slurm after a requeue.
 
-    Only some ranks may be told: torchrun counts on each host what failed there.
+    Ranks may disagree: torchrun counts the failures of each host on that host.
     """
     counts = (environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
 
 
 def _place(environ: Mapping[str, str], *names: str) -> Launch:
-    """The `Launch` whose fields, in order, are the numbers that `environ` has under `names`."""
+    """Return the `Launch` whose fields, in order, are the numbers that `environ` has under `names`."""
     faults = [f"{name}={environ.get(name, '')!r}" for name in names if not environ.get(name, "").isdecimal()]
     if faults:
         raise ValueError(
-            f"{names[0]} says that a launcher started this process, but {', '.join(faults)} is no number: start one "
+            f"{names[0]} shows that a launcher started this process, but {', '.join(faults)} is no number: start one "
             "process per device with torchrun, mpirun or srun, or unset these to let megarl start them on this host"
         )
     rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
@@ -58,7 +58,7 @@ def _place(environ: Mapping[str, str], *names: str) -> Launch:
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> str:
-    """Entry `SLURM_NODEID` of Slurm's run-length list of tasks per node (`4(x2),1` is 4, 4, 1); empty if not there."""
+    """Return entry `SLURM_NODEID` of Slurm's run-length list of tasks per node (`4(x2),1` is 4, 4, 1), or ''."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     tasks = [count for count, repeat in runs for _ in range(int(repeat or 1))]
     node = environ.get("SLURM_NODEID", "")

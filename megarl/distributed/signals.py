@@ -1,8 +1,8 @@
-"""SIGTERM, SIGUSR1 and SIGINT are the wish that a job ends: it finishes its step, saves, and can be started again.
+"""SIGTERM, SIGUSR1 and SIGINT request a stop: the job finishes its step, saves, and can be resumed.
 
-They come from Slurm before the end of an allocation, from whatever stops a container, from people and their Ctrl-C. A
-rank that is told only notes it; after each step the ranks ask one another, so that all end after the same one, whoever
-was told. Outside of the steps there is nothing to save: there, and on a second SIGTERM or SIGINT, a rank ends at once.
+Slurm sends them before an allocation ends, a container runtime when it stops the container, a person with Ctrl-C. A
+rank only notes the signal. After each step the ranks agree whether any of them got one, so that all stop after the same
+step. Outside of the steps there is nothing to save: there, and on a second SIGTERM or SIGINT, a rank ends at once.
 """
 
 import os
@@ -20,92 +20,92 @@ from megarl.distributed.exchange import host_group
 from megarl.platform.early import EXIT_CODE, SIGNALS, end_at_once, local_rank, say
 from megarl.platform.processes import children
 
-__all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "heeding", "listen", "told"]
+__all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "graceful_stop", "listen", "stop_requested"]
 
 ECHO_S = 5.0
-"""A second signal to a rank within these seconds is the first one, come by another way: some senders tell everybody."""
-_AT_ONCE = (signal.SIGTERM, signal.SIGINT)
+"""Signals within these seconds count as one: some senders signal both a launcher and its ranks."""
+_IMMEDIATE = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - nothing is wrong
-    """A rank was told to end; all do, after `step` finished steps, which are saved."""
+    """All ranks stop after `step` finished steps, which are saved, because a signal requested it."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"told to end, step {step} is saved")
+        super().__init__(f"stopped by a signal, step {step} is saved")
         self.step = step
 
 
-_heeding = False
-_told = False
+_is_graceful = False
+_is_requested = False
 _ending = threading.Lock()
 
 
 def forward() -> None:
-    """Hand SIGNALS on, from now on, to the ranks that this process started and watches. Linux only."""
-    global _told
-    _told = False
+    """Forward SIGNALS, from now on, to the ranks that this process started and watches. Linux only."""
+    global _is_requested
+    _is_requested = False
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, _hand_on)
+        signal.signal(number, _forward)
 
 
 def listen() -> None:
-    """Obey SIGNALS from now on: this process ends with EXIT_CODE, within `heeding` when it has saved."""
-    global _told
-    _told = False
+    """Obey SIGNALS from now on: end this process with EXIT_CODE, at once or, within `graceful_stop`, after a save."""
+    global _is_requested
+    _is_requested = False
     for number in SIGNALS:
         signal.signal(number, _obey)
-    heard, hears = os.pipe()
-    os.set_blocking(hears, False)
-    signal.set_wakeup_fd(hears, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=[heard], name="megarl-signals", daemon=True).start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=[read_end], name="megarl-signals", daemon=True).start()
 
 
 @contextmanager
-def heeding() -> Iterator[None]:
-    """Within the block signals are noted, for `told` to say after each step. `Stopped` that leaves it ends the job."""
-    global _heeding
-    _heeding = True
+def graceful_stop() -> Iterator[None]:
+    """Within the block, let a signal only request a stop, which `stop_requested` reports. `Stopped` ends the job."""
+    global _is_graceful
+    _is_graceful = True
     try:
         yield
     except Stopped:
-        for number in SIGNALS:  # the end is agreed on; a launcher sends more when the first rank has ended
+        for number in SIGNALS:  # all ranks stop already; a launcher sends more signals when the first rank has ended
             signal.signal(number, signal.SIG_IGN)
         raise
     finally:
-        _heeding = False
+        _is_graceful = False
 
 
-def told() -> bool:
-    """Whether any rank was told to end, the same on all. Collective where there are ranks."""
+def stop_requested() -> bool:
+    """Return whether any rank got a signal, the same on all ranks. Collective if there are ranks."""
     if not dist.is_initialized():
-        return _told
-    any_told = torch.tensor(int(_told))
-    dist.all_reduce(any_told, op=dist.ReduceOp.MAX, group=host_group())
-    return bool(any_told.item())
+        return _is_requested
+    any_requested = torch.tensor(int(_is_requested))
+    dist.all_reduce(any_requested, op=dist.ReduceOp.MAX, group=host_group())
+    return bool(any_requested.item())
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
-    global _told
-    ranks = [pid for pid in children() if os.getpgid(pid) == pid]  # they lead groups of their own
+def _forward(number: int, frame: FrameType | None) -> None:
+    global _is_requested
+    ranks = [pid for pid in children() if os.getpgid(pid) == pid]  # each rank leads a process group
     if not ranks:
         end_at_once(number, frame)
-    if number == signal.SIGINT and _told:  # a terminal tells this process alone, once for each Ctrl-C
-        say("SIGINT again: the job ends now, without this step; the same command goes on from the last checkpoint")
+    if number == signal.SIGINT and _is_requested:  # a terminal signals only this process, once for each Ctrl-C
+        say("SIGINT again: the job ends now, without this step; the same command resumes from the last checkpoint")
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)
         os._exit(128 + number)
-    _told = _told or number == signal.SIGINT
+    _is_requested = _is_requested or number == signal.SIGINT
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _obey(number: int, frame: FrameType | None) -> None:
-    global _told
-    if not _heeding:
+    global _is_requested
+    if not _is_graceful:
         _end(number)
-    _told = True
+    _is_requested = True
 
 
 def _end(number: int) -> None:
@@ -115,23 +115,23 @@ def _end(number: int) -> None:
     time.sleep(ECHO_S)  # the other thread is about to end the process
 
 
-def _listen(heard: int) -> None:
-    """Say that this process heeds a wish; end it outside of its steps, and at a second wish.
+def _listen(read_end: int) -> None:
+    """Report a requested stop; end this process if it is outside of its steps, or on a second request.
 
-    A thread does: the main one may be in a collective, and come out late or never.
+    This is a thread because the main thread may be in a collective, and leave it late or never.
     """
     first: float | None = None
     has_said = False
-    while number := os.read(heard, 1):
+    while number := os.read(read_end, 1):
         if number[0] not in SIGNALS:
             continue
-        if not (_heeding or _told):
+        if not (_is_graceful or _is_requested):
             _end(number[0])
         if not has_said and local_rank() == "0":
-            at_once = "" if number[0] == signal.SIGUSR1 else "; a second one ends the job at once"
-            say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{at_once}")
+            hint = "" if number[0] == signal.SIGUSR1 else "; a second one ends the job at once"
+            say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{hint}")
             has_said = True
-        if number[0] in _AT_ONCE:
+        if number[0] in _IMMEDIATE:
             now = time.monotonic()
             if first is not None and now - first > ECHO_S:
                 os._exit(128 + number[0])

@@ -1,8 +1,8 @@
-"""The store in which the ranks of a job find each other, new for every attempt.
+"""The store through which the ranks of a job find each other, new for every attempt.
 
-torchrun's agent keeps its store over a restart (PyTorch 2.4 - 2.13, pytorch issue 135712), and with it the addresses of
-the dead. How often an agent has started its ranks is no name for an attempt: agents on other hosts count differently.
-So rank 0 chooses a name for it, and tells those ranks that ask with a word that was never said before.
+torchrun's agent keeps its store over a restart (PyTorch 2.4 - 2.13, pytorch issue 135712), with the addresses of dead
+ranks. The restart count cannot name an attempt, because agents on other hosts count differently. Instead rank 0 chooses
+a name for the attempt. Every other rank asks for it under a key that was never used before, and rank 0 answers.
 """
 
 import os
@@ -19,22 +19,22 @@ ROUND_S = 0.05
 
 
 def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
-    """Return a store that is empty but for what the ranks of this attempt write to it.
+    """Return a store that has only entries of ranks of this attempt.
 
     Args:
-        launch: this process's place.
-        host: of rank 0, or of torchrun's agent beside it.
-        port: where the store listens, or where rank 0 is to make it listen.
-        timeout_s: seconds that a rank waits for another.
+        launch: this process's rank.
+        host: of rank 0, or of torchrun's agent there.
+        port: of the agent's store, or of the store that rank 0 starts.
+        timeout_s: seconds that a rank waits for another rank.
 
     Raises:
-        RuntimeError: the others did not come in that time.
-        ValueError: the host is not found or not reached, or its port is taken.
+        RuntimeError: other ranks did not join in time.
+        ValueError: the host cannot be found or reached, or its port is in use.
     """
     timeout, rank = timedelta(seconds=timeout_s), launch.rank
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not is_of_agent
-    resolve(host)  # torch would look for minutes
+    resolve(host)  # torch would try for minutes
     address = host if listens else await_listener(host, port, launch, timeout_s=timeout_s)
     try:
         store = TCPStore(address, port, launch.world_size, listens, timeout, wait_for_workers=False)
@@ -42,25 +42,25 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
         raise ValueError(describe_failure(error, host, port)) from error
     if not is_of_agent:
         return store
-    word = uuid4().hex
+    name = uuid4().hex
     if rank == 0:
-        room = PrefixStore(word, store)
-        _answer(store, room, word, launch.world_size, until=time.monotonic() + timeout_s)
+        room = PrefixStore(name, store)
+        _answer(store, room, name, launch.world_size, until=time.monotonic() + timeout_s)
         return room
-    store.set(f"megarl/asks/{rank}", word)
-    room = PrefixStore(store.get(f"megarl/answers/{word}").decode(), store)
+    store.set(f"megarl/asks/{rank}", name)
+    room = PrefixStore(store.get(f"megarl/answers/{name}").decode(), store)
     room.add("arrived", 1)
     return room
 
 
-def _answer(store: Store, room: Store, word: str, world_size: int, *, until: float) -> None:
-    """Tell everyone who asks the word of this attempt, until all have come. The dead may have asked as well."""
+def _answer(store: Store, room: Store, name: str, world_size: int, *, until: float) -> None:
+    """Give the name of this attempt to every rank that asks, until all have arrived. Dead ranks may have asked, too."""
     answered = set[str]()
     while room.add("arrived", 0) < world_size - 1:
-        asking = [key for rank in range(1, world_size) if store.check([key := f"megarl/asks/{rank}"])]
-        for asked in {store.get(key).decode() for key in asking} - answered:
-            store.set(f"megarl/answers/{asked}", word)
-            answered.add(asked)
+        asking = [question for rank in range(1, world_size) if store.check([question := f"megarl/asks/{rank}"])]
+        for key in {store.get(question).decode() for question in asking} - answered:
+            store.set(f"megarl/answers/{key}", name)
+            answered.add(key)
         if time.monotonic() > until:
-            raise RuntimeError(f"of {world_size} ranks, {room.add('arrived', 0) + 1} came")
+            raise RuntimeError(f"only {room.add('arrived', 0) + 1} of {world_size} ranks have joined")
         time.sleep(ROUND_S)

@@ -1,10 +1,10 @@
-"""A deadline for every phase of a run: when one passes, each rank writes down where it is, and the job ends.
+"""A deadline for every phase of a run: if a rank misses it, all ranks write reports, and the job ends.
 
-A rank that waits for another in a collective cannot be interrupted, so each rank has a thread that watches. All ranks
-go through the same phases in the same order, so those that have begun the fewest are those that the others wait for.
-All ranks see the directory of the reports; the first one in it makes every other rank report too.
+A rank that waits in a collective cannot be interrupted, so each rank has a watching thread. All ranks go through the
+same phases in the same order, so the ranks that have begun the fewest phases hold up the others. All ranks see the
+directory of the reports; the first report in it makes every other rank report, too.
 
-    DIRECTORY/rank_3.json    rank, step, phase, rows, where in megarl, and the stacks of all its threads
+    DIRECTORY/rank_3.json    rank, step, phase, rows, line of megarl, and the stacks of all threads
 """
 
 import faulthandler
@@ -21,42 +21,42 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-EXIT_CODE = 124  # what `timeout` ends with
+EXIT_CODE = 124  # the exit code of `timeout`
 GRACE_S = 20.0
 COLLECTIVES = tuple(f"{os.sep}{name}{os.sep}distributed{os.sep}" for name in ("torch", "vllm"))
-TRANSFER = ".wait()"  # for one that was begun: C code, so the innermost line is its caller's
+TRANSFER = ".wait()"  # of a collective that was begun: C code, so the innermost line is that of its caller
 PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """How far a rank has come."""
+class Report:
+    """The progress of a rank."""
 
     rank: int
     host: str
-    num_phases: int  # begun since the start of the run
+    num_phases: int  # that the rank has begun since the start of the run
     step: int
     phase: str
-    rows: Sequence[int]  # of the data set, that this rank samples answers to
+    rows: Sequence[int]  # of the data set, to which this rank samples responses
     where: str = ""  # the innermost line of megarl in the main thread
-    waits: bool = False  # in a collective
+    waits: bool = False  # whether the rank is in a collective
 
 
-_watchdog: "Watchdog | None" = None  # a process is in one place at a time
+_watchdog: "Watchdog | None" = None  # of this process; None: nothing watches
 
 
 @contextmanager
 def watching(
     directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float = GRACE_S
 ) -> Iterator[None]:
-    """Within the block, end the job when a rank notes no progress for `timeout_s` seconds.
+    """Within the block, end the job if a rank notes no progress for `timeout_s` seconds.
 
     Args:
-        directory: for the reports; the same on all ranks, and not there yet.
+        directory: for the reports; the same on all ranks, and not yet existing.
         rank: of this process.
         world_size: ranks of the job.
         timeout_s: seconds that a phase may take.
-        grace_s: seconds in which the other ranks report once one has.
+        grace_s: seconds that the other ranks have to report after the first report.
     """
     global _watchdog
     _watchdog = Watchdog(directory, rank=rank, world_size=world_size, timeout_s=timeout_s, grace_s=grace_s)
@@ -69,9 +69,9 @@ def watching(
 
 
 def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[int] | None = None) -> str | None:
-    """This rank goes on to `phase` of `step`, working on `rows`; what is None stays.
+    """Note that this rank begins `phase` of `step`, with `rows`; a value that is None stays the same.
 
-    Returns the phase that it was in; without a watchdog there is none, and nothing happens.
+    Return the phase before; without a watchdog do nothing and return None.
     """
     if not _watchdog:
         return None
@@ -80,47 +80,47 @@ def note(*, step: int | None = None, phase: str | None = None, rows: Sequence[in
 
 
 def note_progress() -> None:
-    """This rank has come further within its phase: it has the whole time of a phase from now.
+    """Note progress within the phase, and start the deadline of the phase anew.
 
-    Only for progress that all ranks note: those that began the fewest phases are behind, and phases are not counted
-    here.
+    Only for progress that all ranks note: it does not count as a phase, and the number of phases decides which rank
+    holds up the others.
     """
     if _watchdog:
         _watchdog.note_progress()
 
 
 class Watchdog:
-    """Ends the job when this rank stays in one phase for `timeout_s` seconds."""
+    """A thread that ends the job if this rank stays in one phase for `timeout_s` seconds."""
 
     def __init__(self, directory: Path, *, rank: int, world_size: int, timeout_s: float, grace_s: float) -> None:
         self._directory, self._world_size = directory, world_size
         self._timeout_s, self._grace_s = timeout_s, grace_s
-        self._place = Place(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
+        self._report = Report(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
         self._since = time.monotonic()
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megarl-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; the directory does not exist yet."""
+        """Begin to watch; the directory must not exist yet."""
         self._since = time.monotonic()
         self._arm_last_resort()
         self._thread.start()
 
     def note(self, **news: Any) -> str:
-        """This rank has come further than the phase that is returned; it has `timeout_s` seconds from now."""
-        before = self._place.phase
-        self._place = replace(self._place, num_phases=self._place.num_phases + 1, **news)
+        """Note a new phase, start its deadline, and return the phase before."""
+        before = self._report.phase
+        self._report = replace(self._report, num_phases=self._report.num_phases + 1, **news)
         self.note_progress()
         return before
 
     def note_progress(self) -> None:
-        """This rank has `timeout_s` seconds from now."""
+        """Start the deadline of the phase anew."""
         self._since = time.monotonic()
         self._arm_last_resort()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -131,35 +131,35 @@ class Watchdog:
                 self._end_job()
 
     def _arm_last_resort(self) -> None:
-        """Where what hangs keeps Python from running, this rank's thread too: print the stacks and exit, in C."""
+        """Arrange for C code to print the stacks and exit, in case a hang blocks all Python threads of this rank."""
         faulthandler.dump_traceback_later(self._timeout_s + 3 * self._grace_s, exit=True, file=2)  # stderr
 
     def _end_job(self) -> None:
-        """Write this rank's report, let the first rank that could say what all reports come to, and leave."""
-        late = threading.Timer(3 * self._grace_s, os._exit, [EXIT_CODE])  # the disk or the terminal may be what hangs
+        """Write this rank's report, have the lowest rank that reported print a summary, and exit."""
+        late = threading.Timer(3 * self._grace_s, os._exit, [EXIT_CODE])  # the disk or the terminal may hang
         late.daemon = True
         late.start()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._report(self._directory / f"rank_{self._place.rank}.json")
-            places = self._wait_for_reports()
-            if self._place.rank == min(places):
-                found, size = list(places.values()), self._world_size
-                words = verdict(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
+            self._write(self._directory / f"rank_{self._report.rank}.json")
+            reports = self._wait_for_reports()
+            if self._report.rank == min(reports):
+                found, size = list(reports.values()), self._world_size
+                words = summary(found, world_size=size, timeout_s=self._timeout_s, directory=self._directory)
                 print(words, file=sys.stderr, flush=True)
             else:
-                time.sleep(self._grace_s)  # a launcher ends all ranks with the first that leaves
-        except OSError:  # the disk may be what hangs, or full
+                time.sleep(self._grace_s)  # a launcher ends all ranks when the first one exits
+        except OSError:  # the disk may be full
             traceback.print_exc()
         os._exit(EXIT_CODE)
 
-    def _report(self, path: Path) -> None:
-        """Write where this rank is, whole or not at all."""
+    def _write(self, path: Path) -> None:
+        """Write this rank's report, completely or not at all."""
         frame = sys._current_frames().get(self._main or 0)
         lines = traceback.extract_stack(frame) if frame else []
         ours = [line for line in lines if line.filename.startswith(PACKAGE)]
-        place = replace(
-            self._place,
+        report = replace(
+            self._report,
             where=f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}" if ours else "",
             waits=_in_collective(lines),
         )
@@ -168,61 +168,61 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read().splitlines()
-        temporary.write_text(json.dumps(asdict(place) | {"stacks": stacks}, indent=1))
+        temporary.write_text(json.dumps(asdict(report) | {"stacks": stacks}, indent=1))
         temporary.replace(path)
 
-    def _wait_for_reports(self) -> dict[int, Place]:
-        """The places of all ranks that report before the time of grace is over."""
+    def _wait_for_reports(self) -> dict[int, Report]:
+        """Return the reports that ranks write before the time of grace is over, by rank."""
         until = time.monotonic() + self._grace_s
         while True:
-            places = read_places(self._directory)
-            if len(places) == self._world_size or time.monotonic() > until:
-                return places
+            reports = read_reports(self._directory)
+            if len(reports) == self._world_size or time.monotonic() > until:
+                return reports
             time.sleep(self._grace_s / 20)
 
 
 def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the innermost lines of a stack are those of a collective, or of a wait for one that was begun."""
+    """Return whether the innermost lines of a stack are in a collective, or wait for one that was begun."""
     inside = [line.filename for line in lines[-2:]]  # vLLM calls its own through an operator of torch
     begun = [line.line or "" for line in lines[-1:]]
     return any(part in name for name in inside for part in COLLECTIVES) or any(TRANSFER in code for code in begun)
 
 
-def read_places(directory: Path) -> dict[int, Place]:
-    """The places of the ranks that wrote a report, by rank."""
+def read_reports(directory: Path) -> dict[int, Report]:
+    """Return the reports in a directory, by rank."""
     found = [json.loads(path.read_text()) for path in sorted(directory.glob("rank_*.json"))]
-    names = [field.name for field in fields(Place)]
-    return {report["rank"]: Place(**{name: report[name] for name in names}) for report in found}
+    names = [field.name for field in fields(Report)]
+    return {report["rank"]: Report(**{name: report[name] for name in names}) for report in found}
 
 
-def verdict(places: Sequence[Place], *, world_size: int, timeout_s: float, directory: Path) -> str:
-    """What the reports of a job's ranks come to, for people: who is behind, and who waits for whom.
+def summary(reports: Sequence[Report], *, world_size: int, timeout_s: float, directory: Path) -> str:
+    """Summarize the reports of a job for people: which ranks are behind, and which wait for them.
 
     Args:
-        places: of the ranks that could report.
+        reports: of the ranks that could report.
         world_size: ranks of the job.
-        timeout_s: seconds that none of them came further.
+        timeout_s: seconds without progress.
         directory: of the reports.
     """
-    silent = sorted(set(range(world_size)) - {place.rank for place in places})
-    fewest = min(place.num_phases for place in places)
-    slow = [place for place in places if place.num_phases == fewest]
-    if len(slow) == len(places):  # all are in the same phase: those that wait in a collective wait for the others
-        slow = [place for place in places if not place.waits]
-    behind = [f"rank {rank}: no sign of it: stopped, dead, or its host is gone" for rank in silent]
-    behind += [_describe(place) for place in slow]
-    waiting = [_describe(place) for place in places if place not in slow]
+    silent = sorted(set(range(world_size)) - {report.rank for report in reports})
+    fewest = min(report.num_phases for report in reports)
+    slow = [report for report in reports if report.num_phases == fewest]
+    if len(slow) == len(reports):  # all are in the same phase: ranks in a collective wait for the other ranks
+        slow = [report for report in reports if not report.waits]
+    behind = [f"rank {rank}: no report: stopped, dead, or its host is gone" for rank in silent]
+    behind += [_describe(report) for report in slow]
+    waiting = [_describe(report) for report in reports if report not in slow]
     return "\n  ".join(
         [
             f"megarl: no progress for {timeout_s:g} s (trainer.phase_timeout_s). Behind:",
-            *(behind or ["no rank: all wait in collectives, and not in the same one"]),
-            "waiting:",
+            *(behind or ["no rank: all wait in collectives, but in different ones"]),
+            "Waiting:",
             *(waiting or ["no rank"]),
             f"The stacks of each rank are in {directory}",
         ]
     )
 
 
-def _describe(place: Place) -> str:
-    rows = f", rows {', '.join(map(str, place.rows))}" if place.rows else ""
-    return f"rank {place.rank} on {place.host}: step {place.step}, phase {place.phase}, at {place.where}{rows}"
+def _describe(report: Report) -> str:
+    rows = f", rows {', '.join(map(str, report.rows))}" if report.rows else ""
+    return f"rank {report.rank} on {report.host}: step {report.step}, phase {report.phase}, at {report.where}{rows}"

@@ -13,7 +13,7 @@ from megarl.models.grid import Grid
 from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
 from megarl.reshard.layout import Holding, Place, Placement
-from megarl.reshard.planner import Schedule
+from megarl.reshard.planner import TransferSchedule
 from megarl.sync.plan import actor_end, engine_end
 
 
@@ -56,7 +56,7 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
     destination = engine_end(workload.policy, rollout, num_ranks=world)
     if data_last:
         source = _renumbered(source, _ranks_with_data_last(grid))
-    traffic = Schedule(
+    traffic = TransferSchedule(
         source,
         destination,
         world_size=world,

@@ -1,12 +1,12 @@
-"""Copies of remote directories on this machine, made once and whole, and made again only where the remote has changed.
+"""Copies of remote directories on this machine, made once, and made again only if the remote has changed.
 
     CACHE/NAME-DIGEST/        a copy; DIGEST is of the URI without secrets and of the size and mark of every file
-    CACHE/NAME-DIGEST/.copied.json   size and time of every file, as they were when the copy was complete
-    CACHE/.NAME-DIGEST.part/  a copy that is not complete; a process that goes on with it keeps its whole files
+    CACHE/NAME-DIGEST/.copied.json   size and time of every file when the copy was complete
+    CACHE/.NAME-DIGEST.part/  an incomplete copy; a process that resumes it keeps its complete files
     CACHE/.NAME-DIGEST.lock   held (flock) by the process that makes the copy
 
-A remote directory that changes gets another name, so no running job loses its files. Nothing is ever deleted here but
-damaged copies; what is not needed any more may be removed by hand.
+A remote directory that changes gets another name, so no running job loses its files. Only damaged copies are deleted
+automatically; delete others by hand when they are no longer needed.
 """
 
 import fcntl
@@ -31,32 +31,33 @@ from megarl.platform.uri import WAITS_S, out_of_reach, persist
 VARIABLE = "MEGARL_CACHE"
 RECORD = ".copied.json"
 NUM_STREAMS = 4
-"""Files that are copied at a time."""
+"""Files that are copied at the same time."""
 SETTLED_S = 2
-"""So much older than the copy are its files made to look: whoever writes to one later leaves another time."""
+"""Seconds by which the times of copied files are set back, so that a later write to a file changes its time."""
 ROUND_S = 0.2
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
-Count = Callable[[int], None]
+ReportProgress = Callable[[int], None]
+"""A function that is given how many more bytes, or other units, are done."""
 
 
 def cache_directory() -> Path:
-    """`$MEGARL_CACHE`, else `megarl` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return `$MEGARL_CACHE`, or else `megarl` in `$XDG_CACHE_HOME` or `~/.cache`."""
     if own := os.environ.get(VARIABLE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
 
-def copy_of(remote: RemoteDirectory, names: Sequence[str], count: Count) -> Path:
-    """The directory with copies of files of `remote`; those that are not here, or damaged, are copied.
+def copy_of(remote: RemoteDirectory, names: Sequence[str], report: ReportProgress) -> Path:
+    """Return the directory with copies of files of `remote`; copy the files that are missing or damaged.
 
     Args:
-        remote: where they are.
-        names: of the files, relative to it.
-        count: is told the bytes that arrive, also by the work of another process that is waited for.
+        remote: the directory to copy from.
+        names: of the files, relative to `remote`.
+        report: is given the bytes that arrive, also those that another process copies while this one waits for it.
 
     Raises:
-        ValueError: a file is not there, does not arrive whole, or does not fit on the disk; on any error of the store.
+        ValueError: a file is missing, arrives incomplete, or does not fit on the disk; or the store fails.
         WriteError: the cache cannot be written.
     """
     root, files = cache_directory(), remote.describe(names)
@@ -65,9 +66,9 @@ def copy_of(remote: RemoteDirectory, names: Sequence[str], count: Count) -> Path
         return final
     with explained(f"{VARIABLE}={root}"):
         root.mkdir(parents=True, exist_ok=True)
-        with _alone(root, final.name, count) as part:
+        with _locked(root, final.name, report) as part:
             if not _intact(final, files):
-                _copy(remote, files, final, part, count)
+                _copy(remote, files, final, part, report)
     return final
 
 
@@ -82,21 +83,21 @@ def _intact(directory: Path, files: Sequence[Described]) -> bool:
 
 
 def _lacking(directory: Path, files: Sequence[Described]) -> list[Described]:
-    """The files that are not in a copy as they arrived."""
+    """Return the files that a copy lacks, or that changed after they arrived."""
     record = _recorded(directory)
 
-    def is_whole(file: Described) -> bool:
+    def is_intact(file: Described) -> bool:
         try:
             now = (directory / file.name).stat()
         except OSError:
             return False
         return record.get(file.name) == [now.st_size, int(now.st_mtime)] and now.st_size == file.size
 
-    return [file for file in files if not is_whole(file)]
+    return [file for file in files if not is_intact(file)]
 
 
 def _recorded(directory: Path) -> dict[str, list[int]]:
-    """Size and time of the files that had arrived whole, by name."""
+    """Return size and time of the files that have arrived completely, by name."""
     try:
         record = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
@@ -105,8 +106,8 @@ def _recorded(directory: Path) -> dict[str, list[int]]:
 
 
 @contextmanager
-def _alone(root: Path, name: str, count: Count) -> Iterator[Path]:
-    """The directory to copy to, for this process alone until the block ends; waits for another that has it."""
+def _locked(root: Path, name: str, report: ReportProgress) -> Iterator[Path]:
+    """Yield the directory to copy to, locked for this process; wait while another process holds the lock."""
     part, held = root / f".{name}.part", 0
     with (root / f".{name}.lock").open("a") as lock:
         while True:
@@ -115,10 +116,10 @@ def _alone(root: Path, name: str, count: Count) -> Iterator[Path]:
                 break
             except BlockingIOError:
                 size = _bytes_in(part)
-                count(max(0, size - held))
+                report(max(0, size - held))
                 held = size
                 time.sleep(ROUND_S)
-            except OSError:  # a file system without locks: a directory of its own, and the first to be done wins
+            except OSError:  # a file system without locks: copy to a separate directory; the first complete copy wins
                 part = root / f".{name}.{uuid4().hex}.part"
                 break
         yield part
@@ -127,19 +128,19 @@ def _alone(root: Path, name: str, count: Count) -> Iterator[Path]:
 def _bytes_in(directory: Path) -> int:
     try:
         return sum(path.stat().st_size for path in directory.rglob("*"))
-    except OSError:  # a file has just gone
+    except OSError:  # a file was just removed
         return 0
 
 
-def _copy(remote: RemoteDirectory, files: Sequence[Described], final: Path, part: Path, count: Count) -> None:
-    """Complete what lies in `part`, or damaged in `final`, and give it its name."""
+def _copy(remote: RemoteDirectory, files: Sequence[Described], final: Path, part: Path, report: ReportProgress) -> None:
+    """Complete the copy in `part`, or the damaged copy in `final`, and give it its final name."""
     if final.exists():
         shutil.rmtree(part, ignore_errors=True)
         final.rename(part)
     part.mkdir(exist_ok=True)
     if lacking := _lacking(part, files):
         _check_room(remote, part, sum(file.size for file in lacking))
-        _copy_files(remote, lacking, part, count)
+        _copy_files(remote, lacking, part, report)
     for directory in {(part / file.name).parent for file in files}:
         sync_directory(directory)
     try:
@@ -155,42 +156,42 @@ def _check_room(remote: RemoteDirectory, part: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(part).free
     if num_bytes > free:
         raise ValueError(
-            f"{remote} needs {num_bytes:,} more bytes in {part.parent}, where {free:,} are free: free space there, or "
+            f"{remote} needs {num_bytes:,} more bytes in {part.parent}, which has {free:,} free: free space there, or "
             f"let {VARIABLE} name a directory on another disk"
         )
 
 
-def _copy_files(remote: RemoteDirectory, files: Sequence[Described], part: Path, count: Count) -> None:
-    """Copy files, the smallest first and then some at a time, and note each when it is whole.
+def _copy_files(remote: RemoteDirectory, files: Sequence[Described], part: Path, report: ReportProgress) -> None:
+    """Copy files, first the smallest and then several at a time, and note each complete file.
 
-    A plain ETag is the MD5 of a file unless the store encrypts with keys of its own: the smallest file tells which.
+    A plain ETag is the MD5 of a file unless the store encrypts with its own keys. The smallest file shows which.
     """
     record = _Record(part)
     smallest, *others = sorted(files, key=lambda file: file.size)
-    has_sums = _copy_file(remote, smallest, part, count, md5=None) == _sum_of(smallest)
+    has_sums = _copy_file(remote, smallest, part, report, md5=None) == _sum_of(smallest)
     record.add(smallest)
 
     def copy(file: Described) -> None:
-        _copy_file(remote, file, part, count, md5=_sum_of(file) if has_sums else None)
+        _copy_file(remote, file, part, report, md5=_sum_of(file) if has_sums else None)
         record.add(file)
 
     _in_streams(copy, others)
 
 
 def _sum_of(file: Described) -> str | None:
-    """The MD5 that its mark may be."""
+    """Return the mark of a file if it may be an MD5."""
     found = MD5.fullmatch(file.mark)
     return found[1] if found else None
 
 
-def _copy_file(remote: RemoteDirectory, file: Described, part: Path, count: Count, *, md5: str | None) -> str:
-    """Copy one file, with patience; its MD5. Raises ValueError where it does not arrive as it is there."""
-    place = part / file.name
-    place.parent.mkdir(parents=True, exist_ok=True)
+def _copy_file(remote: RemoteDirectory, file: Described, part: Path, report: ReportProgress, *, md5: str | None) -> str:
+    """Copy one file, with retries, and return its MD5. Raise ValueError if it does not arrive intact."""
+    path = part / file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
 
     def copy() -> str:
-        found = remote.download(file.name, place, count)
-        if (size := place.stat().st_size) != file.size:
+        found = remote.download(file.name, path, report)
+        if (size := path.stat().st_size) != file.size:
             raise OSError(f"{file.name} arrived with {size} bytes instead of {file.size}")
         if md5 and md5 != found:
             raise OSError(f"{file.name} arrived with the MD5 {found} instead of {md5}")
@@ -199,34 +200,34 @@ def _copy_file(remote: RemoteDirectory, file: Described, part: Path, count: Coun
     try:
         return persist(copy, WAITS_S)
     except Exception as error:  # each file system has errors of its own
-        if file_error(error):  # the disk here
+        if file_error(error):  # of the local disk
             raise
         raise out_of_reach(str(remote), error) from error
 
 
 class _Record:
-    """What has arrived whole in a directory; used by several threads."""
+    """The record of complete files in a directory; several threads may use it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
         self._files = _recorded(directory)
 
     def add(self, file: Described) -> None:
-        """Bring a file to the disk, and note it."""
-        place, written = self._directory / file.name, int(time.time()) - SETTLED_S
-        descriptor = os.open(place, os.O_RDONLY)
+        """Flush a file to the disk, and note it."""
+        path, written = self._directory / file.name, int(time.time()) - SETTLED_S
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.utime(place, (written, written))
+        os.utime(path, (written, written))
         with self._lock:
             self._files[file.name] = [file.size, written]
             write_whole(self._directory / RECORD, json.dumps(self._files).encode())
 
 
 def _in_streams(work: Callable[[Described], None], files: Sequence[Described]) -> None:
-    """Do the work for all files in threads that do not keep a process alive; raises the first error, then no more."""
+    """Process all files in daemon threads; stop at the first error and raise it."""
     waiting: queue.SimpleQueue[Described] = queue.SimpleQueue()
     for file in files:
         waiting.put(file)

@@ -54,7 +54,7 @@ def make_plan(
         ValueError: a destination needs what nobody holds, the bucket is too small, or the rank's own layouts are not
             what the placements say of it.
     """
-    schedule = Schedule(
+    schedule = TransferSchedule(
         source,
         destination,
         world_size=world_size,
@@ -117,7 +117,7 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
     return sum(known[id(source[name]), id(demand)] for name, demand in destination.items())
 
 
-class Schedule:
+class TransferSchedule:
     """The plan of the whole world: in which wave which parts of which parameters travel along which routes.
 
     The parameters travel in the order of the destination, those of different owners (pipeline stages, expert groups) in

@@ -12,7 +12,7 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.distributed import watchdog
-from megarl.distributed.signals import Stopped, told
+from megarl.distributed.signals import Stopped, stop_requested
 from megarl.tracking.names import validation_of
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
@@ -100,7 +100,7 @@ def train(job: Job, progress: Progress) -> None:
                 with timers("testing"):
                     scores, progress = validate(job.validation, progress, step=finished)
                 metrics |= scores
-            stops = told() and finished < schedule.last_step
+            stops = stop_requested() and finished < schedule.last_step
             if stops or is_due(schedule.save_freq, finished, last_step=schedule.last_step):
                 with timers("save_checkpoint"):
                     job.checkpoints.save(progress.state(finished, metrics))

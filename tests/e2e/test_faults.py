@@ -150,21 +150,21 @@ def launch(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
 def test_a_stopped_rank_is_named_and_ends_the_job(ends: dict[str, Future[End]], phase: str) -> None:
     end = ends[phase].result()
     assert end.code == EXIT_CODE, end.printed
-    assert "Behind:\n  rank 1: no sign of it" in end.printed
-    assert f"waiting:\n  rank 0 on {os.uname().nodename}: step 0, phase {phase}, at megarl/" in end.printed
+    assert "Behind:\n  rank 1: no report" in end.printed
+    assert f"Waiting:\n  rank 0 on {os.uname().nodename}: step 0, phase {phase}, at megarl/" in end.printed
     assert end.reports.keys() == {0}
 
 
 def test_a_launcher_ends_a_stopped_rank_too(ends: dict[str, Future[End]]) -> None:
     end = ends["launched"].result()  # it returns when no process has its output open
     assert end.code == EXIT_CODE, end.printed
-    assert "Behind:\n  rank 1: no sign of it" in end.printed
+    assert "Behind:\n  rank 1: no report" in end.printed
 
 
 def test_a_rank_that_never_joins_a_collective_is_named(ends: dict[str, Future[End]]) -> None:
     end = ends["asleep"].result()
     assert end.code == EXIT_CODE, end.printed
-    behind, waiting = end.printed.split("Behind:")[1].split("waiting:")
+    behind, waiting = end.printed.split("Behind:")[1].split("Waiting:")
     assert "rank 1 on " in behind and "step 0, phase update_actor" in behind and "rank 0" not in behind
     assert "rank 0 on " in waiting
     assert end.reports[0]["waits"] and not end.reports[1]["waits"]
@@ -173,7 +173,7 @@ def test_a_rank_that_never_joins_a_collective_is_named(ends: dict[str, Future[En
 def test_a_reward_that_sleeps_is_named_with_its_rows(ends: dict[str, Future[End]]) -> None:
     end = ends["sleepy_reward"].result()
     assert end.code == EXIT_CODE, end.printed
-    behind, waiting = end.printed.split("Behind:")[1].split("waiting:")
+    behind, waiting = end.printed.split("Behind:")[1].split("Waiting:")
     rows = ", ".join(map(str, end.reports[1]["rows"]))  # type: ignore[call-overload]
     assert "rank 1 on " in behind and "step 0, phase reward, at megarl/rewards/" in behind and f"rows {rows}" in behind
     assert "rank 0 on " in waiting

@@ -60,7 +60,7 @@ def test_mpirun_over_two_hosts_is_told_nothing(pair: Hosts, tmp_path: Path) -> N
 
 
 def test_a_name_that_does_not_resolve_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     with pytest.raises(ValueError, match=r"no address of the host 'no\.such\.invalid'.*set MASTER_ADDR .*NodeAddr"):
         resolve("no.such.invalid")
 
@@ -69,21 +69,21 @@ OTHER_HOST = Launch(rank=2, world_size=4, local_rank=0, local_world_size=2)
 
 
 def test_a_first_host_that_is_this_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        with pytest.raises(ValueError, match=r"is 127\.0\.0\.1: itself, where nobody listens.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(ValueError, match=r"\(127\.0\.0\.1\), and nobody listens.*GLOO_SOCKET_IFNAME"):
             await_listener("127.0.0.1", port, OTHER_HOST, timeout_s=600)
 
 
 def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(hosts, "SAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     store = HashStore()
     for rank in (0, 3):
         store.set(f"megarl/seat/{rank}", "{}")
         store.add("megarl/seated", 1)
-    with pytest.raises(ValueError, match=r"3 of 4 ranks are here; missing: 1 \(host number 0 of 2.*set MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"3 of 4 ranks have joined; missing: 1 \(host number 0 of 2.*set MASTER_ADDR"):
         gather(store, "127.0.0.1", OTHER_HOST, timeout_s=1.0)
     said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("megarl: waiting at 127.0.0.1: 3 of 4 ranks are here; missing: 1 (host number 0 of 2")
+    assert said[0].startswith("megarl: waiting at 127.0.0.1: 3 of 4 ranks have joined; missing: 1 (host number 0 of 2")

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ranks to tell"),
 ]
-MODULE = ["-m", "tests.support.told"]
+MODULE = ["-m", "tests.support.stoppable"]
 PLAIN = [sys.executable, *MODULE]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *MODULE]
@@ -74,7 +74,7 @@ def test_all_ranks_end_after_one_step(
     assert code == expected, messages
     first, second = saved(tmp_path)
     assert first == second
-    assert f"megarl: told to end, step {first} is saved; " in messages
+    assert f"megarl: stopped by a signal, step {first} is saved; " in messages
     assert "Traceback" not in messages or "torch.distributed.run" in command
 
 
@@ -113,7 +113,7 @@ def test_outside_of_its_steps_a_process_ends_at_once() -> None:
     assert (done.returncode, done.stdout) == (EXIT_CODE, b"")
 
 
-SCRIPTS = {"PYTHON": sys.executable, "MODULE": "tests.support.told"}
+SCRIPTS = {"PYTHON": sys.executable, "MODULE": "tests.support.stoppable"}
 AT_TERMINAL = pytest.mark.parametrize(
     ("command", "environ", "expected"),
     [
@@ -142,7 +142,7 @@ def test_ctrl_c_lets_the_step_finish(
     assert code == expected, messages
     first, second = saved(tmp_path)
     assert first == second
-    assert f"megarl: told to end, step {first} is saved; " in messages
+    assert f"megarl: stopped by a signal, step {first} is saved; " in messages
     if command == PLAIN:
         assert f"go on from there with\n  {shlex.join(map(str, [*PLAIN, tmp_path]))}\n" in messages
     assert "Traceback" not in messages

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.distributed.watchdog import EXIT_CODE, Place, verdict
+from megarl.distributed.watchdog import EXIT_CODE, Report, summary
 from tests.support.programs import ROOT
 from tests.support.stalled import TIMEOUT_S
 
@@ -50,7 +50,7 @@ def test_a_job_that_goes_on_is_left_alone(ended: dict[str, tuple[int, str, Path]
 def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) -> None:
     code, errors, directory = ended["hung-rewards"]
     assert code == EXIT_CODE, errors
-    behind, waiting = errors.split("Behind:")[1].split("waiting:")
+    behind, waiting = errors.split("Behind:")[1].split("Waiting:")
     assert "rank 1 on " in behind and "step 1, phase reward, at megarl/rewards/" in behind
     assert "rank 0 on " in waiting
 
@@ -59,7 +59,7 @@ def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) 
 def test_a_rank_that_cannot_speak_is_named_by_the_others(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
     code, errors, directory = ended[how]
     assert code == EXIT_CODE
-    assert f"megarl: no progress for {TIMEOUT_S:g} s (trainer.phase_timeout_s). Behind:\n  rank 1: no sign" in errors
+    assert f"megarl: no progress for {TIMEOUT_S:g} s (trainer.phase_timeout_s). Behind:\n  rank 1: no report" in errors
     (report,) = reports(directory).values()
     assert report["rank"] == 0 and report["step"] == 1 and report["phase"] == "update_actor"
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_elsewhere_is_told_from_those_that_wait(
 ) -> None:
     code, errors, directory = ended[how]
     assert code == EXIT_CODE
-    behind, waiting = errors.split("Behind:")[1].split("waiting:")
+    behind, waiting = errors.split("Behind:")[1].split("Waiting:")
     assert "rank 1 on " in behind and "step 1, phase update_actor" in behind and "rows 4, 7" in behind
     assert "rank 0 on " in waiting
     found = reports(directory)
@@ -81,18 +81,18 @@ def test_a_rank_that_is_elsewhere_is_told_from_those_that_wait(
 def test_a_collective_that_one_rank_never_joins(ended: dict[str, tuple[int, str, Path]]) -> None:
     code, errors, directory = ended["apart"]
     assert code == EXIT_CODE
-    assert "no rank: all wait in collectives, and not in the same one" in errors
+    assert "no rank: all wait in collectives, but in different ones" in errors
     assert any("in halt" in line for line in reports(directory)[1]["stacks"])  # type: ignore[attr-defined]
 
 
 def test_ranks_in_an_earlier_phase_are_behind() -> None:
-    def place(rank: int, num_phases: int, phase: str) -> Place:
-        return Place(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, rows=(), waits=True)
+    def report(rank: int, num_phases: int, phase: str) -> Report:
+        return Report(rank=rank, host="node1", num_phases=num_phases, step=3, phase=phase, rows=(), waits=True)
 
-    said = verdict(
-        [place(0, 8, "ref"), place(2, 7, "reward")], world_size=4, timeout_s=60.0, directory=Path("run") / "hang"
+    said = summary(
+        [report(0, 8, "ref"), report(2, 7, "reward")], world_size=4, timeout_s=60.0, directory=Path("run") / "hang"
     )
-    behind, waiting = said.split("waiting:")
-    assert "rank 1: no sign" in behind and "rank 3: no sign" in behind
+    behind, waiting = said.split("Waiting:")
+    assert "rank 1: no report" in behind and "rank 3: no report" in behind
     assert "rank 2 on node1: step 3, phase reward" in behind
     assert "rank 0 on node1: step 3, phase ref" in waiting

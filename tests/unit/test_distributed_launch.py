@@ -64,7 +64,7 @@ def test_inner_launcher_wins_inside_a_slurm_job() -> None:
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_incomplete_torchrun_variables_are_named(name: str) -> None:
     environ = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(ValueError, match=f"RANK says that a launcher.*{name}=''.*unset"):
+    with pytest.raises(ValueError, match=f"RANK shows that a launcher.*{name}=''.*unset"):
         detect(environ)
 
 

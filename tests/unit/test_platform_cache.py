@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_said_before_anything_is_copied(
     there: Path, copied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ValueError, match=r"needs 300,002 more bytes in .*cache, where 1,000 are free: .*MEGARL_CACHE"):
+    with pytest.raises(ValueError, match=r"needs 300,002 more bytes in .*cache, which has 1,000 free: .*MEGARL_CACHE"):
         bring(f"local://{there}")
     assert copied == []
 
@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_written_is_named(there: Path, here: Path) -> Non
 def test_a_file_that_does_not_arrive_whole_is_named(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = RemoteDirectory.download
 
-    def short(self: RemoteDirectory, name: str, file: Path, count: cache.Count) -> str:
+    def short(self: RemoteDirectory, name: str, file: Path, count: cache.ReportProgress) -> str:
         digest = download(self, name, file, count)
         if name == "b.safetensors":
             os.truncate(file, 5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.models.experts import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
-from megarl.reshard.planner import Schedule, lower_bound, plan_between
+from megarl.reshard.planner import TransferSchedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement
 from tests.support.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
 
@@ -41,7 +41,7 @@ def simulate(plans, sources, destinations):
 
 
 def schedule_of(sources, destinations, *, ranks_per_node, bucket_bytes, two_level=False):
-    return Schedule(
+    return TransferSchedule(
         placement_of(sources),
         placement_of(destinations),
         world_size=len(sources),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.reshard.layout import Box, Holding, Piece, Place, row_major
-from megarl.reshard.planner import Schedule, lower_bound
+from megarl.reshard.planner import TransferSchedule, lower_bound
 from megarl.reshard.proof import check_plan
 
 WORLD, NODE, BUCKET = 2048, 8, 256 << 20
@@ -89,7 +89,7 @@ def own(placement, rank):
 
 
 def check(source, destination, *, rank, balance, efficiency):
-    schedule = Schedule(source, destination, world_size=WORLD, ranks_per_node=NODE, bucket_bytes=BUCKET)
+    schedule = TransferSchedule(source, destination, world_size=WORLD, ranks_per_node=NODE, bucket_bytes=BUCKET)
     plan = schedule.plan(rank, own(source, rank), own(destination, rank))
     check_plan(plan)
     traffic = schedule.traffic()

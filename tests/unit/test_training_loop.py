@@ -425,7 +425,7 @@ def listening() -> Iterator[None]:
 @pytest.mark.usefixtures("listening")
 def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
     diary = Diary()
-    with pytest.raises(signals.Stopped) as stopped, signals.heeding():
+    with pytest.raises(signals.Stopped) as stopped, signals.graceful_stop():
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), first_step=1, test_freq=2)
     assert stopped.value.step == 2
     assert diary.steps_of("validate") == list(diary.logged) == list(diary.saved) == [2]
@@ -435,7 +435,7 @@ def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
 @pytest.mark.usefixtures("listening")
 def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
     diary = Diary()
-    with signals.heeding():
+    with signals.graceful_stop():
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), last_step=1)
     assert list(diary.logged) == [1]
     assert diary.saved == {}

@@ -1,6 +1,6 @@
-"""The smallest run that heeds SIGTERM and SIGUSR1: `python -m tests.support.told DIRECTORY [busy|stuck]`, on two ranks.
+"""The smallest run that SIGTERM and SIGUSR1 stop: `python -m tests.support.stoppable DIRECTORY [busy|stuck]`.
 
-It goes on until it is told to end, and keeps in DIRECTORY what its ranks did. With `busy` and `stuck` its first step
+Its two ranks run until they get a signal, and record in DIRECTORY what they did. With `busy` and `stuck` its first step
 never ends, in Python or in collectives. A second attempt under torchrun ends at once.
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.launch import Launch
-from megarl.distributed.signals import Stopped, heeding, told
+from megarl.distributed.signals import Stopped, graceful_stop, stop_requested
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
@@ -37,7 +37,7 @@ def load(argv: Sequence[str], *, world_size: int | None) -> Options:
 def body(options: Options, launch: Launch) -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
-    with heeding():
+    with graceful_stop():
         (options.directory / f"began_{launch.rank}").write_text(f"{os.getpid()}\n")
         for step in count(1):
             time.sleep(0.01)
@@ -46,10 +46,10 @@ def body(options: Options, launch: Launch) -> None:
             if options.how == "stuck" and launch.rank == 0:
                 dist.recv(torch.zeros(1), src=1)
             dist.barrier()
-            if told():
+            if stop_requested():
                 (options.directory / f"saved_{launch.rank}").write_text(str(step))
                 raise Stopped(step)
 
 
 if __name__ == "__main__":
-    run("tests.support.told", sys.argv[1:], load, body)
+    run("tests.support.stoppable", sys.argv[1:], load, body)
