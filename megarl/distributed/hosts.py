@@ -107,7 +107,7 @@ def _listens(address: str, port: int) -> bool:
 
 
 def announce(path: Path, port: int) -> tuple[str, int]:
-    """Write the addresses and port of this process, rank 0, to `path`, which all hosts see; return one address, port."""
+    """Write addresses and port of this process, rank 0, to `path`, visible to all hosts; return one address, port."""
     addresses = sorted(
         found.address
         for name, interface in psutil.net_if_addrs().items()
