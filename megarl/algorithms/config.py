@@ -1,6 +1,7 @@
 """What a user may say about rewards over time: advantages and the penalty for leaving the reference."""
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +16,42 @@ LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
 KLEstimator = Literal[SampledKL, "full"]
 Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """What an advantage estimator asks of a run."""
+
+    critic: bool = False  # the values of a critic
+    compares: bool = False  # several responses to each prompt
+    greedy: bool = False  # a greedy response to each prompt
+    reads: tuple[str, ...] = ()  # the keys of `algorithm` that not all estimators read
+
+
+ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
+    "gae": Estimator(critic=True, reads=("gamma", "lam")),
+    "grpo": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
+    "rloo": Estimator(compares=True),
+    "reinforce_plus_plus": Estimator(reads=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(compares=True),
+    "remax": Estimator(greedy=True),
+    "opo": Estimator(compares=True),
+    "gpg": Estimator(compares=True),
+    "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
+}
+
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+LOSS_READS: Mapping[LossMode, tuple[str, ...]] = {
+    "vanilla": (*_CLIP, "clip_ratio_c"),
+    "gspo": _CLIP,
+    "cispo": _CLIP,
+    "gpg": (),
+    "clip_cov": (*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+}
+"""The keys of `actor_rollout_ref.actor` that a policy loss reads and not all policy losses read."""
+K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
+"""The estimators that `kl_penalty_k3_bound` and `kl_loss_k3_bound` bound."""
 
 
 @section
@@ -101,6 +138,11 @@ class AlgorithmSection:
     """Leave responses that met the length limit out of the updates; they still count in their group."""
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Importance weights between engine and trainer."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What `adv_estimator` asks of the run."""
+        return ESTIMATORS[self.adv_estimator]
 
 
 @section

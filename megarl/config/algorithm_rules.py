@@ -10,7 +10,6 @@ from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
 
 ALL_TOKENS = {"do_sample": True, "top_p": 1.0, "top_k": -1}  # of `rollout`: every token may be drawn
-COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")  # one prompt's responses
 
 
 @rule(
@@ -22,7 +21,7 @@ COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo
 )
 def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
-    comparing = f"algorithm.adv_estimator={estimator}" if estimator in COMPARING else None
+    comparing = f"algorithm.adv_estimator={estimator}" if config.algorithm.estimator.compares else None
     if config.algorithm.filter_groups.enable and not comparing:
         comparing = "algorithm.filter_groups"
     if comparing and rollout.n == 1:
@@ -35,10 +34,10 @@ def _estimator(config: Config, facts: Facts) -> Iterator[Fault]:
             path=f"{ROLLOUT}.do_sample",
             message=f"greedy responses to one prompt are all the same, and {comparing} compares them: write true",
         )
-    elif estimator == "remax" and not rollout.do_sample:
+    elif config.algorithm.estimator.greedy and not rollout.do_sample:
         yield Fault(
             path=f"{ROLLOUT}.do_sample",
-            message="algorithm.adv_estimator=remax compares responses with the greedy one: write true",
+            message=f"algorithm.adv_estimator={estimator} compares responses with the greedy one: write true",
         )
     if not config.has_critic and config.trainer.critic_warmup:
         yield Fault(

@@ -91,7 +91,7 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"<= {section.max_num_gen_batches}" if section.max_num_gen_batches else "1 or more",
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
-    if config.algorithm.adv_estimator == "remax":
+    if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 
 

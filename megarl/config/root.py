@@ -88,7 +88,7 @@ class Config:
     @property
     def has_critic(self) -> bool:
         """Whether the advantages need a value model."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.estimator.critic
 
     @property
     def tokenizer_of_critic(self) -> str | None:

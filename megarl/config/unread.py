@@ -3,11 +3,13 @@
 A key is read unless a row that names it says otherwise.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
+from megarl.algorithms.config import ESTIMATORS, K3, LOSS_READS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.learner.config import OptimSection
 from megarl.platform.secrets import redact
@@ -19,7 +21,6 @@ LOSS, ESTIMATOR, CORRECTION = (
     "algorithm.adv_estimator",
     "algorithm.rollout_correction",
 )
-K3 = ("low_var_kl", "k3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,28 @@ class Row:
     keys: tuple[str, ...]  # patterns
     read: Callable[[Any], bool]  # of the root
     because: tuple[str, ...] = ()  # the keys that decide
+    values: tuple[object, ...] = ()  # of the one key that decides, those with which the keys are read
     why: str = ""  # a reason in words, if no key decides
 
 
-def _uses_clip(config: Config) -> bool:
-    return config.actor_rollout_ref.actor.policy_loss.loss_mode not in ("gpg", "kl_cov")
+def _with(keys: str | tuple[str, ...], leader: str, *values: object) -> Row:
+    """Return the row of keys that are read if the key `leader` has one of `values`."""
+    return Row(
+        keys=(keys,) if isinstance(keys, str) else keys,
+        read=lambda config: reduce(getattr, leader.split("."), config) in values,
+        because=(leader,),
+        values=values,
+    )
+
+
+def _arm_rows(section: str, leader: str, reads: Mapping[Any, tuple[str, ...]]) -> Iterator[Row]:
+    """Yield the rows of the keys of `section` that some values of `leader` read; `reads` has the keys by value."""
+    keys: dict[tuple[object, ...], list[str]] = {}
+    for name in dict.fromkeys(name for read in reads.values() for name in read):
+        values = tuple(value for value, read in reads.items() if name in read)
+        keys.setdefault(values, []).append(f"{section}.{name}")
+    for values, found in keys.items():
+        yield _with(tuple(found), leader, *values)
 
 
 def _clips_alike(config: Config) -> bool:
@@ -75,11 +93,7 @@ def _optim_rows(where: str, optim: Callable[[Any], OptimSection]) -> tuple[Row, 
             read=lambda config: _decays(optim(config)),
             because=(f"{where}.warmup_style",),
         ),
-        Row(
-            keys=(f"{where}.lr_warmup_steps_ratio",),
-            read=lambda config: optim(config).lr_warmup_steps is None,
-            because=(f"{where}.lr_warmup_steps",),
-        ),
+        _with(f"{where}.lr_warmup_steps_ratio", f"{where}.lr_warmup_steps", None),
         Row(
             keys=(f"{where}.total_training_steps",),
             read=lambda config: _decays(optim(config)) or _warms_by_ratio(optim(config)),
@@ -96,11 +110,7 @@ def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
             read=lambda config: "mlflow" in config.trainer.logger,
             because=("trainer.logger",),
         ),
-        Row(
-            keys=("trainer.total_epochs",),
-            read=lambda config: config.trainer.total_training_steps is None,
-            because=("trainer.total_training_steps",),
-        ),
+        _with("trainer.total_epochs", "trainer.total_training_steps", None),
         Row(
             keys=tuple(f"{where}.*_offload" for where in megatron),
             read=lambda config: config.trainer.device != "cpu",
@@ -112,22 +122,8 @@ def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
 UNTRAINED = ("use_distributed_optimizer", "grad_offload", "optimizer_offload")
 
 PPO_ROWS: tuple[Row, ...] = (
-    Row(keys=("critic.*",), read=lambda config: config.has_critic, because=(ESTIMATOR,)),
-    Row(
-        keys=("algorithm.gamma",),
-        read=lambda config: config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
-        because=(ESTIMATOR,),
-    ),
-    Row(
-        keys=("algorithm.lam",),
-        read=lambda config: config.algorithm.adv_estimator == "gae",
-        because=(ESTIMATOR,),
-    ),
-    Row(
-        keys=("algorithm.norm_adv_by_std_in_grpo",),
-        read=lambda config: config.algorithm.adv_estimator in ("grpo", "grpo_passk"),
-        because=(ESTIMATOR,),
-    ),
+    _with("critic.*", ESTIMATOR, *(name for name, estimator in ESTIMATORS.items() if estimator.critic)),
+    *_arm_rows("algorithm", ESTIMATOR, {name: estimator.reads for name, estimator in ESTIMATORS.items()}),
     Row(
         keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
         read=_penalises_reward,
@@ -138,25 +134,17 @@ PPO_ROWS: tuple[Row, ...] = (
         read=lambda config: config.algorithm.kl_ctrl.kl_coef > 0.0,
         because=("algorithm.kl_ctrl.kl_coef",),
     ),
-    Row(
-        keys=("algorithm.kl_penalty_k3_bound",),
-        read=lambda config: config.algorithm.kl_penalty in K3,
-        because=("algorithm.kl_penalty",),
+    _with("algorithm.kl_penalty_k3_bound", "algorithm.kl_penalty", *K3),
+    _with(("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.type", "adaptive"),
+    _with(
+        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        "algorithm.filter_groups.enable",
+        True,
     ),
-    Row(
-        keys=("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        read=lambda config: config.algorithm.kl_ctrl.type == "adaptive",
-        because=("algorithm.kl_ctrl.type",),
-    ),
-    Row(
-        keys=("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
-        read=lambda config: config.algorithm.filter_groups.enable,
-        because=("algorithm.filter_groups.enable",),
-    ),
-    Row(
-        keys=tuple(f"algorithm.overlong_buffer.{name}" for name in ("len", "penalty_factor", "max_resp_len")),
-        read=lambda config: config.algorithm.overlong_buffer.enable,
-        because=("algorithm.overlong_buffer.enable",),
+    _with(
+        tuple(f"algorithm.overlong_buffer.{name}" for name in ("len", "penalty_factor", "max_resp_len")),
+        "algorithm.overlong_buffer.enable",
+        True,
     ),
     Row(
         keys=(f"{CORRECTION}.rollout_rs_*",),
@@ -174,36 +162,13 @@ PPO_ROWS: tuple[Row, ...] = (
         ),
         because=(f"{CORRECTION}.rollout_is",),
     ),
-    Row(
-        keys=(f"{ACTOR}.kl_loss_*",),
-        read=lambda config: config.actor_rollout_ref.actor.use_kl_loss,
-        because=(f"{ACTOR}.use_kl_loss",),
-    ),
-    Row(
-        keys=(f"{ACTOR}.kl_loss_k3_bound",),
-        read=lambda config: config.actor_rollout_ref.actor.kl_loss_type in K3,
-        because=(f"{ACTOR}.kl_loss_type",),
-    ),
-    Row(
-        keys=(f"{ACTOR}.policy_loss.clip_cov_*",),
-        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "clip_cov",
-        because=(LOSS,),
-    ),
-    Row(
-        keys=(f"{ACTOR}.policy_loss.kl_cov_ratio", f"{ACTOR}.policy_loss.ppo_kl_coef"),
-        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "kl_cov",
-        because=(LOSS,),
-    ),
-    Row(keys=tuple(f"{ACTOR}.clip_ratio{side}" for side in ("", "_low", "_high")), read=_uses_clip, because=(LOSS,)),
+    _with(f"{ACTOR}.kl_loss_*", f"{ACTOR}.use_kl_loss", True),
+    _with(f"{ACTOR}.kl_loss_k3_bound", f"{ACTOR}.kl_loss_type", *K3),
+    *_arm_rows(ACTOR, LOSS, LOSS_READS),
     Row(
         keys=(f"{ACTOR}.clip_ratio",),
         read=_clips_alike,
         because=(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
-    ),
-    Row(
-        keys=(f"{ACTOR}.clip_ratio_c",),
-        read=lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla",
-        because=(LOSS,),
     ),
     Row(
         keys=(f"{ACTOR}.ppo_max_token_len_per_gpu", f"{REF}.log_prob_max_token_len_per_gpu"),
@@ -229,13 +194,10 @@ PPO_ROWS: tuple[Row, ...] = (
         read=lambda config: False,
         why="as this model does not learn",
     ),
-    *(
-        Row(
-            keys=(f"reward_model.{name}",),
-            read=lambda config: config.reward_model.enable,
-            because=("reward_model.enable",),
-        )
-        for name in ("model.*", "megatron.*", "micro_batch_size", "max_length")
+    _with(
+        tuple(f"reward_model.{name}" for name in ("model.*", "megatron.*", "micro_batch_size", "max_length")),
+        "reward_model.enable",
+        True,
     ),
     Row(
         keys=(
@@ -245,21 +207,13 @@ PPO_ROWS: tuple[Row, ...] = (
         read=_scores_by_rules,
         why="as the reward model scores alone",
     ),
-    Row(
-        keys=("reward_model.default_score",),
-        read=lambda config: config.reward_model.on_failure == "score",
-        because=("reward_model.on_failure",),
-    ),
+    _with("reward_model.default_score", "reward_model.on_failure", "score"),
     Row(
         keys=("custom_reward_function.name",),
         read=lambda config: config.custom_reward_function.path is not None,
         because=("custom_reward_function.path",),
     ),
-    Row(
-        keys=("data.truncation",),
-        read=lambda config: not config.data.filter_overlong_prompts,
-        because=("data.filter_overlong_prompts",),
-    ),
+    _with("data.truncation", "data.filter_overlong_prompts", False),
     Row(
         keys=("data.seed",),
         read=lambda config: bool(
@@ -277,21 +231,13 @@ PPO_ROWS: tuple[Row, ...] = (
         read=lambda config: bool(config.data.val_files),
         because=("data.val_files",),
     ),
-    Row(
-        keys=tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
-        read=lambda config: config.actor_rollout_ref.rollout.val_kwargs.do_sample,
-        because=(f"{ROLLOUT}.val_kwargs.do_sample",),
+    _with(
+        tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
+        f"{ROLLOUT}.val_kwargs.do_sample",
+        True,
     ),
-    Row(
-        keys=(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
-        read=lambda config: config.actor_rollout_ref.rollout.do_sample,
-        because=(f"{ROLLOUT}.do_sample",),
-    ),
-    Row(
-        keys=(f"{ROLLOUT}.sync.mismatch_*",),
-        read=lambda config: config.actor_rollout_ref.rollout.calculate_log_probs,
-        because=(f"{ROLLOUT}.calculate_log_probs",),
-    ),
+    _with((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"), f"{ROLLOUT}.do_sample", True),
+    _with(f"{ROLLOUT}.sync.mismatch_*", f"{ROLLOUT}.calculate_log_probs", True),
     Row(
         keys=(f"{ROLLOUT}.free_cache_engine",),
         read=lambda config: config.trainer.device != "cpu",
@@ -312,7 +258,7 @@ FILE_ROWS: tuple[Row, ...] = (
         why="by a run that learns from files",
     ),
     Row(keys=("trainer.test_freq",), read=lambda config: bool(config.data.val_files), because=("data.val_files",)),
-    Row(keys=("data.seed",), read=lambda config: config.data.shuffle, because=("data.shuffle",)),
+    _with("data.seed", "data.shuffle", True),
     *_optim_rows("optim", lambda config: config.optim),
     *_shared_rows(("megatron",)),
 )

@@ -80,7 +80,7 @@ class Collector:
                 prompts, position = self.prompts.take(position)
                 rollouts, metrics = self.sampler.generate(prompts, step=step), Metrics()
             greedy = None
-            if self.algorithm.adv_estimator == "remax":
+            if self.algorithm.estimator.greedy:
                 with timers("gen_max"):
                     greedy = self.sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
         with timers("reward"):
