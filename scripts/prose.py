@@ -39,7 +39,7 @@ HABITS = {
     "otherwise": (r"\b(?:is|are|was|were|be) otherwise\b|\botherwise than\b", "differ"),
     "tell, say": (r"\b(?:told to|tells? apart|is told|are told|says? so|said so)\b", "notify, report"),
     "stand": (r"\b(?:stands?|stood) (?:at|in|for|there|on|still|before|first|last)\b", "is"),
-    "whole": (r"\b(?:is|are|be|was|a|newest|latest|last) whole\b", "complete, intact"),
+    "whole": (r"\b(?:is|are|be|was|a|newest|latest|last) whole\b(?! number)", "complete, intact"),
 }
 """Habit -> its pattern, and what to write instead."""
 

