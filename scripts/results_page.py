@@ -39,11 +39,11 @@ Line: mean of the seeds. Band: from the worst to the best of them. Grey: the oth
 ## What is equal, and what differs
 
 Data, tokenizer and warmed-up model of a seed are the same for all algorithms. These settings of
-`configs/quickstart_ppo.yaml` are also the same: {samples} responses and two updates of the policy in a step, Adam with
-a learning rate of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm compares
-responses, eight share a prompt, ReMax's greedy response among them. DAPO's dynamic sampling draws several batches in a
-step. It takes as many steps as the others; its score is read at the same budget, by interpolation between two
-validations. The other settings make the algorithm, and come from its file in `configs/`:
+`configs/quickstart_ppo.yaml` are also the same: {samples} responses and two updates of the policy in a step, Adam
+with a learning rate of 3e-4 (PPO's critic has its own), no bonus for entropy, and a temperature of 1. If an algorithm
+compares responses, eight share a prompt, ReMax's greedy response among them. DAPO's dynamic sampling draws several
+batches in a step. It takes as many steps as the others; its score is read at the same budget, by interpolation
+between two validations. The other settings make the algorithm, and come from its file in `configs/`:
 
 | algorithm | lines |
 |---|---|
