@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, for machines without Transformer Engine.
 
-A micro-batch is one row of tokens in which sequences follow each other; no token attends beyond its own sequence. On
-CUDA that is one variable-length kernel (half precision only), elsewhere one batched scaled-dot-product call. Ranks that
-share the row (context parallelism, see `packed.py`) gather the keys and values of all and ask for their own tokens.
+A micro-batch is one row of tokens, sequence after sequence; no token attends beyond its own sequence. CUDA runs one
+variable-length kernel (half precision only), the CPU one batched scaled-dot-product call. Context-parallel ranks, which
+share the row (see `packed.py`), gather the keys and values of all ranks and compute the outputs of their own tokens.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from megarl.learner.packed import places_of
 
 
 class PackedAttention(torch.nn.Module):
-    """Drop-in for Megatron's core attention in the `thd` layout."""
+    """Replacement of Megatron's core attention in the `thd` layout."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class PackedAttention(torch.nn.Module):
         """Attend within each sequence.
 
         Args:
-            query: [N, heads, head_dim], this rank's tokens of the row, and its heads.
+            query: [N, heads, head_dim] of this rank's tokens and heads.
             key: [N, groups, head_dim]; `heads` is a multiple of `groups`.
             value: [N, groups, head_dim].
             attention_mask: unused; the mask is causal within `packed_seq_params.cu_seqlens_q`.
-            packed_seq_params: Megatron's record of where sequences start in the whole row.
+            packed_seq_params: Megatron's record of the sequences' bounds in the whole row.
 
         Returns:
             [N, heads * head_dim]
@@ -54,9 +54,9 @@ class PackedAttention(torch.nn.Module):
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
-    """[N, ...] tokens of a row in its order, from the [N / size, ...] of each rank of a context-parallel group.
+    """Gather the [N, ...] tokens of a row, in order, from the [N / size, ...] of each rank of a context-parallel group.
 
-    The gradient of a token is summed over the ranks, at the one that has it.
+    The rank that holds a token receives the sum of its gradients over all ranks.
     """
     ranks = range(group.size())
     places = torch.cat([places_of(lengths, rank, len(ranks))[0] for rank in ranks])
@@ -67,9 +67,15 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, positions: Tensor | None = None
 ) -> Tensor:
-    """One call for all sequences: behind the end of a shorter one stand zeros, which the causal mask hides from it.
+    """Attend within all sequences in one call: zeros pad the shorter sequences, and the causal mask hides the zeros.
 
-    `positions` are those of the queries within their sequences, of each of which they are an equal share; None: of all.
+    Args:
+        query: [M, heads, head_dim], an equal share of every sequence.
+        key: [N, heads, head_dim].
+        value: [N, heads, head_dim].
+        lengths: [S] int64, of the sequences.
+        scale: multiplies the logits.
+        positions: [M] int64, of the queries within their sequences; None: the queries are all N tokens.
     """
     shares, visible = lengths, None
     if positions is not None:
@@ -87,13 +93,13 @@ def _batched(
 
 
 def _places(lengths: Tensor) -> Tensor:
-    """The places of packed tokens in a [sequences, longest] grid."""
+    """Return the places of packed tokens in a [sequences, longest] grid, flattened."""
     inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
     return inside.flatten().nonzero()[:, 0]
 
 
 def _grid(packed: Tensor, lengths: Tensor) -> Tensor:
-    """[sequences, ..., longest, last] from packed [N, ..., last] tokens, zero behind the end of each sequence."""
+    """Unpack [N, ..., last] tokens to [sequences, ..., longest, last], zero behind the end of each sequence."""
     num_sequences, longest = len(lengths), int(lengths.max())
     flat = packed.new_zeros(num_sequences * longest, *packed.shape[1:]).index_copy(0, _places(lengths), packed)
     return flat.view(num_sequences, longest, *packed.shape[1:]).transpose(1, -2)

@@ -1,8 +1,7 @@
 """A learner's state on disk, by Megatron's distributed checkpointing: every rank writes and reads only its own shards.
 
-The format does not know the split it was written with: a checkpoint may be read back under any other. What the
-configuration says of the optimizer is not part of a checkpoint either, so a run may go on with another learning rate or
-for more steps.
+The format is independent of the split: a checkpoint may be loaded under any other split. A checkpoint does not hold the
+optimizer's configuration, so a run may resume with another learning rate or for more steps.
 """
 
 import io
@@ -35,11 +34,11 @@ from megarl.platform.cpu import megatron_platform
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
-OF_FILES = (OSError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # what torch raises that reads
+OF_FILES = (OSError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # torch raises these when it reads
 CONFIGURED = ("max_lr", "min_lr", "betas")
 IDLE = "idle"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
-# megatron-core 0.19 would rather have nvidia-resiliency-ext write.
+# By default, megatron-core 0.19 writes with nvidia-resiliency-ext.
 WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 
 
@@ -47,14 +46,14 @@ WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_check
 class Writing:
     """A learner's state on its way to a directory."""
 
-    write: Callable[[], None]  # what this rank has, from copies, in whatever thread
-    finish: Callable[[], None]  # collective, when all ranks have written
+    write: Callable[[], None]  # writes this rank's state from copies; may run in any thread
+    finish: Callable[[], None]  # collective; to be called after all ranks have written
 
 
 def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing:
     """Copy weights, optimizer and schedule, to be written to `directory`, which must exist and be empty. Collective.
 
-    The learner may go on at once. Until the writing is finished, nothing else may be saved through `staging`.
+    The learner may continue at once. Nothing else may be saved through `staging` until the writing is finished.
     """
     with learner.offload.everything(), megatron_platform():
         gathers = []
@@ -91,10 +90,10 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
 
 
 def load_learner(learner: Learner, directory: Path) -> None:
-    """Read what `save_learner` wrote, under whatever split; a checkpoint that names code is refused. Collective.
+    """Load a checkpoint of `save_learner`, under any split; a checkpoint that names code is refused. Collective.
 
     Raises:
-        Damage: a file cannot be read, or it is no data.
+        Damage: a file cannot be read, or is not data.
     """
     with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
@@ -105,15 +104,15 @@ def load_learner(learner: Learner, directory: Path) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Read what lies beside the shards that `save_learner` wrote. Raises Damage, which names a file."""
+    """Check the files that `save_learner` wrote, without reading the shards. Raises Damage, which names a file."""
     read_json(directory / CONFIG_FNAME, dict[str, Any])
-    if os.path.lexists(common := directory / COMMON_STATE_FNAME):  # of megatron-core 0.16.1
+    if os.path.lexists(common := directory / COMMON_STATE_FNAME):  # written by megatron-core 0.16.1
         read_objects(common)
     index = directory / ".metadata"
     content = io.BytesIO(read_bytes(index, max_bytes=MAX_INDEX_BYTES))
     try:
         places = load_index(content).storage_data.values()
-    except Exception as error:  # a pickle that is damaged may raise anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise Damage.in_content(index, first_words(error)) from error
     for name in {place.relative_path for place in places}:
         if not os.path.isfile(directory / name):  # noqa: PTH113 - raises nothing
@@ -122,10 +121,10 @@ def check_files(directory: Path) -> None:
 
 @contextmanager
 def _naming(directory: Path) -> Iterator[None]:
-    """Turn the errors of files, which torch raises for all ranks together, into Damage of `directory`."""
+    """Convert errors of reading, which torch raises for all ranks together, to Damage of `directory`."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         failures = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
         cause = next((failure for failure in failures if _is_of_file(failure)), None)
         if cause is None:
@@ -139,12 +138,14 @@ def _is_of_file(error: BaseException) -> bool:
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None:
-    """Take over the moments and the place in the schedule; rates and decay stay as configured."""
+    """Load the moments and the position in the schedule; rates and weight decay stay as configured."""
     groups = optimizer.megatron.param_groups
     configured = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
     restored = [group for part in _optimizer_parts(state) for group in part.get("optimizer", part)["param_groups"]]
     for saved, values in zip(restored, configured, strict=True):
-        saved.update(values)  # megatron-core 0.19 recognises a group by these, and ours may have changed since
+        saved.update(
+            values
+        )  # megatron-core 0.19 identifies a group by these values, which may differ from the saved values
     optimizer.megatron.load_state_dict(state)
     for inner in torch_optimizers(optimizer.megatron):
         _separate_steps(inner)
@@ -155,7 +156,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None
 
 
 def _optimizer_parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """What was saved of each of Megatron's chained optimizers: experts have one of their own."""
+    """Return the saved state of each of Megatron's chained optimizers: experts have an optimizer of their own."""
     return [state[number] for number in sorted(state)] if 0 in state else [state]
 
 
@@ -169,9 +170,9 @@ def _answer(state: Any, **_: Any) -> Any:
 
 
 def _count_for_idle_parts(optimizer: Optimizer) -> None:
-    """Where no layer has experts, let the optimizer of experts know the step: Megatron asks for the step of any state.
+    """Give the optimizer of experts its step if this rank has no experts: Megatron reads the step of any state.
 
-    The state that says so belongs to no parameter.
+    The step is kept as the state of no parameter.
     """
     states = [part.optimizer.state for part in _distributed_parts(optimizer)]
     steps = [value["step"] for state in states for key, value in state.items() if key != IDLE and "step" in value]
@@ -181,15 +182,15 @@ def _count_for_idle_parts(optimizer: Optimizer) -> None:
 
 
 def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Megatron hands one tensor as the step of all parameters, and AdamW would count it up once for each of them."""
+    """Give every parameter its own step: AdamW would increment Megatron's shared tensor once for each parameter."""
     for state in optimizer.state.values():
         if isinstance(step := state.get("step"), torch.Tensor):
             state["step"] = step.clone()
 
 
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
-    """The learner's state as Megatron's shards; without an optimizer, the weights alone."""
-    metadata = dict(FORMAT)  # Megatron adds process groups of its own
+    """Return the learner's state as Megatron's shards; without an optimizer, only the weights."""
+    metadata = dict(FORMAT)  # a copy, because Megatron adds process groups
     model = [module.sharded_state_dict(metadata=metadata) for module in learner.modules]
     state: dict[str, Any] = {"model": model}
     if learner.optimizer:

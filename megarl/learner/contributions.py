@@ -27,10 +27,10 @@ def add_outputs(
         mask: [B, T] bool, the response tokens of the global batch; on the host.
         mesh: this rank's place.
         num_outputs: K.
-        device: where the collective runs.
+        device: of the collective.
 
     Returns:
-        K tensors [B, T] float32 on the host, zero where `mask` is False.
+        K tensors [B, T] float32 on the host, zero outside `mask`.
     """
     found = torch.zeros(num_outputs, *mask.shape, device=device)
     if mesh.reports_its_samples:

@@ -1,17 +1,17 @@
-"""How tokens choose their experts, exactly as the Hugging Face models do it, and the two losses on that choice.
+"""The choice of experts, exactly as the Hugging Face models make it, and the two losses on the choice.
 
-Megatron's own routing agrees with theirs only for some settings (it scores a group of experts by another sum than
-DeepSeek-V2, and always normalises sigmoid scores), so the choice is ours and the rest is Megatron's.
+Megatron's own routing agrees with the Hugging Face models only for some settings: it scores a group of experts by
+another sum than DeepSeek-V2, and always normalises sigmoid scores. So megarl chooses; the rest is Megatron's.
 
-Both losses are contributions to the loss of the global batch, like every objective here: a coefficient c adds to the
-loss of each mixture-of-experts layer
+Both losses are contributions to the loss of the global batch, like every objective. For each mixture-of-experts layer,
+a coefficient c adds to the loss
 
     c * mean over tokens of logsumexp(router logits)^2                      moe_z_loss_coeff     (ST-MoE, eq. 5)
     c * mean over micro-batches of num_experts * sum_e f_e * P_e            moe_aux_loss_coeff   (Switch, eq. 4)
 
-with f_e the share of the choices that fell on expert e and P_e its mean probability, both within a micro-batch, and the
-mean over micro-batches weighted by their tokens. So the z-loss is the same under every split of the batch, and the
-load-balancing loss depends on which samples share a micro-batch: on the token budget and on the data-parallel size.
+f_e is the share of the choices that fell on expert e, and P_e its mean probability, both within a micro-batch; the mean
+over micro-batches is weighted by tokens. So the z-loss is the same under every split of the batch. The load-balancing
+loss depends on the samples that share a micro-batch: on the token budget and on the data-parallel size.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl.models.experts import Experts
 
-UNSUPPORTED = {  # field of TransformerConfig: the values that keep the model's function what it is
+SUPPORTED = {  # field of TransformerConfig: the values that leave the model's function unchanged
     "moe_router_load_balancing_type": ("aux_loss", "none"),
     "moe_expert_capacity_factor": (None,),
     "moe_router_fusion": (False,),
@@ -36,7 +36,7 @@ UNSUPPORTED = {  # field of TransformerConfig: the values that keep the model's 
 
 
 def expert_settings(experts: Experts, num_layers: int) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig that describe the experts."""
+    """Return the fields of Megatron's TransformerConfig that describe the experts."""
     dense = experts.first_dense_layers
     return {
         "num_moe_experts": experts.num_experts,
@@ -47,33 +47,33 @@ def expert_settings(experts: Experts, num_layers: int) -> dict[str, Any]:
         "moe_router_pre_softmax": True,  # unused, but without it Megatron refuses a single expert per token
         "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": experts.router_bias,
-        "moe_router_bias_update_rate": 0.0,  # the bias is the checkpoint's until somebody asks for more
+        "moe_router_bias_update_rate": 0.0,  # keep the checkpoint's bias, unless a user overrides this
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": experts.shared_gate,
     }
 
 
 def check_expert_settings(config: Any) -> None:
-    """Refuse what `override_transformer_config` may say of the router and this one does not do.
+    """Check that `override_transformer_config` asks for nothing that `Router` does not do.
 
     Raises:
-        ValueError: names the field and the values it may have.
+        ValueError: a field has an unsupported value; the message names the field and its supported values.
     """
-    for field, allowed in UNSUPPORTED.items():
+    for field, allowed in SUPPORTED.items():
         if (value := getattr(config, field)) not in allowed:
             raise ValueError(
-                f"override_transformer_config.{field}={value}: a token goes where the engine would send it,"
-                f" and packed rows have no sequences to balance; use {' or '.join(map(repr, allowed))}"
+                f"override_transformer_config.{field}={value} is not supported: tokens must go to the same experts as"
+                f" in the engine, and packed rows have no sequences to balance; use {' or '.join(map(repr, allowed))}"
             )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
             "a mixture of experts with tensor_model_parallel_size > 1 needs sequence_parallel=true:"
-            " otherwise every rank would send the same tokens to the experts"
+            " without it, every rank would send the same tokens to the experts"
         )
 
 
 class Router(TopKRouter):
-    """Megatron's router with our choice of experts and our scale of its losses."""
+    """Megatron's router with the choice of experts and the losses of this module."""
 
     num_tokens: int = 1  # of the global batch
 
@@ -82,27 +82,27 @@ class Router(TopKRouter):
         self.experts = experts
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weight of each expert for each token, and which of them were chosen.
+        """Choose the experts of each token.
 
         Args:
             logits: [N, 1, num_experts] float32, of this rank's tokens.
-            padding_mask: [N, 1] bool, True where a token only fills up the row; None: nowhere.
+            padding_mask: [N, 1] bool, True for tokens that only pad the row; None: no token does.
 
         Returns:
-            [N, num_experts] float32, zero where an expert was not chosen, and [N, num_experts] bool.
+            [N, num_experts] float32 weights, zero for experts that were not chosen; [N, num_experts] bool, the choice.
         """
         logits = logits.flatten(0, -2)
         weights, chosen = choose_experts(logits, self.experts, self.expert_bias)
         if self.training and torch.is_grad_enabled():
             real = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask.flatten()).float()
-            # The gradient of the weights will be the objective's and those of the losses.
+            # Adds the gradients of the losses to the gradient that the weights get from the objective.
             weights = MoEAuxLossAutoScaler.apply(weights, self._losses(logits, real) / self.num_tokens)
-            if self.expert_bias is not None:  # what moe_router_bias_update_rate > 0 moves the bias by
+            if self.expert_bias is not None:  # moe_router_bias_update_rate > 0 moves the bias by this
                 self.local_tokens_per_expert += real @ chosen.float()
         return weights, chosen
 
     def _losses(self, logits: Tensor, real: Tensor) -> Tensor:
-        """This rank's part of both losses, times the tokens of the micro-batch; `real` [N] is 0 for filling tokens."""
+        """Return this rank's part of both losses, times the tokens of the micro-batch; `real` [N] is 0 for padding."""
         loss = logits.new_zeros(())
         if coefficient := self.config.moe_z_loss_coeff:
             loss = loss + coefficient * (logits.logsumexp(-1).square() * real).sum()
@@ -115,7 +115,7 @@ class Router(TopKRouter):
 
 
 def choose_experts(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What `Router.routing` returns, for [N, num_experts] float32 logits; `bias` takes part in the choice alone."""
+    """Return weights and choice, as `Router.routing`, for [N, num_experts] logits; `bias` affects only the choice."""
     scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
     choice = scores.detach() if bias is None else scores.detach() + bias
     if experts.top_k_groups < experts.num_groups:
@@ -129,7 +129,7 @@ def choose_experts(logits: Tensor, experts: Experts, bias: Tensor | None) -> tup
 
 
 def _within_best_groups(choice: Tensor, experts: Experts) -> Tensor:
-    """Minus infinity outside the best groups: by their two best experts (DeepSeek-V3), or their best one (V2)."""
+    """Mask all groups except the best; a group scores as its two best experts (DeepSeek-V3) or its best one (V2)."""
     grouped = choice.unflatten(-1, (experts.num_groups, -1))
     best = grouped.topk(2 if experts.score == "sigmoid" else 1).values.sum(-1)
     kept = best.topk(experts.top_k_groups).indices
@@ -138,7 +138,7 @@ def _within_best_groups(choice: Tensor, experts: Experts) -> Tensor:
 
 
 def use_router(mlp: Any, experts: Experts) -> None:
-    """Put `Router` into the specification of a layer's feed-forward, where that is a mixture of experts."""
+    """Put `Router` into the specification of a layer's feed-forward, if it is a mixture of experts."""
     # A ModuleSpec in megatron-core 0.16, a partial of the module in 0.19.
     submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if hasattr(submodules, "router"):
@@ -146,10 +146,11 @@ def use_router(mlp: Any, experts: Experts) -> None:
 
 
 def mark_experts(module: torch.nn.Module) -> None:
-    """Have the gradients of experts summed over the ranks that hold the same ones.
+    """Mark the experts' parameters, so that Megatron sums their gradients over the ranks that hold the same experts.
 
-    Megatron does so only where experts are divided among ranks, and leaves them different on the ranks of a
-    tensor-parallel group that hold whole experts. Always doing so keeps the optimizer's parts the same in all splits.
+    Megatron itself marks them only if experts are divided among ranks; without the mark, gradients differ among the
+    ranks of a tensor-parallel group that hold complete experts. The mark also gives the optimizer the same parts under
+    every split.
     """
     for name, parameter in module.named_parameters():
         if ".mlp.experts." in name:
@@ -157,7 +158,7 @@ def mark_experts(module: torch.nn.Module) -> None:
 
 
 def share_batch_size(modules: Iterable[torch.nn.Module], num_tokens: int) -> None:
-    """Tell all routers of `modules` how many tokens the global batch has, before gradients of it are computed."""
+    """Give all routers of `modules` the number of tokens in the global batch, before a backward pass."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, Router):

@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a sharded `Learner`."""
+"""Construction of a sharded `Learner` from a Hugging Face checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -30,26 +30,28 @@ def make_learner(
     balance: bool = True,
     training: tuple[OptimSection, float, int] | None = None,
 ) -> Learner:
-    """Build this rank's part of a model and read its weights, each rank only its own slices.
+    """Build this rank's part of a model, and read its weights: each rank reads only its own slices.
 
     Args:
         checkpoint: Hugging Face directory with safetensors; None leaves every weight zero, to be loaded later.
-        architecture: what its config.json describes, overrides applied.
-        section: how the model is cut and kept.
+        architecture: of its config.json, with overrides applied.
+        section: the split, and the place of the model's parts.
         mesh: this rank's place.
-        role: `policy` keeps the LM head; `value` has a scalar head: that of a checkpoint that scores sequences, else
-            one that starts at zero.
-        device: where it computes.
+        role: `policy` keeps the LM head; `value` has a scalar head. A checkpoint that scores sequences brings its
+            scalar head; any other scalar head starts at zero.
+        device: of the computation.
         temperature: of the sampler whose log-probabilities a policy reports.
         recompute: compute activations again in the backward pass.
         balance: spread samples by length over data-parallel ranks.
-        training: optimizer section, gradient clip and number of schedule steps; None for a model that only answers.
+        training: optimizer section, gradient clip and number of schedule steps; None for a model that never learns.
 
     Raises:
-        ValueError: the checkpoint lacks a parameter, or has none that a policy could predict tokens with.
+        ValueError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
     """
     if role == "policy" and architecture.scalar_head:
-        raise ValueError(f"{checkpoint} scores sequences and predicts no tokens: a policy starts from a language model")
+        raise ValueError(
+            f"{checkpoint} scores sequences and predicts no tokens: a policy must start from a language model"
+        )
     has_head = role == "policy" or architecture.scalar_head
     if role == "value":
         architecture = architecture.with_scalar_head()
@@ -80,7 +82,7 @@ def make_learner(
 def _read_weights(
     checkpoint: Path, modules: tuple[Any, ...], architecture: Architecture, mesh: Mesh, *, has_head: bool
 ) -> None:
-    """Fill this rank's parameters from its slices of the files; a head that the checkpoint lacks stays as it is."""
+    """Fill this rank's parameters from its slices of the files; without `has_head`, leave the head as it is."""
     layout = source_layout(modules, architecture, mesh)
     layout = layout if has_head else [piece for piece in layout if piece.name != SCORE]
     files = CheckpointFiles(checkpoint)
@@ -93,6 +95,6 @@ def _check_head(checkpoint: Path, names: Collection[str]) -> None:
     heads = sorted(name for name in names if not name.startswith("model."))
     if SCORE not in heads or "score.bias" in heads:
         raise ValueError(
-            f"{checkpoint}: the head of a model that scores sequences is one matrix here, {SCORE}; its tensors outside "
-            f"the decoder are {', '.join(heads) or 'none'}"
+            f"{checkpoint}: the head of a model that scores sequences must be one matrix, {SCORE}; this checkpoint's "
+            f"tensors outside the decoder are {', '.join(heads) or 'none'}"
         )

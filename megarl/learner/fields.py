@@ -1,4 +1,4 @@
-"""What `override_transformer_config` may say, from Megatron-Core's own class: names, and types where they are plain."""
+"""Names and plain types of the fields of `override_transformer_config`, from Megatron-Core's own class."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -13,7 +13,7 @@ PLAIN = (bool, int, float, str, NoneType)
 
 
 def transformer_faults(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with each field that `TransformerConfig` does not have, or not with such a value.
+    """Yield a message for each field that `TransformerConfig` does not have, or that cannot have the value.
 
     Imports Megatron-Core, which takes seconds.
     """
@@ -33,7 +33,7 @@ def transformer_faults(overrides: Mapping[str, Any]) -> Iterator[str]:
 
 @cache
 def _known() -> dict[str, Any]:
-    """By name the type of each field, `Any` where its annotation cannot be resolved."""
+    """Return the type of each field by name; `Any` if the annotation cannot be resolved."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     try:
@@ -44,7 +44,7 @@ def _known() -> dict[str, Any]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Tell whether a value from YAML can be compared with the type."""
+    """Return whether a value from YAML can be checked against the type."""
     if get_origin(hint) in (Union, UnionType, list):
         return all(map(_is_plain, get_args(hint)))
     return get_origin(hint) is Literal or hint in PLAIN

@@ -1,6 +1,6 @@
-"""What is known of a mini-batch whose loss or gradient is not finite, and what it must leave behind: nothing.
+"""Mini-batches whose loss or gradient is not finite: their description, and the removal of their traces.
 
-Invariant: whether a mini-batch is one of these follows from numbers of all ranks, so all of them say the same.
+Invariant: numbers of all ranks decide whether a mini-batch is finite, so all ranks decide alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,17 @@ MOST_NAMED = 8  # parameters of one rank
 
 @dataclass(frozen=True, kw_only=True)
 class NotFinite:
-    """Why an update was skipped; the same on every rank."""
+    """The reason why an optimizer step was not taken; the same on every rank."""
 
     loss: float  # of the global mini-batch, the sum over all ranks
     grad_norm: float  # of the global gradient, before clipping
-    rows: tuple[tuple[int, ...], ...]  # samples of each part that shared a micro-batch whose loss was not finite
-    parameters: dict[int, tuple[str, ...]]  # rank -> the first of those whose gradient is not finite there
+    rows: tuple[
+        tuple[int, ...], ...
+    ]  # of each term of the loss: samples in micro-batches with a loss that is not finite
+    parameters: dict[int, tuple[str, ...]]  # rank -> the first parameters whose gradient is not finite there
 
     def describe(self) -> str:
-        """In words."""
+        """Return loss and gradient norm in words."""
         return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
 
 
@@ -36,11 +38,11 @@ def explain_not_finite(
     loss: float,
     grad_norm: float,
 ) -> NotFinite:
-    """Collect from all ranks why a step is not taken, after its backward pass. Collective.
+    """Explain on all ranks why a step is not taken, after its backward pass. Collective.
 
     Args:
         modules: the model's chunks on this rank.
-        rows: of each micro-batch of this rank whose loss is not finite, the term of the loss and the term's samples.
+        rows: for each micro-batch of this rank whose loss is not finite, the number of its term and its samples.
         num_terms: terms of the step's loss.
         loss: of the global mini-batch.
         grad_norm: of the global gradient.
@@ -55,9 +57,9 @@ def explain_not_finite(
 
 
 def parameters_not_finite(chunks: Sequence[Any]) -> tuple[str, ...]:
-    """The first parameters of this rank whose gradient is not finite, after it was summed over ranks.
+    """Return the first parameters of this rank whose gradient is not finite after the sum over ranks.
 
-    A name begins with the number of its chunk where a virtual pipeline has several.
+    In a virtual pipeline, a name begins with the number of its chunk.
     """
     named = (
         (f"{number}." * (len(chunks) > 1) + name, getattr(parameter, "main_grad", None))
@@ -69,12 +71,12 @@ def parameters_not_finite(chunks: Sequence[Any]) -> tuple[str, ...]:
 
 
 class Buffers:
-    """What a model computes with and no optimizer owns: the routers' biases, which a backward pass moves by itself."""
+    """A copy of the model's buffers: a backward pass changes the routers' biases, which no optimizer owns."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
 
     def restore(self) -> None:
-        """As they were when this was made."""
+        """Set the buffers back to the copy."""
         for buffer, kept in self._kept:
             buffer.copy_(kept)

@@ -1,11 +1,11 @@
-"""From the `megatron` section to the layout of the ranks; free of Megatron, so that a plan can be made without it."""
+"""The grid of ranks that a `megatron` section describes. Plans need the grid without importing Megatron."""
 
 from megarl.learner.config import MegatronSection
 from megarl.models.grid import Grid
 
 
 def grid_of(section: MegatronSection, num_ranks: int) -> Grid:
-    """The layout of `num_ranks` ranks that the section asks for."""
+    """Return the grid of `num_ranks` ranks that the section describes."""
     override = section.override_transformer_config
     return Grid(
         num_ranks=num_ranks,

@@ -1,11 +1,11 @@
-"""From hidden states to log-probabilities, entropies and values.
+"""Log-probabilities, entropies and exact divergences from hidden states, over a split vocabulary.
 
-The vocabulary is cut over the tensor-parallel ranks and the tokens into chunks: at any moment one chunk of one rank's
-slice of the logits exists, in float32, and it is computed again in the backward pass. Nothing is gathered but three
-numbers per token.
+The vocabulary is split over the tensor-parallel ranks, and the tokens into chunks. At any moment only one chunk of one
+rank's slice of the logits exists, in float32; the backward pass computes it again. Ranks exchange only a few numbers
+per token.
 
-No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and its token's probability
-by 3 %. The engine keeps its logits in float32 likewise (`megarl.rollout.engine.llm_arguments`).
+No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and the probability of its
+token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.engine.llm_arguments`).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Log-probability of given tokens and entropy of the whole distribution `softmax(hidden @ weight.T / temperature)`.
+    """Log-probability of given tokens, and entropy, under `softmax(hidden @ weight.T / temperature)`.
 
     With logits z, p = softmax(z) and H = -sum p log p:  d log p_t / dz = onehot_t - p  and  dH/dz = -p (log p + H).
     """
@@ -55,7 +55,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of this rank's slice; the caller's region sums those of `hidden` over the ranks."""
+        """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, *per_token = ctx.saved_tensors
         temperature, valid_rows, _, first_row = ctx.settings
         grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
@@ -81,19 +81,19 @@ def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int)
 
 
 def _factor(weight: Tensor) -> Tensor:
-    """The weight as `_product` takes it chunk after chunk: only the CPU needs a float32 copy of it."""
+    """Convert the weight once for all chunks, for `_product`: only the CPU needs a float32 copy."""
     return weight if weight.is_cuda else weight.float()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[m, n] float32 `a @ b`: products of two bfloat16 numbers are exact in float32, and so are summed there."""
+    """Compute `a @ b`, [m, n] float32: the products of bfloat16 numbers are exact in float32, and are summed in it."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _pick(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
-    """[N]: the logit of each target that lies in this rank's slice, zero for the others."""
+    """Return [N] logits of the targets in this rank's slice, zero for the other targets."""
     local = targets - first_row
     mine = (local >= 0) & (local < logits.shape[1])
     picked = logits.gather(1, local.where(mine, 0)[:, None])[:, 0]
@@ -109,14 +109,14 @@ def _add_at(grad: Tensor, targets: Tensor, first_row: int, values: Tensor) -> No
 def vocab_parallel_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets` and entropies under the whole vocabulary.
+    """Compute log-probabilities of `targets`, and entropies, over the whole vocabulary.
 
     Args:
         hidden: [N, hidden_size] final hidden states, equal on all ranks of `group`.
-        weight: [rows, hidden_size] this rank's slice of the output embedding; rank r has rows r*rows ... of it.
+        weight: [rows, hidden_size] this rank's slice of the output embedding; the slice of rank r begins at r * rows.
         targets: [N] int64 token ids.
         temperature: divides the logits, as it does in the engine's sampler.
-        vocab_size: rows of the whole embedding that are tokens; those behind them are padding.
+        vocab_size: rows of the whole embedding that are tokens; the rows behind them are padding.
         group: the tensor-parallel process group.
 
     Returns:
@@ -127,9 +127,9 @@ def vocab_parallel_log_probs(
 
 
 class VocabParallelKL(torch.autograd.Function):
-    """The exact KL from one policy to another: each is `softmax(hidden @ weight.T / temperature)`.
+    """The exact KL between two policies, each given as `softmax(hidden @ weight.T / temperature)`.
 
-    With logits z, p = softmax(z), q of the reference and D = sum p (log p - log q):  dD/dz = p (log p - log q - D).
+    With logits z, p = softmax(z), the reference's q, and D = sum p (log p - log q):  dD/dz = p (log p - log q - D).
     """
 
     @staticmethod
@@ -169,7 +169,7 @@ class VocabParallelKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of this rank's slice; the caller's region sums those of `hidden` over the ranks."""
+        """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         temperature, valid_rows = ctx.settings
         grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
@@ -196,17 +196,17 @@ def vocab_parallel_kl(
     vocab_size: int,
     group: Any,
 ) -> Tensor:
-    """The exact KL(policy || reference) of each next-token distribution; see `megarl.algorithms.kl.full_kl`.
+    """Compute the exact KL(policy || reference) of each next-token distribution; see `megarl.algorithms.kl.full_kl`.
 
-    The reference is given by its hidden states: thousands of numbers a token, where logits are a hundred thousand.
+    The reference is given by its hidden states: thousands of numbers per token, compared with 100,000 logits.
 
     Args:
         hidden: [N, hidden_size] final hidden states of the policy, equal on all ranks of `group`.
-        weight: [rows, hidden_size] this rank's slice of the policy's output embedding: rows r*rows ... on rank r.
+        weight: [rows, hidden_size] this rank's slice of the policy's output embedding; rank r's begins at r * rows.
         ref_hidden: [N, ref_hidden_size] final hidden states of the reference; no gradient reaches them.
-        ref_weight: [rows, ref_hidden_size] its slice of the same tokens; no gradient reaches it.
+        ref_weight: [rows, ref_hidden_size] the reference's slice for the same tokens; no gradient reaches it.
         temperature: divides the logits of both, as it does in the engine's sampler.
-        vocab_size: rows of the whole embeddings that are tokens; those behind them are padding.
+        vocab_size: rows of the whole embeddings that are tokens; the rows behind them are padding.
         group: the tensor-parallel process group.
 
     Returns:

@@ -12,20 +12,20 @@ from megarl.models.rotary import Yarn
 
 
 def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict[str, Any]:
-    """The fields of Megatron's MLATransformerConfig."""
+    """Return the fields of Megatron's MLATransformerConfig."""
     settings: dict[str, Any] = {
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
         "qk_head_dim": latent.qk_nope_head_dim,
         "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
-        "qk_layernorm": True,  # of the compressed queries, keys and values
+        "qk_layernorm": True,  # on the compressed queries, keys and values
         "rotary_base": architecture.rope_theta,
-        "apply_rope_fusion": False,  # Megatron fuses only YaRN's, and that in the type of the activations
+        "apply_rope_fusion": False,  # Megatron fuses only YaRN, and computes it in the type of the activations
     }
     yarn = architecture.rope_scaling
     if not isinstance(yarn, Yarn):
-        # Megatron scales the logits by the YaRN factor whatever the type says; a factor of one does nothing.
+        # Megatron scales the logits by the YaRN factor for every type; a factor of one has no effect.
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     return settings | {
         "rope_type": "yarn",
@@ -39,25 +39,25 @@ def latent_settings(architecture: Architecture, latent: LatentAttention) -> dict
 
 
 class LatentCore(PackedAttention):
-    """`PackedAttention` whose values have another size than queries and keys, and which scales as it is told."""
+    """`PackedAttention` for values of another size than queries and keys, with a given scale of the logits."""
 
     def __init__(self, config: Any, *, softmax_scale: float, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As `PackedAttention`, with `value` [N, heads, v_head_dim]; returns [N, heads * v_head_dim]."""
+        """Attend as `PackedAttention`, with `value` [N, heads, v_head_dim]; return [N, heads * v_head_dim]."""
         size = value.shape[-1]
-        value = pad(value, (0, query.shape[-1] - size))  # the variable-length kernel knows only one size
+        value = pad(value, (0, query.shape[-1] - size))  # the variable-length kernel takes only one size
         out = super().forward(query, key, value, *args, **kwargs)
         return out.unflatten(-1, (query.shape[1], -1))[..., :size].flatten(-2)
 
 
 class DownProjection(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole and applies to its own tokens.
+    """A linear layer that every tensor-parallel rank holds completely and applies to its own tokens.
 
-    As Transformer Engine's. Megatron's local one cuts the rows and gathers the outputs, and then each rank keeps only
-    what its own heads contribute to the gradient of the rotary part of the keys, which all heads share.
+    Transformer Engine's layer does the same. Megatron's local layer splits the rows and gathers the outputs; then each
+    rank keeps only its own heads' share of the gradient of the keys' rotary part, although all heads share that part.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **_: Any) -> None:
@@ -68,5 +68,5 @@ class DownProjection(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[..., output_size] from [..., input_size], and no bias."""
+        """Map [..., input_size] to [..., output_size]; there is no bias."""
         return linear(hidden, self.weight), None

@@ -1,4 +1,4 @@
-"""Which boxes of the Hugging Face parameters this rank's Megatron parameters hold."""
+"""The boxes of the Hugging Face parameters that this rank's Megatron parameters hold."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
 def weights(modules: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The local parameters by name, without gradient; they share the memory of the model's chunks."""
+    """Return the local parameters by name, detached; they share the memory of the model's chunks."""
     return {param: tensor.detach() for param, tensor, _ in _parameters(modules)}
 
 
 def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh) -> Layout:
-    """The layout of the local parameters of a GPTModel, whose chunks are `modules`."""
+    """Return the layout of the local parameters of a GPTModel, whose chunks are `modules`."""
     return tuple(
         piece
         for param, tensor, name in _parameters(modules)
@@ -37,9 +37,9 @@ def source_layout(modules: Sequence[Any], architecture: Architecture, mesh: Mesh
 
 
 def _parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Every local parameter: its name here, itself, and its name in the whole model.
+    """Yield the local name of every parameter, the parameter, and its name in the whole model.
 
-    The bias of DeepSeek's router is a parameter of the checkpoint, but a buffer of Megatron's.
+    The bias of DeepSeek's router is included: it is a parameter in the checkpoint, but a buffer in Megatron.
     """
     for chunk, module in enumerate(modules):
 

@@ -112,7 +112,7 @@ class Learner:
         Returns:
             For a policy, `PolicyOutputs` of [B, T] float32, with the exact divergence if there is a policy `against`.
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
-            are zero where `batch.mask` is False, on the host, and equal on all ranks.
+            are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
         work = self._micro_batches(batch, budget, partial(self._head.numbers, temperature=temperature), against)
         outputs = self._read(work, budget)

@@ -1,7 +1,8 @@
-"""A Hugging Face architecture as a Megatron-Core GPTModel: the same trunk for policy and value, another head.
+"""A Hugging Face architecture as a Megatron-Core GPTModel: policy and value model differ only in the head.
 
-The trunk ends at the final norm: `output_layer` hands the hidden states through, and `heads.py` turns the few that are
-asked for into log-probabilities or values. So no logits of a whole micro-batch ever exist.
+The trunk ends at the final norm: `output_layer` passes the hidden states through. `outputs.py` computes
+log-probabilities or values from the few hidden states that predict a response token. So the logits of all tokens never
+exist at once.
 """
 
 from dataclasses import replace
@@ -30,9 +31,9 @@ from megarl.platform.cpu import megatron_platform
 def build_model(
     architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool, chunk: int = 0
 ) -> GPTModel:
-    """One chunk of this rank's layers, in `section.dtype`, every parameter zero: the weights come from elsewhere.
+    """Build one chunk of this rank's layers in `section.dtype`; every parameter is zero until weights are loaded.
 
-    A stage of a virtual pipeline holds `mesh.vpp_size` chunks, every other one only chunk 0.
+    A stage of a virtual pipeline holds `mesh.vpp_size` chunks, every other stage only chunk 0.
     """
     vp_stage = chunk if mesh.vpp_size > 1 else None
     is_last = mesh.is_last_stage and chunk == mesh.vpp_size - 1
@@ -58,7 +59,7 @@ def build_model(
         elif is_last:
             model.output_layer.forward = hand_through
     mark_experts(model)
-    # Megatron marks tensor-parallel parameters only while it initialises them, so it has to, although for nothing.
+    # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -66,7 +67,7 @@ def build_model(
 
 
 class ValueHead(torch.nn.Module):
-    """One number per token, the same on every tensor-parallel rank; starts at zero, a value nobody has to unlearn."""
+    """A head with one number per token, equal on all tensor-parallel ranks; it starts at zero, a neutral value."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -74,23 +75,23 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """As any output layer here."""
+        """Pass the hidden states through, like every output layer here."""
         return hand_through(hidden)
 
 
 def hand_through(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """What `output_layer` does instead of computing logits."""
+    """Return the hidden states: the `forward` of an `output_layer` that computes no logits."""
     return hidden, None
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to whole slices of a multiple of 64 rows per rank."""
+    """Return the rows of the embedding: the vocabulary, rounded up so that every rank has a multiple of 64 rows."""
     step = 64 * tp_size
     return -(-vocab_size // step) * step
 
 
 def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """Transformer Engine's layers where they can run, else Megatron's local ones with our norm and attention."""
+    """Return Transformer Engine's layers if they can run, else Megatron's local layers with our norm and attention."""
     local = not has_transformer_engine()
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=vp_stage
@@ -108,7 +109,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
 
 
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
-    """What replaces parts of Megatron's local attention."""
+    """Return the replacements of parts of Megatron's local attention, by name."""
     if latent := architecture.latent:
         queries = {"linear_q_down_proj": DownProjection, "q_layernorm": RMSNorm}
         if latent.q_lora_rank is None:
@@ -124,20 +125,20 @@ def _local_attention(architecture: Architecture) -> dict[str, Any]:
 
 @cache
 def has_transformer_engine() -> bool:
-    """True where Transformer Engine is installed and has a device to run on."""
+    """Return True if Transformer Engine is installed and has a device to run on."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 @cache
 def has_apex_gradient_fusion() -> bool:
-    """True where apex's fused weight-gradient kernel is installed."""
+    """Return True if apex's fused weight-gradient kernel is installed and has a device to run on."""
     return torch.cuda.is_available() and find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def transformer_config(
     architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of this architecture; `section.override_transformer_config` has the last word."""
+    """Return Megatron's configuration of the architecture; `section.override_transformer_config` overrides it."""
     dtype = getattr(torch, section.dtype)
     cuda = torch.cuda.is_available()
     settings: dict[str, Any] = {
@@ -164,17 +165,17 @@ def transformer_config(
         "expert_tensor_parallel_size": mesh.grid.etp,
         "sequence_parallel": section.sequence_parallel and mesh.tp_size > 1,
         "variable_seq_lengths": mesh.pp_size > 1,
-        # Two stages of a virtual pipeline are neighbours on both sides: only these calls tell the two messages apart.
+        # Two stages of a virtual pipeline are neighbours on both sides: only these calls keep the two messages apart.
         "overlap_p2p_comm": mesh.vpp_size > 1,
         "batch_p2p_comm": mesh.vpp_size == 1,
-        "moe_token_dispatcher_type": "alltoall",  # the one Megatron accepts beside variable lengths, dense models too
+        "moe_token_dispatcher_type": "alltoall",  # Megatron accepts no other with variable lengths, even if dense
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Our objectives divide by global counts themselves, so Megatron must add micro-batches and ranks, not average.
+        # Objectives divide by global counts themselves, so Megatron must sum over micro-batches and ranks, not average.
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
-        # torch.compile on the CPU costs more than these fusions bring there.
+        # On the CPU, torch.compile costs more than these fusions gain.
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,

@@ -1,8 +1,8 @@
-"""RMS normalisation that knows sequence parallelism, for machines without Transformer Engine.
+"""RMS normalisation that supports sequence parallelism, for machines without Transformer Engine.
 
-Megatron-Core's own fallback refuses sequence parallelism. What it takes is one mark: the gradient of a weight that
-every tensor-parallel rank applies to its own tokens must be summed over them, and Megatron sums those marked
-`sequence_parallel`.
+Megatron-Core's own fallback refuses sequence parallelism. Support takes one mark: every tensor-parallel rank applies
+the weight to its own tokens, so its gradients must be summed over these ranks, and Megatron sums the gradients of
+weights marked `sequence_parallel`.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., hidden_size]; the result has the type of `hidden`."""
+        """Normalise [..., hidden_size]; the result has the dtype of `hidden`."""
         hidden32 = hidden.float()
         scale = torch.rsqrt(hidden32.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * (hidden32 * scale).to(hidden.dtype)

@@ -1,4 +1,4 @@
-"""Read small objects that torch wrote: tensors and plain values, and never code."""
+"""Reading of small objects that torch wrote: tensors and plain values, never code."""
 
 import io
 import re
@@ -15,17 +15,17 @@ def read_objects(path: Path) -> Any:
     """Return what `torch.save` wrote to a small file, in host memory.
 
     Raises:
-        Damage: the file cannot be read, or it names types that are no data.
+        Damage: the file cannot be read, or it names types that are not data.
     """
     content = io.BytesIO(read_bytes(path))
     try:
         return torch.load(content, weights_only=True, map_location="cpu")
-    except Exception as error:  # a pickle that is damaged may raise anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise Damage.in_content(path, f"torch cannot read it: {first_words(error)}") from error
 
 
 def first_words(error: Exception) -> str:
-    """Return the kind of an error of torch's, and what it says before it gives advice."""
+    """Return the type of an error of torch's and its message, without the advice that follows."""
     said = str(error).rpartition("WeightsUnpickler error: ")[2].removeprefix("Weights only load failed.")
     first, *_ = re.split(r"[.] |[.]?\n", said.replace(UNSAFE_MESSAGE, "").strip())
     return f"{type(error).__name__}: {first[:200]}"

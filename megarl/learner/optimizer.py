@@ -24,15 +24,15 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     def advance_schedule(self) -> None:
-        """Set the rates of the next iteration; the first one already learns during warm-up."""
+        """Set the rates of the next step; the first step already has a positive rate if there is a warm-up."""
         self.schedule.step(1)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
+        """Clear the gradients of the last step."""
         self.megatron.zero_grad()
 
     def grad_norm(self) -> float:
-        """The norm of the gradient over all ranks, before clipping; no weight has changed yet."""
+        """Reduce the gradients, without changing a weight; return their norm over all ranks, before clipping."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
@@ -45,9 +45,9 @@ class Optimizer:
 def make_trainable(
     models: Sequence[Any], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_schedule_steps: int
 ) -> tuple[tuple[DistributedDataParallel, ...], Optimizer]:
-    """Wrap the chunks of a model so that gradients are summed over ranks with other tokens, and give it an optimizer.
+    """Wrap the chunks of a model, so that gradients are summed over ranks with other tokens, and build its optimizer.
 
-    `num_schedule_steps` is how often the schedule will be stepped: the iterations of the whole run.
+    `num_schedule_steps` is the length of the schedule: the number of steps in the run.
     """
     dtype = getattr(torch, megatron.dtype)
     reduction = DistributedDataParallelConfig(
@@ -55,7 +55,9 @@ def make_trainable(
     )
     with megatron_platform():
         wrapped = tuple(DistributedDataParallel(model.config, reduction, model) for model in models)
-        models[0].config.finalize_model_grads_func = add_gradients  # the schedules ask the first chunk
+        models[
+            0
+        ].config.finalize_model_grads_func = add_gradients  # Megatron's pipeline schedules read it from the first chunk
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -78,14 +80,14 @@ def make_trainable(
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that Megatron's wraps: one per kind of parameter."""
+    """Yield the optimizers that Megatron's optimizer wraps: one per kind of parameter."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:
             yield part.optimizer
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state of step 0, which it would make in its first step: Megatron cannot save or load without."""
+    """Give AdamW its state of step 0, before its first step would: Megatron needs it to save and load."""
     if isinstance(optimizer, torch.optim.AdamW):
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             optimizer.state[parameter] = {
@@ -96,14 +98,14 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction, without its division by tokens: our losses are contributions to a global mean."""
+    """Reduce gradients as Megatron does, but do not divide by tokens: losses are contributions to a global mean."""
     finalize_model_grads(models, None, **kwargs)
 
 
 def make_schedule(optimizer: Any, optim: OptimSection, num_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, or cosine or linear decay to `min_lr_ratio * lr` at the last step.
+    """Build the schedule: linear warm-up, then a constant rate, or cosine or linear decay to `min_lr_ratio * lr`.
 
-    `num_steps` is its length unless `optim` has one.
+    The decay ends at the last step. `num_steps` is the length of the schedule if `optim` has none.
     """
     num_steps = optim.total_training_steps if optim.total_training_steps > 0 else num_steps
     warmup = optim.lr_warmup_steps

@@ -1,12 +1,13 @@
-"""A micro-batch as Megatron takes it: sequences laid end to end in one row of tokens.
+"""A micro-batch in Megatron's form: sequences laid end to end in one row of tokens.
 
-The last token of a sequence predicts nothing that is asked for, so it is not computed: a sequence of P prompt and R
-response tokens takes P + R - 1 places, of which the last R predict the response. A model that reads samples in its own
-tokens has other places before the response tokens, some of them before several.
+The last token of a sequence predicts no other token, so the model does not compute it: a sequence of P prompt and R
+response tokens takes P + R - 1 places, and the last R places predict the response. If a model reads samples in its own
+tokens, other places predict the response tokens, and one place may predict several.
 
-Context parallelism deals each sequence out to `cp_size` ranks as Transformer Engine does: in 2 * cp_size equal pieces,
-of which rank r has number r and number r from the end, so that causal attention is equally much work for all. Zeros at
-its end make a sequence divisible; nothing before them sees them, and nobody reads them.
+Context parallelism deals each sequence out to `cp_size` ranks as Transformer Engine does. It cuts the sequence into
+2 * cp_size equal pieces; rank r gets piece r and, counted from the end, piece r, so that causal attention is equal work
+for all ranks. Zeros at the end of a sequence make its length divisible; no earlier token attends to them, and nothing
+reads them.
 """
 
 from collections.abc import Sequence
@@ -23,19 +24,19 @@ from megarl.batch import Rollouts
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """`b` samples of a batch as one row of tokens, of which this rank has `N`."""
+    """`b` samples of a batch as one row of tokens; this rank has `N` tokens of the row."""
 
-    samples: Tensor  # [b] int64: their rows in the batch
+    samples: Tensor  # [b] int64, the samples' rows in the batch
     tokens: Tensor  # [1, N] int64
     positions: Tensor  # [1, N] int64, counted within each sequence
-    filling: Tensor | None  # [1, N] bool: places that only fill up the row; None: there are none
-    sequences: Any  # Megatron's PackedSeqParams: where the sequences of the whole row start
-    predictors: Tensor  # [R] int64: the places among the N that predict a response token
-    targets: Tensor  # [R] int64: the response tokens, in the order of `predictors`
-    mask: Tensor  # [b, T] bool: where those R numbers belong
+    filling: Tensor | None  # [1, N] bool, True for padding; None: there is no padding
+    sequences: Any  # Megatron's PackedSeqParams: the bounds of the sequences in the whole row
+    predictors: Tensor  # [R] int64, the places among the N that predict a response token
+    targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
+    mask: Tensor  # [b, T] bool, True for these R response tokens
 
     def unpack(self, per_token: Tensor) -> Tensor:
-        """[b, T] from the [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
+        """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
         return torch.zeros(self.mask.shape, device=per_token.device).masked_scatter(self.mask, per_token)
 
 
@@ -50,9 +51,9 @@ def pack_samples(
 ) -> Packed:
     """Lay the given samples of `batch` end to end on `device` and keep the places of `cp_rank`.
 
-    Sequence parallelism cuts the places of a rank into `num_parts` equal parts: a sequence of zeros that nothing reads
-    fills them up. Without samples the row is only such a sequence, for ranks that must take part in a micro-batch they
-    have no samples for.
+    Sequence parallelism splits the places of a rank into `num_parts` equal parts: a sequence of zeros, which nothing
+    reads, pads the row. Without samples the row is only such a sequence; a rank that has no samples for a micro-batch
+    still takes part in it.
     """
     step = sequence_multiple(cp_size)
     sequences = [[*batch.sequence(sample)][:-1] for sample in samples]
@@ -85,28 +86,28 @@ def pack_samples(
 
 
 def sequence_multiple(cp_size: int) -> int:
-    """What the length of every sequence must be a multiple of."""
+    """Return the number that must divide the length of every sequence."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def places_of(lengths: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """The tokens that a rank of a context-parallel group has of a packed row.
+    """Return the tokens of a packed row that one rank of a context-parallel group holds.
 
     Args:
         lengths: [S] int64, of the sequences, multiples of `sequence_multiple(cp_size)`.
-        cp_rank: whose places.
-        cp_size: among how many ranks the sequences are dealt out.
+        cp_rank: the rank in its group.
+        cp_size: the size of the group.
 
     Returns:
-        Two [N / cp_size] int64 tensors, in the order in which that rank holds its tokens: the places in the row of N
-        tokens, ascending, and the positions within their sequences.
+        Two [N / cp_size] int64 tensors, in the rank's order of tokens: the places in the row of N tokens, ascending,
+        and the positions within the sequences.
     """
     starts, shares = lengths.cumsum(0) - lengths, lengths // cp_size
     sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(shares)
     position = torch.arange(len(sequence), device=lengths.device) - (shares.cumsum(0) - shares)[sequence]
     if cp_size > 1:
         piece = (shares // 2)[sequence]
-        from_the_end = lengths[sequence] - (cp_rank + 2) * piece  # of the second piece, less its first position here
+        from_the_end = lengths[sequence] - (cp_rank + 2) * piece  # offset of the second piece's positions
         position = position + torch.where(position < piece, cp_rank * piece, from_the_end)
     return starts[sequence] + position, position
 
@@ -114,7 +115,7 @@ def places_of(lengths: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tens
 def _bounds(lengths: Tensor, cp_size: int, device: torch.device) -> Any:
     longest = int(lengths.max())
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
-    padded = ends if cp_size > 1 else None  # Transformer Engine asks for them with context parallelism
+    padded = ends if cp_size > 1 else None  # Transformer Engine needs them for context parallelism
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

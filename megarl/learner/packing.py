@@ -1,7 +1,8 @@
-"""Who gets which sample: balance whole groups over ranks, pack sequences into token budgets.
+"""Balancing of groups over ranks, and packing of sequences into token budgets.
 
-Both functions are pure and deterministic: every rank computes the same answer from the same lengths, with no messages.
-Both are greedy, longest first into the least loaded (Graham 1969), so no load exceeds the mean by more than one item.
+Both functions are pure and deterministic: every rank computes the same result from the same lengths, without messages.
+Both are greedy: the longest item goes first, into the least loaded part (Graham 1969), so no load exceeds the mean by
+more than one item.
 """
 
 import heapq
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 
 
 def partition(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Spread samples over `num_parts` parts of nearly equal cost, whole groups together.
+    """Spread samples over `num_parts` parts of nearly equal cost, without splitting a group.
 
     `costs[i]` and `groups[i]` belong to sample `i`. Returns the sample indices of each part, ascending; every index
-    occurs once. A part is empty only where there are fewer groups than parts.
+    occurs once. A part is empty only if there are fewer groups than parts.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -35,9 +36,11 @@ def pack(
 ) -> list[list[int]]:
     """Pack sequences into few, evenly filled bins of at most `max_tokens` tokens and `max_sequences` sequences.
 
-    Returns the indices of each bin, ascending; every index occurs once. There are at least `num_bins` bins, the last of
-    them empty where there are too few sequences: ranks that must run equally many micro-batches pass the largest count
-    among them. Raises ValueError where a single sequence does not fit.
+    Returns the indices of each bin, ascending; every index occurs once. There are at least `num_bins` bins; the last
+    are empty if there are too few sequences. Ranks that must run equal numbers of micro-batches pass the largest.
+
+    Raises:
+        ValueError: a single sequence does not fit.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -62,7 +65,7 @@ def pack(
 
 
 def _fill(lengths: Sequence[int], num_bins: int, max_tokens: int, max_sequences: int | None) -> list[list[int]] | None:
-    """Fill exactly `num_bins` bins, longest sequence first into the emptiest; None where a budget breaks."""
+    """Fill exactly `num_bins` bins, the longest sequence first, into the emptiest bin; None if a budget breaks."""
     open_bins = [(0, 0, number) for number in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -1,7 +1,7 @@
-"""The Megatron mesh: who shares a layer (tensor, experts), who has the next ones (pipeline), who has other tokens.
+"""The Megatron mesh: the coordinates of this rank in every kind of parallelism, and its process groups.
 
-The ranks that hold the same layers form a block; inside it the tensor coordinate runs fastest, then context, then data.
-Expert layers cut the same block anew: expert tensor fastest, then expert, and what is left are replicas.
+The ranks that hold the same layers form a block; inside a block the tensor coordinate runs fastest, then context, then
+data. Expert layers split the same block in another way: expert tensor runs fastest, then expert; the rest are replicas.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from megarl.platform.cpu import megatron_platform
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """This rank's coordinates, and the groups it talks in."""
+    """This rank's coordinates, and the groups that it communicates in."""
 
-    grid: Grid  # how all ranks are laid out
-    cut: Cut  # which part of a layer's matrices is this rank's
+    grid: Grid  # of all ranks
+    cut: Cut  # this rank's part of a layer's matrices
     pp_rank: int
     cp_rank: int
     dp_rank: int
@@ -31,37 +31,37 @@ class Mesh:
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share every layer."""
+        """The number of ranks that share every layer."""
         return self.grid.tp
 
     @property
     def tp_rank(self) -> int:
-        """This rank among them."""
+        """This rank's number among the ranks that share every layer."""
         return self.cut.tp_rank
 
     @property
     def pp_size(self) -> int:
-        """Pipeline stages."""
+        """The number of pipeline stages."""
         return self.grid.pp
 
     @property
     def vpp_size(self) -> int:
-        """Chunks of layers in each stage."""
+        """The number of chunks of layers in each stage."""
         return self.grid.vpp
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share the tokens of a sequence."""
+        """The number of ranks that share the tokens of a sequence."""
         return self.grid.cp
 
     @property
     def dp_size(self) -> int:
-        """Ranks, or groups of them, that have samples of their own."""
+        """The number of groups of ranks that have samples of their own."""
         return self.grid.dp
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the hidden states come out."""
+        """True on the stage that computes the final hidden states."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -71,7 +71,7 @@ class Mesh:
 
 
 def build_mesh(section: MegatronSection) -> Mesh:
-    """Create Megatron's process groups, once per process. torch.distributed must be initialised."""
+    """Create Megatron's process groups, once per process. Requires torch.distributed."""
     apply_patches()
     grid = grid_of(section, dist.get_world_size())
     with megatron_platform():

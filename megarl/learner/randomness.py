@@ -1,6 +1,6 @@
-"""The generators that a rank draws from: torch's own, and Megatron's, one for what its parallel group must draw alike.
+"""The random generators of a rank: torch's own, and Megatron's, for numbers that a parallel group must draw alike.
 
-Only dropout draws from Megatron's, where `override_transformer_config` asks for it.
+Only dropout draws from Megatron's generators, if `override_transformer_config` asks for dropout.
 """
 
 import os
@@ -17,7 +17,7 @@ from megarl.platform.small_files import Damage
 
 
 def random_states() -> dict[str, Any]:
-    """The state of every generator of this rank, in tensors."""
+    """Return the state of every generator of this rank, as tensors."""
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
@@ -26,7 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Bring the generators to where `random_states` found them; what other generators of Megatron's there are, stay."""
+    """Set the generators to the result of `random_states`; other generators of Megatron's keep their state."""
     torch.set_rng_state(states["cpu"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.set_states(tracker.get_states() | states.get("megatron", {}))
@@ -35,12 +35,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def states_file(directory: Path, *, rank: int) -> Path:
-    """Return where a rank's states lie in a directory of them."""
+    """Return the file of a rank's states in a directory."""
     return directory / f"rank_{rank}.pt"
 
 
 def read_random_states(directory: Path, *, rank: int) -> Mapping[str, Any] | None:
-    """Return what `random_states` said on a rank; None if the run that saved had no such rank. Raises Damage."""
+    """Return the saved states of a rank; None if the run that saved them had no such rank. Raises Damage."""
     path = states_file(directory, rank=rank)
     if not os.path.lexists(path):
         return None

@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's pipeline schedules: plain, pipelined, or interleaved over chunks of layers."""
+"""Runs of micro-batches through Megatron's schedules: plain, pipelined, or interleaved over chunks of layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,9 +55,9 @@ def run_schedule(
 
 
 def _filling(row: Packed, module: Any) -> Tensor | None:
-    """The places that only fill up the row, for routers, which alone ask: those that this chunk's layers hold.
+    """Return the mask of padding tokens among the tokens of this chunk's layers; None for a model without routers.
 
-    Megatron cuts them for sequence parallelism where it embeds the tokens and forgets it on the later stages.
+    Megatron splits the mask for sequence parallelism only on the stage that embeds the tokens.
     """
     config = module.config
     if row.filling is None or config.num_moe_experts is None:
@@ -69,9 +69,9 @@ def _filling(row: Packed, module: Any) -> Tensor | None:
 
 
 def num_micro_batches(fewest: int, mesh: Mesh) -> int:
-    """How many micro-batches a batch takes that needs at least `fewest`: the interleaved schedule goes by whole rounds.
+    """Round `fewest` micro-batches up to what the schedule takes.
 
-    A round is one micro-batch for each stage.
+    The interleaved schedule takes complete rounds; a round is one micro-batch for each stage.
     """
     round_size = mesh.pp_size if mesh.vpp_size > 1 else 1
     return -(-fewest // round_size) * round_size

@@ -1,8 +1,8 @@
-"""Copies of a learner's state in host memory: what a checkpoint is written from while the learner goes on.
+"""Copies of a learner's state in host memory: a checkpoint is written from the copies while the learner continues.
 
-A rank copies only what it has and what is written: of weights the replica that is, of a distributed optimizer its own
-shard. The shards come together on the first data-parallel rank later, through groups of their own, so that no other
-thread's collectives meet them.
+A rank copies only state that it holds and that is written: the weights of the main replica, and its own shard of a
+distributed optimizer. Later, the first data-parallel rank gathers the shards, through separate process groups, so that
+collectives of other threads cannot interfere.
 """
 
 from collections.abc import Callable
@@ -18,44 +18,44 @@ OPTIMIZED = ("param", "exp_avg", "exp_avg_sq")
 
 
 class Staging:
-    """Host memory, and groups of ranks, that a run keeps for its saves; `is_pinned` where a device copies faster so."""
+    """Host memory and process groups that a run keeps for its saves; pinned memory speeds up copies from a device."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned and torch.cuda.is_available()
         self._tensors: dict[str, Tensor] = {}
-        self._places: set[int] = set()  # where they lie
+        self._places: set[int] = set()  # addresses of the tensors' storages
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a copy, the same for the same name until it is released."""
+        """Return memory for a copy: the same memory for the same name, until `release`."""
         if name not in self._tensors:
             self._tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
             self._places.add(self._tensors[name].untyped_storage().data_ptr())
         return self._tensors[name]
 
     def has(self, tensor: Tensor) -> bool:
-        """Is this memory of ours?"""
+        """Return whether the tensor lies in memory of this object."""
         return tensor.untyped_storage().data_ptr() in self._places
 
     def group(self, ranks: tuple[int, ...]) -> Any:
-        """A gloo group of `ranks` that nothing else uses. Collective over them."""
+        """Return a gloo group of `ranks` that nothing else uses. Collective over `ranks`."""
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return self._groups[ranks]
 
     @property
     def num_bytes(self) -> int:
-        """Of all memory that is kept."""
+        """The size of all memory of this object."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def release(self) -> None:
-        """Keep no memory."""
+        """Free all memory."""
         self._tensors.clear()
         self._places.clear()
 
 
 def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
-    """Replace what of the live tensors would be written by copies, which are there when the device is idle."""
+    """Replace the live tensors that this rank writes by copies, which are complete when the device is idle."""
     apply_factories(state)
     for number, shard in enumerate(nested_values(state)):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id) and not staging.has(shard.data):
@@ -66,19 +66,19 @@ def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
 def copy_optimizer(part: Any, staging: Staging, name: str) -> tuple[dict[Any, Any] | None, Callable[[], None]]:
     """Copy this rank's shard of a distributed optimizer's state.
 
-    Returns what `get_parameter_state_dp_zero` answers on the first data-parallel rank, None on others; its tensors are
-    complete when the returned function has been called on all of them, in whatever thread.
+    Returns the result of `get_parameter_state_dp_zero`, which is None except on the first data-parallel rank, and a
+    function. The tensors are complete when all data-parallel ranks have called the function, from any thread.
     """
     size, rank = part.data_parallel_group.size(), part.data_parallel_group.rank()
     group = staging.group(tuple(dist.get_process_group_ranks(part.data_parallel_group))) if size > 1 else None
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    shards: list[tuple[Tensor, int, int]] = []  # of one bucket each: memory, where the bucket begins, length of a shard
+    shards: list[tuple[Tensor, int, int]] = []  # for each bucket: memory, offset, length of a shard
     for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         [(dtype, places)] = ranges.items()
         state[number] = {dtype: {"numel_unpadded": buffer.numel}}
         for key in OPTIMIZED:
             kept = staging.take(f"{name}.{number}.{key}", (buffer.numel // (size if rank else 1),), torch.float32)
-            state[number][dtype][key] = kept  # with all padding, so that parameters are where the buffer has them
+            state[number][dtype][key] = kept  # with all padding, to keep the buffer's offsets
             for bucket, place in zip(buffer.buckets, places, strict=True):
                 start = bucket.offset // (size if rank else 1)
                 for param, where in place["param_map"].items():
