@@ -1,5 +1,6 @@
 """The examples in the documentation do what the documentation says."""
 
+import ast
 import doctest
 import re
 import subprocess
@@ -179,3 +180,24 @@ def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "pictures.py", "--out", tmp_path], check=True)
     for picture in ("house", "step", "memory", "sync"):
         assert (tmp_path / f"{picture}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def literals(file: Path) -> Iterator[str]:
+    """Yield the texts of a program, with `...` in place of values."""
+    if file.suffix != ".py":
+        yield file.read_text()
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%(\.\d)?\w", "...", node.value)
+
+
+def test_every_message_is_in_the_code() -> None:
+    texts = "\n".join(
+        text for file in [*(ROOT / "megarl").rglob("*.py"), ROOT / "scripts" / "setup.sh"] for text in literals(file)
+    )
+    rows = re.findall(r"^\| `([^`]+)`", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    patterns = {row: r".*".join(map(re.escape, re.split(r"\.\.\.", row))) for row in rows}
+    assert not [row for row, pattern in patterns.items() if not re.search(pattern, texts)]
