@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,23 +38,19 @@ class RewardError(ValueError):
 class PendingResponse:
     """A response that is being scored here."""
 
-    prompt: Prompt  # held, so that its id is nobody else's
     token_ids: list[int]
     text: str
     outcome: Future[ScoringResult]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RuleScorer:
     """The reward, spread over all ranks."""
 
-    rules: Rules
-    pool: Pool
-    decode: Callable[[Sequence[int]], str]
-    section: RulesSection
-    _begun: dict[int, list[PendingResponse]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by the id of the prompt
+    def __init__(
+        self, *, rules: Rules, pool: Pool, decode: Callable[[Sequence[int]], str], section: RulesSection
+    ) -> None:
+        self.rules, self.pool, self.decode, self.section = rules, pool, decode, section
+        self._begun: dict[int, list[PendingResponse]] = defaultdict(list)  # by prompt index: of one data set at a time
 
     @classmethod
     def make(
@@ -72,7 +68,7 @@ class RuleScorer:
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""
-        self._begun[id(prompt)].append(self._submit(prompt, list(token_ids)))
+        self._begun[prompt.index].append(self._submit(prompt, list(token_ids)))
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         """Score every sample; with metrics of the scoring.
@@ -123,17 +119,17 @@ class RuleScorer:
         except TypeError as error:
             unreadable: Future[ScoringResult] = Future()
             unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
-            return PendingResponse(prompt, token_ids, text, unreadable)
-        return PendingResponse(prompt, token_ids, text, self.pool.submit(arguments))
+            return PendingResponse(token_ids, text, unreadable)
+        return PendingResponse(token_ids, text, self.pool.submit(arguments))
 
     def _find(self, rollouts: Rollouts, sample: int) -> PendingResponse | None:
-        place = id(rollouts.prompt_of(sample))
-        token_ids = rollouts.response_ids(sample) if place in self._begun else None
-        for begun in self._begun.get(place, ()):
+        index = rollouts.prompt_of(sample).index
+        token_ids = rollouts.response_ids(sample) if index in self._begun else None
+        for begun in self._begun.get(index, ()):
             if begun.token_ids == token_ids:
-                self._begun[place].remove(begun)
-                if not self._begun[place]:
-                    del self._begun[place]
+                self._begun[index].remove(begun)
+                if not self._begun[index]:
+                    del self._begun[index]
                 return begun
         return None
 
