@@ -1,4 +1,4 @@
-"""What every entry point does first and last: read the configuration, become a rank, and leave with a clear message."""
+"""The first and the last actions of every command: read the configuration, join the job, end with a clear message."""
 
 import logging
 import os
@@ -27,13 +27,13 @@ from megarl.tracking.config import TrainerSection
 
 
 class Configuration(Protocol):
-    """What an entry point is told, a dataclass; its trainer section says how many ranks there are, on what device."""
+    """The arguments of a command: a dataclass whose trainer section gives the number of ranks and their device."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def trainer(self) -> TrainerSection:
-        """The run as a whole."""
+        """The section of the run as a whole."""
 
 
 C = TypeVar("C", bound=Configuration)
@@ -47,13 +47,13 @@ def run(
     *,
     remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
 ) -> None:
-    """Run `body(config, launch)` on every rank of the job that `argv` describes; the first rank shows the `remarks`.
+    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
 
-    A fault in the configuration ends the program with code 2 before any process group exists, any other error that a
-    user can mend (ValueError) with code 1; both as a message, not as a traceback. A job that was told to end (see
-    `signals`) ends with code 75.
+    A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
+    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback. A job that received a
+    signal to end (see `signals`) ends with code 75.
     """
-    _quieten()
+    _silence_imports()
     guard_output()
     outlive_readers()
     signals.listen()
@@ -65,11 +65,11 @@ def run(
         trainer = config.trainer
         directory = Path(trainer.default_local_dir)
         launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
-        # The watchdog says more than a collective that times out, so it comes first.
+        # The watchdog's report says more than a collective that times out, so the watchdog acts first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
-        if is_first_here:  # what is a fault may be one on this host alone
+        if is_first_here:  # a fault may concern this host alone
             print(error, file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
@@ -87,34 +87,34 @@ def run(
             except signals.Stopped as stopped:
                 code = signals.EXIT_CODE
                 if launch.rank == 0:
-                    print(redact(f"megarl: {stopped}; {going_on(trainer, os.environ)}"), file=sys.stderr)
+                    print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
             note(phase="end")
-            _part()
+            _leave()
     except ValueError as error:
-        logging.getLogger(__name__).debug("the error's origin", exc_info=True)
+        logging.getLogger(__name__).debug("origin of the error", exc_info=True)
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
 
 
-def going_on(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
-    """Say with which command a run continues from the last checkpoint."""
+def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
+    """Return the sentence that names the command with which a run resumes from its last checkpoint."""
     changed = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
     changed += " trainer.resume_from_path=null" if trainer.resume_from_path else ""
     if command := environ.get(COMMAND):
-        return f"go on from there with\n  {command}{changed}"
-    return f"the same command{' with' if changed else ''}{changed} goes on from there"
+        return f"resume with\n  {command}{changed}"
+    return f"the same command{' with' if changed else ''}{changed} resumes the run"
 
 
-def _part() -> None:
-    """All ranks are done: none cuts off another that is still in a collective."""
-    if dist.is_initialized():  # an engine that was closed has ended it
+def _leave() -> None:
+    """Wait until all ranks are done, so that no rank cuts off another that is still in a collective."""
+    if dist.is_initialized():  # an engine that was closed has destroyed the process group
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _quieten() -> None:
-    """Megatron and vLLM announce at import what they lack; `megarl.doctor` says it where it is asked for."""
+def _silence_imports() -> None:
+    """Silence Megatron and vLLM, which list at import what they lack. `megarl.doctor` reports that instead."""
     warnings.filterwarnings("ignore", module=r"(megatron|vllm|torch)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -30,12 +30,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.supervised import Lessons, learn
+    from megarl.assembly.supervised import learn
     from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, POLICY_ROLE, export_model
     from megarl.data.pairs import PairStream
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import SFTObjective
+    from megarl.training.supervised import Lessons
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(

@@ -22,19 +22,19 @@ from megarl.tracking.config import TrainerSection
 
 @dataclass(frozen=True)
 class Arguments:
-    """How to train, and on which samples if not on new ones."""
+    """The configuration, and the samples to replay instead of drawing new ones."""
 
     config: Config
     replay: Path | None
 
     @property
     def trainer(self) -> TrainerSection:
-        """How many ranks there are."""
+        """The section that gives the number of ranks."""
         return self.config.trainer
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Train as the configuration says, on every rank of the job."""
+    """Train as configured, on every rank of the job."""
     run(
         "megarl.train",
         argv,
@@ -50,7 +50,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line.
 
     Raises:
-        ConfigError: naming every fault by its dotted key, with the remedy.
+        ConfigError: lists every fault with its dotted key and the remedy.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megarl.train",
@@ -60,7 +60,8 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     parser.add_argument(
         "--replay",
         type=Path,
-        help="learn again from what a run kept in trainer.rollout_data_dir: one file, or all that follow the weights",
+        help="learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files "
+        "of a directory that follow the checkpoint",
     )
     options, configuration = parser.parse_known_args(argv)
     if options.replay and not options.replay.exists():
@@ -76,8 +77,8 @@ def train(arguments: Arguments, launch: Launch) -> None:
 
     if launch.rank == 0:
         show_plan(arguments.config)
-    with ExitStack() as held:
-        built = build_run(arguments.config, launch, held, replay=arguments.replay)
+    with ExitStack() as resources:
+        built = build_run(arguments.config, launch, resources, replay=arguments.replay)
         if built is None:
             return
         stopped: Stopped | None = None
@@ -85,10 +86,10 @@ def train(arguments: Arguments, launch: Launch) -> None:
             with (
                 graceful_stop() if built.engine else nullcontext(),
                 recording(built.job.tracker),
-            ):  # a replay keeps nothing
+            ):  # a replay saves nothing
                 loop(built.job, built.progress)
-        except Stopped as told:
-            stopped = told
+        except Stopped as error:
+            stopped = error
         if built.engine:
             together(lambda: None)  # a launcher ends the job with its first rank, and rank 0 may still send records
             built.engine.close()

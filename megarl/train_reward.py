@@ -32,13 +32,14 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
-    from megarl.assembly.supervised import Lessons, learn
+    from megarl.assembly.supervised import learn
     from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, VALUE_ROLE, export_model
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import PreferenceObjective
+    from megarl.training.supervised import Lessons
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(

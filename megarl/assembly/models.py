@@ -1,6 +1,6 @@
-"""The models of a run as configured: actor, reference, critic, with budgets and objectives."""
+"""Builds the models of a run as configured: actor, reference and critic, with their budgets and objectives."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,33 @@ from megarl.data.translation import Translation
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner, Objective
-from megarl.learner.parallel import Mesh
+from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
 from megarl.training.skips import Skips
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of a run, and this rank's place among the ranks that share them."""
+
+    mesh: Mesh
+    actor: Model[Any]
+    reference: Model[Any] | None
+    critic: Model[Any] | None
+
+
+def make_models(config: Config, source: Source, tokenizer: Tokenizer, *, last_step: int) -> Models:
+    """Build the models that the configuration needs. `tokenizer` is the policy's. Raises what `make_critic` does."""
+    mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
+    reference = make_reference(config, source, mesh)
+    anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
+    actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
+    critic = make_critic(config, mesh, tokenizer, last_step=last_step)
+    return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
 
 def make_actor(
@@ -29,7 +49,7 @@ def make_actor(
     *,
     last_step: int,
 ) -> Model[Any]:
-    """The policy that learns, with the parts of its loss that the configuration asks for."""
+    """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     learner = make_learner(
         source.directory,
@@ -58,7 +78,7 @@ def make_actor(
 
 
 def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
-    """The frozen policy, where something asks for the KL to it."""
+    """Make the frozen policy. Return None if no KL to it is needed."""
     policy = config.actor_rollout_ref
     if not config.has_reference:
         return None
@@ -82,10 +102,10 @@ def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | N
 
 
 def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: int) -> Model[Any] | None:
-    """The value model, where the advantages need one; `tokenizer` is the policy's.
+    """Make the value model. Return None if the advantages need no critic. `tokenizer` is the policy's.
 
     Raises:
-        ValueError: it is to read the policy's tokens and does not know them all.
+        ValueError: the critic has no tokenizer of its own, and does not know all of the policy's tokens.
     """
     critic = config.critic
     if not config.has_critic:
@@ -122,7 +142,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
 
 
 def _updates(config: Config, name: str, section: ActorSection | CriticSection, objective: Objective) -> Updates:
-    """How the actor or the critic goes through a batch."""
+    """Return how the actor or the critic goes through a batch."""
     return Updates(
         objective=objective,
         budget=make_budget(config, section.ppo_micro_batch_size),
@@ -135,7 +155,7 @@ def _updates(config: Config, name: str, section: ActorSection | CriticSection, o
 
 
 def make_budget(config: Config, max_sequences: int | None, max_tokens: int | None = None) -> Budget:
-    """What one forward pass takes: tokens, or without dynamic batches exactly so many sequences of any length."""
+    """Return the size of a forward pass: a number of tokens, or `max_sequences` sequences without dynamic batches."""
     policy = config.actor_rollout_ref
     if policy.actor.use_dynamic_bsz or max_sequences is None:
         return Budget(max_tokens=max_tokens or policy.actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
@@ -144,5 +164,5 @@ def make_budget(config: Config, max_sequences: int | None, max_tokens: int | Non
 
 
 def device_of(config: Config) -> Any:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return local_device(device_type(config.trainer.device))

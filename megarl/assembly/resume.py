@@ -1,4 +1,4 @@
-"""Where a run stands before it is built: at which checkpoint, and what is otherwise than when that was saved."""
+"""Find the checkpoint that a run resumes from, before the run is built, and report what has changed since."""
 
 import json
 import os
@@ -40,62 +40,64 @@ RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Where a run stands when it starts."""
+class ResumePoint:
+    """The point from which a run starts."""
 
-    checkpoint: Path | None  # None: it starts afresh
+    checkpoint: Path | None  # None: the run starts from the beginning
     state: State
-    same_curve: bool = True  # the steps that follow have the numbers that the checkpoint's run had
+    same_curve: bool = True  # the next steps give the same numbers as in the run that saved the checkpoint
 
     @classmethod
-    def find(cls, config: Config | SupervisedConfig, *, goes_on: bool = True) -> "Standing":
-        """Where the run that `config` describes stands; the first rank says what differs. Collective.
+    def find(cls, config: Config | SupervisedConfig, *, continues: bool = True) -> "ResumePoint":
+        """Find the resume point of the run that `config` describes. The first rank prints the changes. Collective.
 
         Args:
             config: of the run.
-            goes_on: the job goes on with the run, so that the directory sets aside what is not of its past (see
-                `entered_checkpoint`) and takes over the checkpoint's runs at MLflow and W&B.
+            continues: the job continues the run. Checkpoints of another past are then set aside (see
+                `prepare_checkpoint`), and the checkpoint's runs at MLflow and W&B are resumed.
         """
         trainer = config.trainer
         run_dir = Path(trainer.default_local_dir)
-        checkpoint = entered_checkpoint(trainer) if goes_on else resumed_checkpoint(trainer)
+        checkpoint = prepare_checkpoint(trainer) if continues else resumed_checkpoint(trainer)
         if checkpoint is None:
             return cls(checkpoint=None, state=State(step=0))
         contents = on_first_rank(lambda: Contents.read(checkpoint))
         found, other_versions = _compare(contents, config)
-        kept_ids, own_ids = contents.run_ids, on_first_rank(lambda: known_run_ids(run_dir))
+        saved_ids, own_ids = contents.run_ids, on_first_rank(lambda: known_run_ids(run_dir))
         is_foreign = trainer.resume_mode == "resume_path" and any(
-            own_ids.get(name, run_id) != run_id for name, run_id in kept_ids.items()
+            own_ids.get(name, run_id) != run_id for name, run_id in saved_ids.items()
         )
         if dist.get_rank() == 0:
             _show(checkpoint, found, other_versions)
             is_renamed = {difference.key for difference in found} & {*RUN_NAMES}
-            for name in kept_ids.keys() - own_ids.keys() if goes_on and not is_renamed else ():  # as on an empty disk
+            for name in (
+                saved_ids.keys() - own_ids.keys() if continues and not is_renamed else ()
+            ):  # as after a lost disk
                 run_dir.mkdir(parents=True, exist_ok=True)
-                write_whole(run_dir / name, kept_ids[name].encode())
+                write_whole(run_dir / name, saved_ids[name].encode())
         same_curve = not is_foreign and all(difference.effect is not Effect.CURVE for difference in found)
         state = contents.state
         if any(difference.makes_scores_incomparable for difference in found):
             state = replace(state, best=None)
         if not same_curve:
-            state = replace(state, mismatches=())  # those of another temperature, type or policy
+            state = replace(state, mismatches=())  # they are of another temperature, dtype or policy
         return cls(checkpoint=checkpoint, state=state, same_curve=same_curve)
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run resumes from a checkpoint."""
         return self.checkpoint is not None
 
     def is_at(self, last_step: int) -> bool:
-        """Whether nothing is left to learn."""
+        """Return whether no steps are left."""
         return self.is_resumed and self.state.step >= last_step
 
     def require_sizes(self, learners: Mapping[str, Learner], keys: Mapping[str, str]) -> None:
-        """Refuse to bring weights into models of other sizes.
+        """Refuse to load weights into models of other sizes.
 
         Args:
-            learners: the models by their names in checkpoints.
-            keys: where the configuration names each of them.
+            learners: the models, by their names in checkpoints.
+            keys: the configuration's key of each model.
 
         Raises:
             ValueError: naming the sizes that differ and the key.
@@ -106,13 +108,13 @@ class Standing:
         if faults := size_differences(was, _sizes(learners)):
             said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
             raise ValueError(
-                f"{self.checkpoint} was saved by a run of other models, and this one cannot go on from it:{said}\n"
-                "Name the models that it was trained from, or begin with trainer.resume_mode=disable"
+                f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
+                "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
 
 
 def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
-    """The checkpoint that a run goes on from, as `find_checkpoint` says. Collective."""
+    """Return the checkpoint that a run resumes from, as `find_checkpoint` does. Collective."""
     return find_checkpoint(
         Path(trainer.default_local_dir),
         mode=trainer.resume_mode,
@@ -121,40 +123,36 @@ def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
     )
 
 
-def entered_checkpoint(trainer: TrainerSection) -> Path | None:
-    """The checkpoint that a job goes on from that trains, in a directory that holds no other past then. Collective.
+def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
+    """Return the checkpoint that a training job resumes from, and set aside those of another past. Collective.
 
-    With `disable` and `resume_path`, checkpoints that this one does not come from are set aside. A job that its
-    launcher started again went that way before: it goes on from its own last one.
+    With `disable` and `resume_path`, the run's directory then holds only checkpoints that lead to the returned one. If
+    the launcher has restarted the job, the job did this before: it resumes from its own last checkpoint.
     """
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "auto":
         return resumed_checkpoint(trainer)
     if any(together(lambda: restarted(os.environ))) and (own := last_intact(run_dir)):
         if dist.get_rank() == 0:
-            print(
-                f"started again by its launcher: goes on from {own}, though trainer.resume_mode={trainer.resume_mode}"
-            )
+            print(f"restarted by its launcher: resumes from {own}, although trainer.resume_mode={trainer.resume_mode}")
         return own
     before = on_first_rank(lambda: saved_steps(run_dir))
     checkpoint = resumed_checkpoint(trainer)
-    on_first_rank(lambda: _leave_behind(run_dir, before, checkpoint))
+    on_first_rank(lambda: _set_aside_others(run_dir, before, checkpoint))
     return checkpoint
 
 
-def _leave_behind(run_dir: Path, steps: Collection[int], checkpoint: Path | None) -> None:
-    """Set aside what `run_dir` had, at these `steps`, that does not lead to `checkpoint`, and say so."""
+def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | None) -> None:
+    """Set aside the checkpoints of `run_dir`, saved at `steps`, that do not lead to `checkpoint`. Print where to."""
     step = step_in(run_dir, checkpoint) if checkpoint else None
-    last_kept = step if step is not None and step in steps else -1  # one that was brought here has no steps before it
-    left = [other for other in steps if other > last_kept]
-    if target := set_aside(run_dir, left, latest=step):
-        print(
-            f"what {run_dir} had of another past, {len(left)} checkpoints, is set aside in {target}; it may be deleted"
-        )
+    last_kept = step if step is not None and step in steps else -1  # a copy from elsewhere has no earlier steps here
+    others = [other for other in steps if other > last_kept]
+    if target := set_aside(run_dir, others, latest=step):
+        print(f"moved {len(others)} checkpoints of another past from {run_dir} to {target}; you may delete them")
 
 
 def mirror_of(trainer: TrainerSection) -> Mirror | None:
-    """The mirror of a run's checkpoints; None: it has none."""
+    """Return the mirror of a run's checkpoints, or None if the run has no mirror."""
     if trainer.default_hdfs_dir is None:
         return None
     remote, run_dir = Remote(trainer.default_hdfs_dir), Path(trainer.default_local_dir)
@@ -164,9 +162,9 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
 def checkpoint_texts(
     config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a checkpoint keeps of the run that saves it, by file: configuration, versions, models, its runs at trackers.
+    """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, tracker runs.
 
-    `code` is what `own_code` said when the run began: its files may have changed since.
+    `code` is the result of `own_code` when the run began: the files may have changed since.
     """
     texts = {
         CONFIG_FILE: to_yaml(config),
@@ -187,7 +185,7 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
 def _compare(
     was: Contents, config: Config | SupervisedConfig
 ) -> tuple[list[ConfigDifference], dict[str, tuple[str, str]]]:
-    """Return the keys, with the user's own code, and the packages that differ, as far as the checkpoint says them."""
+    """Return the keys and the packages that differ from those that the checkpoint records, the user's code included."""
     found: list[ConfigDifference] = []
     if was.config is not None:
         found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
@@ -204,31 +202,33 @@ def _compare(
 
 
 def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mapping[str, tuple[str, str]]) -> None:
-    """Print what differs: what matters with both values, the rest by name."""
-    mattering = [difference for difference in found if difference.effect is not Effect.NONE]
-    if mattering or other_versions:
-        print(f"otherwise than in {checkpoint}:")
-    for one in mattering:
-        print(f"  {one.key}: {_cut(one.was)} -> {_cut(one.now)} ({one.effect.value}: {one.reason})")
+    """Print the differences: those with an effect with both values, the others by name."""
+    effective = [difference for difference in found if difference.effect is not Effect.NONE]
+    if effective or other_versions:
+        print(f"changes since {checkpoint}:")
+    for each in effective:
+        print(f"  {each.key}: {_cut(each.was)} -> {_cut(each.now)} ({each.effect.value}: {each.reason})")
     for name, (was, now) in other_versions.items():
-        print(f"  {name}: {was} -> {now} (another version: rounding, or more)")
+        print(f"  {name}: {was} -> {now} (another version: rounding or more)")
     if any(difference.effect is Effect.CURVE for difference in found):
-        print("note: the curve will not be the one of an undisturbed run")
+        print("note: the curve will differ from that of an uninterrupted run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
         print(f"changed without effect on the curve: {', '.join(harmless)}")
     if anew := [difference.key for difference in found if difference.makes_scores_incomparable]:
-        print(f"note: validation scores do not compare with earlier ones, and the best begins anew: {', '.join(anew)}")
+        print(
+            f"note: validation scores are not comparable with earlier ones, so the best starts anew: {', '.join(anew)}"
+        )
 
 
 def _cut(value: Any) -> str:
-    """A value for people: of a long one both ends, as a digest comes last."""
+    """Return a value as text. Keep both ends of a long value, because a digest comes last."""
     text, half = str(value), (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def nothing_left(run_dir: Path, step: int, last_step: int) -> str:
-    """What a run says that has no step left to take."""
+    """Return the message of a run that has no steps left."""
     return (
         f"nothing left to do: {run_dir} is at step {step} of {last_step}; raise trainer.total_training_steps or "
-        "trainer.total_epochs to go on"
+        "trainer.total_epochs to continue"
     )

@@ -1,17 +1,22 @@
-"""The composition root: everything of a run put together as configured."""
+"""The composition root: builds a run of reinforcement learning, or its validation alone, as configured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import device_of, make_actor, make_critic, make_reference
-from megarl.assembly.resume import Standing, checkpoint_texts, mirror_of, nothing_left, resumed_checkpoint
+from megarl.assembly.models import Models, device_of, make_models
+from megarl.assembly.records import (
+    check_directories,
+    console_tracker,
+    finish_records,
+    make_checkpoints,
+    name_own_code,
+    open_records,
+)
+from megarl.assembly.resume import ResumePoint, resumed_checkpoint
 from megarl.assembly.sampling import (
     make_engine,
     make_limits,
@@ -23,38 +28,28 @@ from megarl.assembly.sampling import (
     training_prompts,
     validation_prompts,
 )
-from megarl.checkpoint.contents import CONFIG_FILE
-from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
-from megarl.config.load import to_dict, to_yaml
-from megarl.config.report import own_code
-from megarl.config.root import Config, SupervisedConfig
+from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
-from megarl.platform.files import check_writable, write_whole
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
-from megarl.tracking.run import TrackedRun
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
-from megarl.training.loop import KL, Job, Progress, Schedule
-from megarl.training.ptx import Supervision
+from megarl.training.loop import KL, Job, Progress
 from megarl.training.replay import Replay, replaying
 from megarl.training.reward_model import make_rules
-from megarl.training.roles import Model
+from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
 
 MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
@@ -62,74 +57,62 @@ MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.p
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A job, where it stands, and what it holds on to."""
+    """A job, its progress so far, and the engine to close after it."""
 
     job: Job
     progress: Progress
-    engine: RolloutEngine | None  # None: nothing is sampled
+    engine: RolloutEngine | None  # None: a replay, which samples nothing
 
 
-def build_run(config: Config, launch: Launch, held: ExitStack, *, replay: Path | None = None) -> Run | None:
-    """Everything of a training run, in the state of the checkpoint it continues from; None: it has nothing left to do.
+def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: Path | None = None) -> Run | None:
+    """Build a training run in the state of the checkpoint that it resumes from. Return None if no steps are left.
 
-    `held` keeps its directory; `replay` names samples of a run that stand in for engine, reward and validation.
+    `resources` holds the lock of the run's directory. `replay` names the samples of a run: they replace engine, reward
+    and validation.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
-    kept = (replaying(config) if replay else config).trainer  # where this job writes
+    own_trainer = (replaying(config) if replay else config).trainer  # names the directories that this job writes to
     name_own_code(config)
-    check_directories(kept)
+    check_directories(own_trainer)
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    held.enter_context(occupy(Path(kept.default_local_dir)))
-    goes_on = not (replay or trainer.val_only)  # else the run's directory is left as it is
-    standing = Standing.find(config, goes_on=goes_on)
-    state = standing.state
-    if standing.is_at(last_step) and goes_on:
-        finish_records(config, launch, standing, last_step=last_step)
+    resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
+    continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
+    resume_point = ResumePoint.find(config, continues=continues)
+    state = resume_point.state
+    if resume_point.is_at(last_step) and continues:
+        finish_records(config, launch, resume_point, last_step=last_step)
         return None
     if launch.rank == 0 and not replay:
         print(_first_as_read(config, state, prompts, val_prompts))
     engine = None if replay else make_engine(config, source, tokenizer)
-    mesh = build_mesh(policy.actor.megatron)
-    reference = make_reference(config, source, mesh)
-    anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
-    actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
-    critic = make_critic(config, mesh, tokenizer, last_step=last_step)
-    checkpoints = _checkpoints(config, launch, source, tokenizer, actor, critic, mirrored=goes_on)
-    standing.require_sizes(checkpoints.learners, MODEL_KEYS)
-    if standing.checkpoint:
-        checkpoints.load(standing.checkpoint)
+    models = make_models(config, source, tokenizer, last_step=last_step)
+    checkpoints = _make_checkpoints(config, launch, source, tokenizer, models, mirrored=continues)
+    resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
+    if resume_point.checkpoint:
+        checkpoints.load(resume_point.checkpoint)
     first_step, validation = state.step, None
     samples: SampleSource
     if replay:
         config = replaying(config)
-        standing = replace(standing, state=replace(state, metrics={}))  # which are in the run's own records
+        resume_point = replace(resume_point, state=replace(state, metrics={}))  # the run itself recorded the metrics
         samples = Replay.find(replay, after=state.step)
         first_step, last_step = samples.first_step, samples.last_step
-    tracker = open_records(config, launch, standing, last_step=last_step)
-    _log_sizes(config, standing, tracker, {"train": prompts, "validation": val_prompts})
+    tracker = open_records(config, launch, resume_point, last_step=last_step)
+    _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
-        scorer = make_scorer(config, rules, mesh, tokenizer)
-        sampler = make_sampler(config, engine, actor.learner, scorer, launch)
+        scorer = make_scorer(config, rules, models.mesh, tokenizer)
+        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch)
         samples = make_samples(config, prompts, sampler, scorer)
         if val_prompts:
-            validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=goes_on)
-    job = Job(
-        samples=samples,
-        actor=actor,
-        reference=reference if {config.kl_of_reward, config.kl_of_loss} - {None, "full"} else None,
-        critic=critic,
-        gate=_make_gate(config, launch) if engine else None,
-        algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
-        schedule=make_schedule(config.trainer, first_step=first_step, last_step=last_step, resumed=standing.is_resumed),
-        validation=validation,
-        checkpoints=checkpoints,
-        tracker=tracker,
-        num_ranks=launch.world_size,
+            validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)
+    schedule = make_schedule(
+        config.trainer, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
+    job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
 
 
@@ -140,8 +123,38 @@ def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prom
     return prompts.first_as_read(state.position or prompts.position_of(state.step))
 
 
+def _make_job(
+    config: Config,
+    launch: Launch,
+    models: Models,
+    samples: SampleSource,
+    schedule: Schedule,
+    validation: Validation | None,
+    checkpoints: CheckpointStore,
+    tracker: Tracker,
+    *,
+    gated: bool,
+) -> Job:
+    """Put the parts of a run together."""
+    kl_kinds = {config.kl_of_reward, config.kl_of_loss}
+    return Job(
+        samples=samples,
+        actor=models.actor,
+        reference=models.reference if kl_kinds - {None, "full"} else None,
+        critic=models.critic,
+        gate=_make_gate(config, launch) if gated else None,
+        algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
+        critic_warmup=config.trainer.critic_warmup,
+        schedule=schedule,
+        validation=validation,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        num_ranks=launch.world_size,
+    )
+
+
 def _make_gate(config: Config, launch: Launch) -> Gate | None:
-    """Make what new samples must pass; None if the engine's log-probabilities cannot be compared."""
+    """Make the gate for new samples. Return None if the engine's log-probabilities cannot be compared."""
     if not config.actor_rollout_ref.rollout.compares:
         return None
     gate = Gate(limits=make_limits(config))
@@ -151,19 +164,18 @@ def _make_gate(config: Config, launch: Launch) -> Gate | None:
 
 
 def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
-    """When a run of the steps from `first_step` on validates, saves and ends."""
+    """Make the schedule of a run that starts at `first_step`."""
     return Schedule(
         first_step=first_step,
         last_step=first_step if trainer.val_only else last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
-        critic_warmup=trainer.critic_warmup,
     )
 
 
 def make_progress(config: Config, state: State, prompts: PromptStream) -> Progress:
-    """What the first iteration starts from."""
+    """Return the progress that the first step starts from."""
     position = state.position or prompts.position_of(state.step)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
@@ -174,7 +186,7 @@ def make_progress(config: Config, state: State, prompts: PromptStream) -> Progre
 
 
 def make_kl_controller(section: KLControlSection, state: State) -> KL:
-    """The controller of the KL coefficient; an adaptive one goes on from the coefficient it had reached."""
+    """Make the controller of the KL coefficient. An adaptive one continues from the saved coefficient."""
     if section.type == "fixed":
         return FixedKL(section.kl_coef)
     coef = section.kl_coef if state.kl_coef is None else state.kl_coef
@@ -182,7 +194,7 @@ def make_kl_controller(section: KLControlSection, state: State) -> KL:
 
 
 def build_validation(config: Config, launch: Launch) -> tuple[Validation, RolloutEngine, int]:
-    """The validation of the checkpoint that the configuration would continue from, and its step.
+    """Build the validation of the checkpoint that a run would resume from. Return its engine and step too.
 
     Raises:
         ValueError: there are no validation files.
@@ -212,161 +224,37 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if checkpoint := resumed_checkpoint(trainer):
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
-    tracker = _console(trainer, launch, total_steps=step)
+    tracker = console_tracker(trainer, launch, total_steps=step)
     sampler = make_sampler(config, engine, actor, scorer, launch)
     return make_validation(config, prompts, sampler, scorer, tracker, replaces=False), engine, step
 
 
-def open_records(config: Config, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:
-    """The run's records, its configuration among them; a job that only validates shows its scores and records nothing.
-
-    Collective.
-    """
-    trainer = config.trainer
-    if trainer.val_only:
-        return _console(trainer, launch, total_steps=last_step)
-    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
-    return run_tracker(config, launch, standing, last_step=last_step)
-
-
-def _console(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:
-    return make_tracker(
-        ["console"],
-        TrackedRun(run_dir=Path(trainer.default_local_dir), project="", experiment="", params={}),
-        total_steps=total_steps,
-        is_main=launch.rank == 0,
-    )
-
-
 def _log_sizes(
-    config: Config, standing: Standing, tracker: Tracker, streams: Mapping[str, PromptStream | None]
+    config: Config, resume_point: ResumePoint, tracker: Tracker, streams: Mapping[str, PromptStream | None]
 ) -> None:
-    """Record how many prompts a new run found too long, if it looked."""
-    if config.data.filter_overlong_prompts and not standing.is_resumed:
+    """Record how many prompts are too long, if the run is new and filters them."""
+    if config.data.filter_overlong_prompts and not resume_point.is_resumed:
         sizes = [{"files": name} | stream.sizes for name, stream in streams.items() if stream]
-        tracker.log_table("data/prompts", sizes, step=standing.state.step)
+        tracker.log_table("data/prompts", sizes, step=resume_point.state.step)
 
 
-def _checkpoints(
-    config: Config,
-    launch: Launch,
-    source: Source,
-    tokenizer: Tokenizer,
-    actor: Model[Any],
-    critic: Model[Any] | None,
-    *,
-    mirrored: bool,
+def _make_checkpoints(
+    config: Config, launch: Launch, source: Source, tokenizer: Tokenizer, models: Models, *, mirrored: bool
 ) -> CheckpointStore:
-    dtype = config.actor_rollout_ref.actor.megatron.dtype
-    learners = {model.name: model.learner for model in (actor, critic) if model}
+    """Make the checkpoints of the models that learn."""
+    actor, critic, dtype = models.actor, models.critic, config.actor_rollout_ref.actor.megatron.dtype
 
     def export(checkpoint: Path) -> None:
         export_model(actor.learner, source, tokenizer, checkpoint / HUGGINGFACE, launch)
         if critic:
             reader = critic.translate.reader if critic.translate else tokenizer
-            learnt_from = Source.read(config.critic.model)
-            export_model(critic.learner, learnt_from, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
+            start = Source.read(config.critic.model)  # the model that the critic was trained from
+            export_model(critic.learner, start, reader, checkpoint / f"{HUGGINGFACE}_{critic.name}", launch)
 
     return make_checkpoints(
         config,
-        learners,
+        {model.name: model.learner for model in (actor, critic) if model},
         write_huggingface=lambda directory: source.write_config_and_tokenizer(directory, tokenizer, dtype=dtype),
         export=export,
         mirrored=mirrored,
-    )
-
-
-def make_checkpoints(
-    config: Config | SupervisedConfig,
-    learners: Mapping[str, Learner],
-    *,
-    write_huggingface: Callable[[Path], None],
-    export: Callable[[Path], None],
-    mirrored: bool = True,
-) -> CheckpointStore:
-    """The checkpoints of a run as `trainer` wants them; says so where the disk has no room for one.
-
-    Args:
-        config: of the run.
-        learners: what is saved, by name.
-        write_huggingface: writes configuration and tokenizer to a directory.
-        export: writes the weights for others into a checkpoint. Collective.
-        mirrored: where a mirror is asked for.
-    """
-    trainer, code = config.trainer, own_code(config)
-    checkpoints = CheckpointStore(
-        directory=Path(trainer.default_local_dir),
-        learners=learners,
-        keep=trainer.max_ckpt_to_keep,
-        write_huggingface=write_huggingface,
-        export=export if trainer.save_huggingface else None,
-        texts=lambda: checkpoint_texts(config, learners, code),
-        is_async=trainer.async_save,
-        mirror=mirror_of(trainer) if mirrored else None,
-    )
-    if trainer.save_freq > 0:
-        warn_of_space(checkpoints.directory, checkpoints.num_bytes)
-    return checkpoints
-
-
-def name_own_code(config: Config | SupervisedConfig) -> None:
-    """Print which code of the user's own runs: rewards, and what models bring with them. Collective.
-
-    Raises:
-        ValueError: it is not the same on all ranks.
-    """
-    code = own_code(config)
-    agree(code)
-    if dist.get_rank() == 0:
-        for key, what in code.items():
-            print(f"code of your own: {key}: {what}")
-
-
-def check_directories(trainer: TrainerSection) -> None:
-    """Find out whether every rank can write what the run keeps, before anything is built. Collective.
-
-    Raises:
-        ValueError: one cannot; on every rank, with the key and the remedy.
-    """
-    directories = {
-        "trainer.default_local_dir": trainer.default_local_dir,
-        "trainer.rollout_data_dir": trainer.rollout_data_dir,
-    }
-
-    def check() -> None:
-        for key, name in directories.items():
-            if name:
-                check_writable(Path(name), key)
-
-    together(check)
-
-
-def finish_records(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> None:
-    """Say that nothing is left to do, and do what the run died before: record the last step, complete the mirror."""
-    if launch.rank == 0:
-        print(nothing_left(Path(config.trainer.default_local_dir), standing.state.step, last_step))
-    run_tracker(config, launch, standing, last_step=last_step).close()
-    if standing.checkpoint and (mirror := mirror_of(config.trainer)):
-        mirror.remember(standing.checkpoint)
-        mirror.close()
-
-
-def run_tracker(config: Config | SupervisedConfig, launch: Launch, standing: Standing, *, last_step: int) -> Tracker:
-    """What `trainer.logger` asks for, on the rank that tracks."""
-    trainer = config.trainer
-    run = TrackedRun(
-        run_dir=Path(trainer.default_local_dir),
-        project=trainer.project_name,
-        experiment=trainer.experiment_name,
-        params=to_dict(config) | ({"code": code} if (code := own_code(config)) else {}),
-        resume_step=standing.state.step if standing.is_resumed else None,
-        resume_metrics=standing.state.metrics,
-        same_curve=standing.same_curve,
-    )
-    return make_tracker(
-        trainer.logger,
-        run,
-        total_steps=last_step,
-        is_main=launch.rank == 0,
-        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
     )

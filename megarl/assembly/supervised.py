@@ -1,72 +1,39 @@
-"""Learning from files, with no engine: what supervised fine-tuning and the training of a reward model share."""
+"""Builds a run that learns from files without an engine: supervised fine-tuning, or training a reward model."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
 
-from megarl.assembly.resume import Standing
-from megarl.assembly.run import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
-from megarl.batch import Rollouts
+from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
+from megarl.assembly.resume import ResumePoint
 from megarl.checkpoint import manifest
 from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, export_model
 from megarl.checkpoint.occupancy import occupy
-from megarl.checkpoint.state import State
 from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
-from megarl.distributed.signals import Stopped, graceful_stop, stop_requested
-from megarl.learner.batching import Budget
+from megarl.distributed.signals import graceful_stop
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Learner, Objective
+from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
-from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import recording
-from megarl.training.loop import is_due
 from megarl.training.skips import Skips
-
-
-class Batches(Protocol):
-    """Training data in an order that is a pure function of the step."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Full batches in one pass."""
-
-    def take(self, step: int) -> Rollouts:
-        """The batch of a step, counted from 0 over all epochs."""
-
-    def first_as_read(self, step: int) -> str:
-        """Describe for people how the model reads the first row of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lessons:
-    """What a model learns, and from what."""
-
-    role: Literal["policy", "value"]
-    name: str  # of the model in checkpoints
-    batches: Batches
-    objective: Objective
-    budget: Budget
-    validate: Callable[[Learner], dict[str, float]] | None  # None: nothing to validate on
+from megarl.training.steps import Schedule
+from megarl.training.supervised import Lessons, train
 
 
 def learn(
     config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
 ) -> Learner | None:
-    """Train on this rank until the last step, from the run's latest checkpoint on.
+    """Train on this rank until the last step, from the run's latest checkpoint.
 
-    Returns the trained model, which is to be exported; None where that was done after the last step already.
+    Return the trained model, which is to be exported, or None if it was exported after the last step already.
 
     Raises:
         ValueError: the run's directory cannot be written, or another job works there.
-        Stopped: the job was told to end; the last finished step is saved.
+        Stopped: the job received a signal to end. The last finished step is saved.
     """
     name_own_code(config)
     check_directories(config.trainer)
@@ -79,13 +46,13 @@ def _learn(
 ) -> Learner | None:
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
-    standing = Standing.find(config)
-    if standing.is_at(last_step):
-        finish_records(config, launch, standing, last_step=last_step)
-        if together(lambda: is_exported(run_dir / EXPORT_DIRECTORY, standing))[0]:
+    resume_point = ResumePoint.find(config)
+    if resume_point.is_at(last_step):
+        finish_records(config, launch, resume_point, last_step=last_step)
+        if together(lambda: is_exported(run_dir / EXPORT_DIRECTORY, resume_point))[0]:
             return None
     if launch.rank == 0:
-        print(lessons.batches.first_as_read(standing.state.step))
+        print(lessons.batches.first_as_read(resume_point.state.step))
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -98,32 +65,21 @@ def _learn(
         training=(config.optim, config.grad_clip, last_step),
     )
     checkpoints = _checkpoints(config, launch, source, tokenizer, {lessons.name: learner})
-    standing.require_sizes(checkpoints.learners, {lessons.name: "model.path"})
-    if standing.checkpoint:
-        checkpoints.load(standing.checkpoint)
-    if standing.is_at(last_step):
+    resume_point.require_sizes(checkpoints.learners, {lessons.name: "model.path"})
+    if resume_point.checkpoint:
+        checkpoints.load(resume_point.checkpoint)
+    if resume_point.is_at(last_step):
         return learner
-    tracker = run_tracker(config, launch, standing, last_step=last_step)
-    skips = Skips(lessons.name, trainer)
+    tracker = run_tracker(config, launch, resume_point, last_step=last_step)
+    schedule = Schedule(
+        first_step=resume_point.state.step,
+        last_step=last_step,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+    )
     with graceful_stop(), recording(tracker):
-        for step in range(standing.state.step, last_step):
-            watchdog.note(step=step, phase="step")
-            timers = Timers()
-            with timers("step"):
-                batches, on_minibatch = [lessons.batches.take(step)], skips.of_step(step + 1)
-                metrics = learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
-            if lessons.validate and is_due(trainer.test_freq, step + 1, last_step=last_step):
-                metrics |= lessons.validate(learner)
-            stops = stop_requested() and step + 1 < last_step
-            if stops or is_due(trainer.save_freq, step + 1, last_step=last_step):
-                with timers("save_checkpoint"):
-                    checkpoints.save(State(step=step + 1, metrics=metrics))
-            metrics |= checkpoints.advance()
-            tracker.log(metrics | timers.seconds(), step=step + 1)
-            if stops:
-                checkpoints.close()
-                raise Stopped(step + 1)
-        checkpoints.close()
+        skips = Skips(lessons.name, trainer)
+        train(learner, lessons, schedule, skips=skips, tracker=tracker, checkpoints=checkpoints)
     return learner
 
 
@@ -142,10 +98,10 @@ def _checkpoints(
     )
 
 
-def is_exported(directory: Path, standing: Standing) -> bool:
-    """Whether a whole model lies in `directory` that was written after the checkpoint at which the run stands."""
-    if standing.checkpoint is None:
+def is_exported(directory: Path, resume_point: ResumePoint) -> bool:
+    """Return whether `directory` holds a complete model that was written after the checkpoint of the resume point."""
+    if resume_point.checkpoint is None:
         return False
     weights = [path.stat().st_mtime for path in directory.glob("model*.safetensors")]
-    is_whole = bool(weights) and (directory / "config.json").is_file()  # written last
-    return is_whole and min(weights) >= (standing.checkpoint / manifest.MANIFEST_FILE).stat().st_mtime
+    is_complete = bool(weights) and (directory / "config.json").is_file()  # written last
+    return is_complete and min(weights) >= (resume_point.checkpoint / manifest.MANIFEST_FILE).stat().st_mtime

@@ -22,8 +22,8 @@ from megarl.batch import Prompts, Rollouts, Scored, join
 from megarl.data.order import Position
 from megarl.rewards.scoring import first_failures
 from megarl.tracking.timers import Timers
-from megarl.training.estimate import Metrics, response_rewards
-from megarl.training.interfaces import PromptSource, Sampler, Scorer
+from megarl.training.estimate import response_rewards
+from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
 from megarl.training.judge import Judge, require_scores
 
 
@@ -36,17 +36,19 @@ class Collected:
     position: Position  # where the next iteration goes on in the data
     metrics: Metrics
 
-    def judged(self) -> tuple[Scored, Tensor | None]:
-        """The samples that have a score, and their baselines: all that the iteration learns from.
+    def judged(self) -> "Collected":
+        """Return only the samples that have a score: the step learns from nothing else.
 
-        Samples without a score are gone here, as if they had not been drawn, so nothing behind this needs to know of
-        them. Their prompts stay, and with them the division into mini-batches.
+        No later code needs to know of the other samples. Their prompts stay, and with them the division into
+        mini-batches.
         """
-        kept = self.scored.judged()
-        if kept.all():
-            return self.scored, self.baselines
-        rows = kept.nonzero()[:, 0]
-        return self.scored.select(rows), None if self.baselines is None else self.baselines[rows]
+        has_score = self.scored.judged()
+        return self if has_score.all() else self.select(has_score.nonzero()[:, 0])
+
+    def select(self, samples: Tensor) -> "Collected":
+        """Return only the given samples (int64 indices `[b]`) and their baselines, in that order."""
+        baselines = None if self.baselines is None else self.baselines[samples]
+        return replace(self, scored=self.scored.select(samples), baselines=baselines)
 
 
 class SampleSource(Protocol):

@@ -27,8 +27,7 @@ from megarl.algorithms.kl import kl_penalty
 from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
-
-Metrics = dict[str, float]
+from megarl.training.interfaces import Metrics
 
 
 def estimate(

@@ -12,6 +12,8 @@ from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 
+Metrics = dict[str, float]
+
 
 class PromptSource(Protocol):
     """Prompts as a pure function of a position."""
@@ -26,7 +28,7 @@ class PromptSource(Protocol):
 class Sampler(Protocol):
     """The rollout engine, with the actor's weights."""
 
-    def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[dict[str, float]]:
+    def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Bring the actor's weights of `step` finished steps into the engine; within the block it generates.
 
         Gives metrics of the engine's agreement with the trainer, and does not get there where they do not agree.
@@ -45,7 +47,7 @@ class Sampler(Protocol):
 class Scorer(Protocol):
     """The reward."""
 
-    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+    def score(self, rollouts: Rollouts) -> tuple[Scored, Metrics]:
         """Score every sample; with metrics of the scoring, the same on every rank."""
 
 
@@ -55,7 +57,7 @@ class Policy(Protocol):
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         """Log-probabilities and entropies of the response tokens."""
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def update(self, experience: Experience, *, step: int) -> Metrics:
         """Learn from one iteration; returns metrics."""
 
 
@@ -65,7 +67,7 @@ class Critic(Protocol):
     def infer(self, batch: Rollouts) -> Tensor:
         """[B, T] float32 values of the states before each response token."""
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def update(self, experience: Experience, *, step: int) -> Metrics:
         """Learn from one iteration; returns metrics."""
 
 
@@ -75,7 +77,7 @@ class Checkpoints(Protocol):
     def save(self, state: State) -> None:
         """Save the models, and what the run knows beside them."""
 
-    def advance(self) -> dict[str, float]:
+    def advance(self) -> Metrics:
         """Bring what is saved beside training further; once after every step. Returns metrics."""
 
     def close(self) -> None:

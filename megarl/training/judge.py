@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from megarl.batch import Rollouts, Scored
 from megarl.rewards.scoring import NUM_WARNINGS, RewardError, first_failures
-from megarl.training.estimate import Metrics
-from megarl.training.interfaces import Scorer
+from megarl.training.interfaces import Metrics, Scorer
 
 SLOWEST = "reward/slowest_s"
 EXTREMES = {"max": max, "min": min, "slowest_s": max}  # how names end among the metrics of scoring

@@ -141,7 +141,7 @@ def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World,
     assert seen["code"] == EXIT_CODE, seen["messages"]
     command = shlex.join(map(str, [*PYTHON, "megarl.train", *told[0].arguments]))
     said = "".join(seen["messages"].split())  # as wide as the terminal
-    assert "".join(f"megarl: stopped by a signal, step 1 is saved; go on from there with {command}".split()) in said
+    assert "".join(f"megarl: stopped by a signal, step 1 is saved; resume with {command}".split()) in said
     assert "Traceback" not in seen["messages"]
     assert seen["checkpoints"] == ["global_step_1"]  # though trainer.save_freq asks for none
     assert list(seen["metrics"]) == [1]

@@ -164,7 +164,7 @@ def test_what_one_rank_cannot_write_fails_the_save_on_all(
 
 
 def refused(directory: Path) -> str:
-    from megarl.assembly.run import check_directories
+    from megarl.assembly.records import check_directories
     from megarl.tracking.config import TrainerSection
 
     with pytest.raises(ValueError, match="cannot be written") as raised:

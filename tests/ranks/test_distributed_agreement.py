@@ -53,7 +53,7 @@ def test_a_secret_that_differs_is_named_and_not_shown(pool: RankPool) -> None:
 
 
 def name_code_of(disks: Path) -> str:
-    from megarl.assembly.run import name_own_code
+    from megarl.assembly.records import name_own_code
     from megarl.config.load import load_config
 
     arguments = [*RUN, "custom_reward_function.path=/proc/self/cwd/reward.py"]  # another file on every disk

@@ -144,7 +144,7 @@ def test_ctrl_c_lets_the_step_finish(
     assert first == second
     assert f"megarl: stopped by a signal, step {first} is saved; " in messages
     if command == PLAIN:
-        assert f"go on from there with\n  {shlex.join(map(str, [*PLAIN, tmp_path]))}\n" in messages
+        assert f"resume with\n  {shlex.join(map(str, [*PLAIN, tmp_path]))}\n" in messages
     assert "Traceback" not in messages
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.resume import Standing
-from megarl.assembly.run import make_kl_controller, make_schedule, open_records
+from megarl.assembly.records import open_records
+from megarl.assembly.resume import ResumePoint
+from megarl.assembly.run import make_kl_controller, make_schedule
 from megarl.checkpoint.state import State
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
@@ -37,7 +38,9 @@ def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, valida
 def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_they_are(
     tmp_path: Path, step: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    standing = Standing(checkpoint=None if step is None else tmp_path / "checkpoint", state=State(step=step or 0))
+    resume_point = ResumePoint(
+        checkpoint=None if step is None else tmp_path / "checkpoint", state=State(step=step or 0)
+    )
     arguments = [
         *("data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=model"),
         *("critic.model.path=model", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]"),
@@ -47,8 +50,8 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
         config = load_config([*arguments, *more], world_size=None, check_paths=False)
         launch = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
         with world_of_one():
-            tracker = open_records(config, launch, standing, last_step=3)
-        for number in (standing.state.step, 3):
+            tracker = open_records(config, launch, resume_point, last_step=3)
+        for number in (resume_point.state.step, 3):
             tracker.log({"val/test_score/gsm8k": 0.25 + number}, step=number)
             tracker.log_table("val/generations", [{"response": "4"}], step=number)
         tracker.close()
@@ -62,7 +65,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
     assert "0.25" not in capsys.readouterr().out
     record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
     assert files() == records
-    assert f"validation  gsm8k {0.25 + standing.state.step}" in capsys.readouterr().out
+    assert f"validation  gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
     record()  # a job that learns does otherwise
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == ([0, 3] if step is None else [1, 1, 3])
     assert files() != records

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.assembly.resume import Standing, checkpoint_texts
-from megarl.assembly.run import make_checkpoints
+from megarl.assembly.records import make_checkpoints
+from megarl.assembly.resume import ResumePoint, checkpoint_texts
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
@@ -17,7 +17,7 @@ from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
 from megarl.distributed.launch import COMMAND
-from megarl.entry import going_on
+from megarl.entry import how_to_resume
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
 
@@ -49,25 +49,25 @@ def save(config: Config, *, step: int, best: Best | None = None) -> Path:
 
 def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path)
-    assert Standing.find(config) == Standing(checkpoint=None, state=State(step=0))
+    assert ResumePoint.find(config) == ResumePoint(checkpoint=None, state=State(step=0))
     checkpoint = save(config, step=3)
-    standing = Standing.find(config)
-    assert standing == Standing(checkpoint=checkpoint, state=State(step=3), same_curve=True)
-    assert [standing.is_at(step) for step in (3, 4)] == [True, False]
+    resume_point = ResumePoint.find(config)
+    assert resume_point == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=True)
+    assert [resume_point.is_at(step) for step in (3, 4)] == [True, False]
     assert capsys.readouterr().out == ""
 
 
 def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = save(configured(tmp_path), step=3)
-    assert Standing.find(configured(tmp_path, "trainer.save_freq=2")).same_curve
+    assert ResumePoint.find(configured(tmp_path, "trainer.save_freq=2")).same_curve
     assert capsys.readouterr().out == "changed without effect on the curve: trainer.save_freq\n"
     changed = configured(tmp_path, "trainer.n_gpus_per_node=4", "algorithm.gamma=0.5")
-    assert not Standing.find(changed).same_curve
+    assert not ResumePoint.find(changed).same_curve
     assert capsys.readouterr().out.splitlines() == [
-        f"otherwise than in {checkpoint}:",
+        f"changes since {checkpoint}:",
         "  algorithm.gamma: 1.0 -> 0.5 (another curve: the algorithm)",
         "  trainer.n_gpus_per_node: 8 -> 4 (rounding: another split)",
-        "note: the curve will not be the one of an undisturbed run",
+        "note: the curve will differ from that of an uninterrupted run",
     ]
 
 
@@ -79,21 +79,21 @@ def test_another_content_of_the_reward_file_is_another_curve(
     config = configured(run_dir, f"custom_reward_function.path={reward}")
     checkpoint = save(config, step=3, best=Best(0.5, 2))
     (moved := tmp_path / "moved.py").write_bytes(reward.read_bytes())
-    assert Standing.find(config) == Standing(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
+    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
     assert capsys.readouterr().out == ""
     reward.write_text("def compute_score(**_): return 2\n")
-    assert Standing.find(config) == Standing(checkpoint=checkpoint, state=State(step=3), same_curve=False)
+    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=False)
     said = capsys.readouterr().out
     assert "  custom_reward_function.path: compute_score of " in said
     was, now = (own_code(configured(run_dir, f"custom_reward_function.path={path}")) for path in (moved, reward))
     for digest in (text[-len("0123456789ab)") :] for code in (was, now) for text in code.values()):
         assert digest in said
     assert "(another curve: another file content)\n" in said
-    assert "the best begins anew: custom_reward_function.path\n" in said
+    assert "the best starts anew: custom_reward_function.path\n" in said
     (checkpoint / "code.json").unlink()  # of an earlier version
     (checkpoint / "manifest.json").unlink()
     run_blocking(sealing(checkpoint))
-    assert Standing.find(config).same_curve
+    assert ResumePoint.find(config).same_curve
 
 
 def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_since(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_the_best_begins_anew_where_scores_do_not_compare(
     tmp_path: Path, change: str, best: Best | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 2))
-    assert Standing.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
-    assert ("the best begins anew" in capsys.readouterr().out) == (best is None)
+    assert ResumePoint.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
+    assert ("the best starts anew" in capsys.readouterr().out) == (best is None)
 
 
 def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.Cap
     was = json.loads(path.read_text())
     path.write_text(json.dumps(was | {"torch": "1.0"}))
     run_blocking(sealing(checkpoint))
-    assert Standing.find(config).same_curve
+    assert ResumePoint.find(config).same_curve
     assert f"  torch: 1.0 -> {was['torch']} (another version" in capsys.readouterr().out
 
 
@@ -142,12 +142,12 @@ def test_the_mlflow_run_goes_on_in_an_empty_directory_under_its_own_name_only(tm
     (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
     checkpoint = save(config, step=3)
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    Standing.find(configured(tmp_path / "moved", *fork))
+    ResumePoint.find(configured(tmp_path / "moved", *fork))
     assert (tmp_path / "moved" / RUN_ID_FILE).read_text() == "of the first"
-    Standing.find(configured(tmp_path / "renamed", *fork, "trainer.experiment_name=other"))
+    ResumePoint.find(configured(tmp_path / "renamed", *fork, "trainer.experiment_name=other"))
     assert not (tmp_path / "renamed" / RUN_ID_FILE).exists()
     (tmp_path / "moved" / RUN_ID_FILE).write_text("its own")
-    Standing.find(configured(tmp_path / "moved", *fork))
+    ResumePoint.find(configured(tmp_path / "moved", *fork))
     assert (tmp_path / "moved" / RUN_ID_FILE).read_text() == "its own"
 
 
@@ -157,10 +157,10 @@ def test_what_another_mlflow_run_recorded_is_not_what_comes(tmp_path: Path) -> N
     config = configured(tmp_path / "run")
     checkpoint = save(config, step=3)
     back = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    assert Standing.find(configured(tmp_path / "run", *back)).same_curve
+    assert ResumePoint.find(configured(tmp_path / "run", *back)).same_curve
     run_id.write_text("begun anew on the way")
-    assert not Standing.find(configured(tmp_path / "run", *back)).same_curve
-    assert Standing.find(config).same_curve  # its own, from before MLflow lost the first
+    assert not ResumePoint.find(configured(tmp_path / "run", *back)).same_curve
+    assert ResumePoint.find(config).same_curve  # its own, from before MLflow lost the first
 
 
 def test_a_job_without_records_of_its_own_takes_no_mlflow_run(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_job_without_records_of_its_own_takes_no_mlflow_run(tmp_path: Path) ->
     (tmp_path / "run" / RUN_ID_FILE).write_text("of the first")
     checkpoint = save(configured(tmp_path / "run"), step=3)
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    assert Standing.find(configured(tmp_path / "moved", *fork), goes_on=False).checkpoint == checkpoint
+    assert ResumePoint.find(configured(tmp_path / "moved", *fork), continues=False).checkpoint == checkpoint
     assert not (tmp_path / "moved").exists()
 
 
@@ -186,21 +186,21 @@ def test_who_starts_afresh_has_the_directory_for_the_new_run(
     for step in (3, 12):
         save(configured(tmp_path), step=step)
     afresh = configured(tmp_path, "trainer.resume_mode=disable")
-    assert not Standing.find(afresh, goes_on=False).is_resumed
+    assert not ResumePoint.find(afresh, continues=False).is_resumed
     assert holds(tmp_path) == [
         "global_step_12",
         "global_step_3",
         LATEST_FILE,
-    ]  # a replay or a validation changes nothing
-    assert not Standing.find(afresh).is_resumed
+    ]
+    assert not ResumePoint.find(afresh).is_resumed
     [aside] = tmp_path.iterdir()
     assert aside.name.startswith("set_aside-")
     assert holds(aside) == ["global_step_12", "global_step_3", LATEST_FILE]
-    said = f"what {tmp_path} had of another past, 2 checkpoints, is set aside in {aside}; it may be deleted\n"
+    said = f"moved 2 checkpoints of another past from {tmp_path} to {aside}; you may delete them\n"
     assert capsys.readouterr().out == said
-    assert not Standing.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
+    assert not ResumePoint.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
     save(afresh, step=1)
-    assert Standing.find(configured(tmp_path)).state.step == 1
+    assert ResumePoint.find(configured(tmp_path)).state.step == 1
 
 
 def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_who_goes_back_leaves_what_came_later(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "back").symlink_to("global_step_3")
     for name in (tmp_path / "global_step_3", f"{tmp_path.name}/global_step_3/", tmp_path / "back"):
         back = configured(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={name}")
-        assert Standing.find(back).state.step == 3
+        assert ResumePoint.find(back).state.step == 3
         assert pointer(tmp_path) == "3"
         [aside] = tmp_path.glob("set_aside-*")
         assert holds(aside) == ["global_step_12"]
@@ -224,7 +224,7 @@ def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, sch
         save(configured(here), step=step)
     elsewhere = save(configured(tmp_path / "there"), step=3)
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={scheme}{elsewhere}")
-    assert Standing.find(configured(here, *fork)).state.step == 3
+    assert ResumePoint.find(configured(here, *fork)).state.step == 3
     [aside] = here.glob("set_aside-*")
     brought = ["global_step_3", LATEST_FILE] if scheme else []
     assert holds(here) == [*brought, aside.name]
@@ -240,19 +240,19 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
     afresh = configured(run_dir, "trainer.resume_mode=disable")
     fork = configured(run_dir, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={elsewhere}")
     monkeypatch.setenv(launcher, "1")
-    assert Standing.find(afresh).state.step == 0  # it died before its first save
-    assert Standing.find(fork).state.step == 3
+    assert ResumePoint.find(afresh).state.step == 0  # it died before its first save
+    assert ResumePoint.find(fork).state.step == 3
     last = save(fork, step=4)
     (save(fork, step=5) / "state.json").write_text("{}")
     for config in (afresh, fork):
-        assert Standing.find(config).checkpoint == last
+        assert ResumePoint.find(config).checkpoint == last
         assert (
-            f"started again by its launcher: goes on from {last}, though trainer.resume_mode" in capsys.readouterr().out
+            f"restarted by its launcher: resumes from {last}, although trainer.resume_mode" in capsys.readouterr().out
         )
-    assert Standing.find(fork, goes_on=False).state.step == 3
+    assert ResumePoint.find(fork, continues=False).state.step == 3
     assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST_FILE]
     monkeypatch.setenv(launcher, "0")
-    assert Standing.find(fork).state.step == 3
+    assert ResumePoint.find(fork).state.step == 3
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
 )
 def test_a_job_that_was_told_to_end_says_how_to_go_on(tmp_path: Path, arguments: list[str]) -> None:
     trainer = configured(tmp_path, *arguments).trainer
-    said = going_on(trainer, {}).removeprefix("the same command").removesuffix(" goes on from there")
+    said = how_to_resume(trainer, {}).removeprefix("the same command").removesuffix(" resumes the run")
     changes = said.removeprefix(" with").split()
     assert configured(tmp_path, *arguments, *changes).trainer.resume_mode == "auto"
     assert bool(changes) == bool(arguments)
     command = "python -m megarl.train a.yaml"
-    assert going_on(trainer, {COMMAND: command}).endswith(" ".join([f"\n  {command}", *changes]))
+    assert how_to_resume(trainer, {COMMAND: command}).endswith(" ".join([f"\n  {command}", *changes]))

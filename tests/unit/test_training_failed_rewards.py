@@ -149,10 +149,10 @@ def test_what_is_learnt_is_that_of_a_batch_without_the_sample(estimator: Any) ->
         )
         baselines = says["baselines"] if estimator == "remax" else None
         collected = Collected(scored=failed(scored, samples), baselines=baselines, position=Position(), metrics={})
-        judged, of_judged = collected.judged()
+        kept = collected.judged()
         others, rows = never_drawn(scored, samples)
         of_others = None if baselines is None else baselines[rows]
-        found = learn(judged, of_judged, rows, says, algorithm, actor)
+        found = learn(kept.scored, kept.baselines, rows, says, algorithm, actor)
         assert_equal(found, learn(others, of_others, rows, says, algorithm, actor))
         for _, _, numbers, *gradients in found[1:]:
             assert all(map(math.isfinite, numbers.values()))

@@ -24,7 +24,8 @@ from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
-from megarl.training.loop import Job, Progress, Schedule, train
+from megarl.training.loop import Job, Progress, train
+from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
@@ -159,7 +160,6 @@ def run(
         "test_freq": -1,
         "save_freq": -1,
         "validate_first": False,
-        "critic_warmup": 0,
     }
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
@@ -169,6 +169,7 @@ def run(
         "critic": Critic(diary, "critic", says=0.5),
         "gate": Gate(limits=LIMITS),
         "algorithm": algorithm,
+        "critic_warmup": 0,
         "schedule": Schedule(**schedule | {key: value for key, value in changes.items() if key in schedule}),
         "validation": Validation(prompts=world, sampler=world, scorer=world, tracker=records, num_shown=2),
         "checkpoints": records,

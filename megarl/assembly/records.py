@@ -1,0 +1,144 @@
+"""The records of any run: its directory, its checkpoints and its trackers."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
+from megarl.checkpoint.contents import CONFIG_FILE
+from megarl.checkpoint.failures import warn_of_space
+from megarl.checkpoint.store import CheckpointStore
+from megarl.config.load import to_dict, to_yaml
+from megarl.config.report import own_code
+from megarl.config.root import Config, SupervisedConfig
+from megarl.distributed.agreement import agree
+from megarl.distributed.exchange import on_first_rank, together
+from megarl.distributed.launch import Launch
+from megarl.learner.learner import Learner
+from megarl.platform.files import check_writable, write_whole
+from megarl.tracking.config import TrainerSection
+from megarl.tracking.run import TrackedRun
+from megarl.tracking.tracker import Tracker, make_tracker
+
+
+def name_own_code(config: Config | SupervisedConfig) -> None:
+    """Print which of the user's own code runs: rewards, and code that comes with models. Collective.
+
+    Raises:
+        ValueError: the code differs between ranks.
+    """
+    code = own_code(config)
+    agree(code)
+    if dist.get_rank() == 0:
+        for key, what in code.items():
+            print(f"code of your own: {key}: {what}")
+
+
+def check_directories(trainer: TrainerSection) -> None:
+    """Check that every rank can write to the run's directories, before anything is built. Collective.
+
+    Raises:
+        ValueError: a rank cannot write. The message names the key and the remedy on every rank.
+    """
+    directories = {
+        "trainer.default_local_dir": trainer.default_local_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+    }
+
+    def check() -> None:
+        for key, name in directories.items():
+            if name:
+                check_writable(Path(name), key)
+
+    together(check)
+
+
+def make_checkpoints(
+    config: Config | SupervisedConfig,
+    learners: Mapping[str, Learner],
+    *,
+    write_huggingface: Callable[[Path], None],
+    export: Callable[[Path], None],
+    mirrored: bool = True,
+) -> CheckpointStore:
+    """Make the store of a run's checkpoints as `trainer` configures it. Warn if the disk has no room for a checkpoint.
+
+    Args:
+        config: of the run.
+        learners: the models to save, by name.
+        write_huggingface: writes configuration and tokenizer to a directory.
+        export: writes the weights in Hugging Face's format into a checkpoint. Collective.
+        mirrored: whether to use the mirror that `trainer` may name.
+    """
+    trainer, code = config.trainer, own_code(config)
+    checkpoints = CheckpointStore(
+        directory=Path(trainer.default_local_dir),
+        learners=learners,
+        keep=trainer.max_ckpt_to_keep,
+        write_huggingface=write_huggingface,
+        export=export if trainer.save_huggingface else None,
+        texts=lambda: checkpoint_texts(config, learners, code),
+        is_async=trainer.async_save,
+        mirror=mirror_of(trainer) if mirrored else None,
+    )
+    if trainer.save_freq > 0:
+        warn_of_space(checkpoints.directory, checkpoints.num_bytes)
+    return checkpoints
+
+
+def open_records(config: Config, launch: Launch, resume_point: ResumePoint, *, last_step: int) -> Tracker:
+    """Write the run's configuration and open its trackers. Collective.
+
+    A job that only validates records nothing: its tracker shows the scores on the console.
+    """
+    trainer = config.trainer
+    if trainer.val_only:
+        return console_tracker(trainer, launch, total_steps=last_step)
+    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
+    return run_tracker(config, launch, resume_point, last_step=last_step)
+
+
+def run_tracker(
+    config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
+) -> Tracker:
+    """Open the trackers that `trainer.logger` names, on the rank that tracks."""
+    trainer = config.trainer
+    run = TrackedRun(
+        run_dir=Path(trainer.default_local_dir),
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        params=to_dict(config) | ({"code": code} if (code := own_code(config)) else {}),
+        resume_step=resume_point.state.step if resume_point.is_resumed else None,
+        resume_metrics=resume_point.state.metrics,
+        same_curve=resume_point.same_curve,
+    )
+    return make_tracker(
+        trainer.logger,
+        run,
+        total_steps=last_step,
+        is_main=launch.rank == 0,
+        mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+    )
+
+
+def console_tracker(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:
+    """Open a tracker that only prints."""
+    return make_tracker(
+        ["console"],
+        TrackedRun(run_dir=Path(trainer.default_local_dir), project="", experiment="", params={}),
+        total_steps=total_steps,
+        is_main=launch.rank == 0,
+    )
+
+
+def finish_records(
+    config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
+) -> None:
+    """Report that no steps are left. Record the last step and complete the mirror if the run died before that."""
+    if launch.rank == 0:
+        print(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
+    run_tracker(config, launch, resume_point, last_step=last_step).close()
+    if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
+        mirror.remember(resume_point.checkpoint)
+        mirror.close()

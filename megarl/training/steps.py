@@ -1,0 +1,73 @@
+"""The frame of every training run, from rewards or from files: when a run validates, saves, logs and stops."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarl.checkpoint.state import State
+from megarl.distributed import watchdog
+from megarl.distributed.signals import Stopped, stop_requested
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import Tracker
+from megarl.training.interfaces import Checkpoints, Metrics
+
+Phase = Callable[[int, Timers], Metrics]
+"""Do a part of a step, given its number and timers. Return metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The steps of a run, and when it validates and saves, in finished steps. A frequency of 0 or less means never."""
+
+    first_step: int
+    last_step: int
+    test_freq: int
+    save_freq: int
+    validate_first: bool = False
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Return True every `frequency` finished steps and after the last step."""
+        return frequency > 0 and (step % frequency == 0 or step == self.last_step)
+
+
+def run_steps(
+    schedule: Schedule,
+    *,
+    step: Phase,
+    validate: Phase | None,
+    state: Callable[[int, Metrics], State],
+    tracker: Tracker,
+    checkpoints: Checkpoints,
+    summarize: Callable[[Metrics, float], Metrics] = lambda metrics, seconds: {},
+) -> None:
+    """Run the steps of the schedule.
+
+    Args:
+        schedule: the steps, and when to validate and save.
+        step: takes a step, numbered from 0.
+        validate: validates after so many finished steps; None if there is nothing to validate on.
+        state: returns the state to save, given the number of finished steps and the metrics so far.
+        tracker: receives the metrics of each step.
+        checkpoints: saves the state.
+        summarize: computes further metrics from those of a step and its duration in seconds.
+
+    Raises:
+        Stopped: the job received a signal to end. The last finished step is saved, whatever `save_freq` is.
+    """
+    for number in range(schedule.first_step, schedule.last_step):
+        watchdog.note(step=number, phase="step")
+        timers, start = Timers(), time.perf_counter()
+        metrics, finished = step(number, timers), number + 1
+        if validate and schedule.is_due(schedule.test_freq, finished):
+            metrics |= validate(finished, timers)
+        is_stopping = stop_requested() and finished < schedule.last_step
+        if is_stopping or schedule.is_due(schedule.save_freq, finished):
+            with timers("save_checkpoint"):
+                checkpoints.save(state(finished, metrics))
+        metrics |= checkpoints.advance()
+        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start)
+        tracker.log(metrics, step=finished)
+        if is_stopping:
+            checkpoints.close()
+            raise Stopped(finished)
+    checkpoints.close()
