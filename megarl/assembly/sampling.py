@@ -1,4 +1,4 @@
-"""What a run samples with and judges by: prompts, engine, sampler, reward, validation."""
+"""Builds what a run samples and scores with: prompts, engine, sampler, reward and validation."""
 
 import math
 from dataclasses import replace
@@ -21,6 +21,7 @@ from megarl.rollout.sampling import stop_token_ids
 from megarl.rollout.start import start_engine
 from megarl.sync.plan import plan_sync
 from megarl.sync.selfcheck import SelfCheck
+from megarl.sync.transfer import Sync
 from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
@@ -31,7 +32,7 @@ from megarl.training.validation import Validation
 
 
 def make_tokenizer(config: Config, source: Source) -> Tokenizer:
-    """The policy's tokenizer, or the one that `data` names."""
+    """Load the policy's tokenizer, or the tokenizer that `data` names."""
     return source.tokenizer(
         config.data.tokenizer,
         chat_template=config.data.chat_template,
@@ -41,14 +42,14 @@ def make_tokenizer(config: Config, source: Source) -> Tokenizer:
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
-    """What the policy learns to answer."""
+    """Open the prompts of training."""
     data = config.data
     dataset = PromptDataset(data, data.train_files, tokenizer, _needs(config))
     return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
 def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | None:
-    """What it is judged on, None where no file is named."""
+    """Open the prompts of validation. Return None if no file is named."""
     data = config.data
     if data.val_files is None:
         return None
@@ -61,7 +62,7 @@ def _needs(config: Config) -> Needs:
 
 
 def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
-    """This rank's part of a vLLM engine, without weights yet."""
+    """Start this rank's part of a vLLM engine. It has no weights yet."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
@@ -78,7 +79,7 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
 def make_sampler(
     config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch
 ) -> EngineSampler:
-    """The engine with the actor's weights, brought by a planned reshard."""
+    """Plan the sync from actor to engine, and make the sampler that uses it."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
     plan = plan_sync(
@@ -89,24 +90,23 @@ def make_sampler(
         needed=engine.weights.layout(),
         launch=launch,
     )
+    check = SelfCheck(make_limits(config), engine, actor, budget, check_every=rollout.sync.check_every)
     return EngineSampler(
         engine=engine,
-        actor=actor,
-        reshard=Reshard(plan, device=actor.device),
+        sync=Sync(engine=engine, actor=actor, reshard=Reshard(plan, device=actor.device), check=check),
         section=rollout,
-        check=SelfCheck(make_limits(config), engine, actor, budget, check_every=rollout.sync.check_every),
         finished=scorer.begin,
     )
 
 
 def make_limits(config: Config) -> Limits:
-    """How far engine and trainer may be apart."""
+    """Return the limits of the differences between engine and trainer."""
     policy = config.actor_rollout_ref
     return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
 
 
 def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
-    """Rules, a reward model, or both."""
+    """Make the reward: rules, a reward model, or both."""
     section = config.reward_model
     return make_reward(
         rules,
@@ -121,13 +121,13 @@ def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer:
 
 
 def make_archive(config: Config) -> Archive | None:
-    """Where samples are kept, None where they are not."""
+    """Open the directory of samples. Return None if the samples are not kept."""
     directory = config.trainer.rollout_data_dir
     return Archive(Path(directory)) if directory else None
 
 
 def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
-    """Make the source of new samples, which keeps them if `trainer.rollout_data_dir` says where."""
+    """Make the source of new samples. It keeps them in files if `trainer.rollout_data_dir` names a directory."""
     collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
     archive = make_archive(config)
     return Recorder(samples=collector, archive=archive) if archive else collector
@@ -136,7 +136,7 @@ def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, 
 def make_validation(
     config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward, tracker: Tracker, *, replaces: bool
 ) -> Validation:
-    """The scores of held-out prompts; `replaces` says whether its samples may take the place of earlier ones."""
+    """Make the validation on held-out prompts. `replaces`: its kept samples may replace earlier files."""
     archive = make_archive(config)
     return Validation(
         prompts=prompts,

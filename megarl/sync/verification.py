@@ -38,6 +38,7 @@ from megarl.sync.memory import MemoryMeter
 from megarl.sync.plan import actor_end, engine_end, plan_sync
 from megarl.sync.random_weights import write_random_weights
 from megarl.sync.selfcheck import NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, ask, fixed_prompts
+from megarl.sync.transfer import send_weights
 
 CHUNK = 1 << 22  # elements changed at once
 FLOAT32_LIMIT = 1e-4  # between two log-probabilities of a float32 model
@@ -58,7 +59,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Sync:
+class SyncCost:
     """What one sync moved and took, over all ranks."""
 
     bytes_received: list[int]
@@ -72,7 +73,7 @@ class Findings:
 
     differences: Mapping[str, Difference]  # by pair of sides, the larger of before and after the change
     changed_on_the_way: Sequence[str]  # tensors
-    sync: Sync
+    sync: SyncCost
     lower_bounds: Sequence[int]  # bytes, by rank
     is_float32: bool
 
@@ -159,12 +160,12 @@ class Subject:
         prompts, num_tokens = fixed_prompts(vocab_size, max_model_len=max_model_len)
 
         def sync(destination: Destination) -> None:
-            self._run(destination, check=check)
+            self._send(destination, check=check)
 
         with self.engine.awake(sync):
             return ask(self.engine, prompts, max_tokens=num_tokens)
 
-    def measure(self) -> Sync:
+    def measure(self) -> SyncCost:
         """Sync for the time, then for the memory, buckets included."""
         reports: list[SyncReport] = []
         meter = MemoryMeter(self.learner.device)
@@ -172,11 +173,11 @@ class Subject:
         def timed(destination: Destination) -> None:
             reshard = Reshard(self.plan, device=self.learner.device)
             dist.barrier()
-            reports.append(self._run(destination, reshard=reshard))
+            reports.append(self._send(destination, reshard=reshard))
 
         def weighed(destination: Destination) -> None:
             with meter.measured():
-                self._run(destination)
+                self._send(destination)
 
         with self.engine.awake(timed):
             pass
@@ -186,12 +187,11 @@ class Subject:
                     pass
         found = together(lambda: (reports[0].bytes_received, reports[0].seconds, meter.peak_bytes))
         received, seconds, peak = zip(*found, strict=True)
-        return Sync(list(received), max(seconds), max(peak))
+        return SyncCost(list(received), max(seconds), max(peak))
 
-    def _run(self, destination: Destination, *, reshard: Reshard | None = None, check: bool = False) -> SyncReport:
-        with self.learner.weights() as tensors:
-            reshard = reshard or Reshard(self.plan, device=self.learner.device)
-            return reshard.run(tensors, destination, check=check)
+    def _send(self, destination: Destination, *, reshard: Reshard | None = None, check: bool = False) -> SyncReport:
+        reshard = reshard or Reshard(self.plan, device=self.learner.device)
+        return send_weights(self.learner, destination, reshard, check=check)
 
     def compare(self, answers: Rollouts, exported: Path) -> dict[str, Difference]:
         """How far apart the sides are about the answers, pair by pair; `transformers` speaks on rank 0 alone."""

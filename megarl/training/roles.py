@@ -1,7 +1,7 @@
-"""The loop's nouns, made of learners, engine and reward: who acts, who judges, who samples."""
+"""The loop's nouns, built from learners and engines: `Model` for actor, reference and critic, and the sampler."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -13,13 +13,13 @@ from megarl.data.translation import Translation
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
-from megarl.reshard.executor import Destination, Reshard
 from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import GREEDY, Sampling
-from megarl.sync.selfcheck import SelfCheck
+from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
+from megarl.training.interfaces import Metrics
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 
@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Rollouts)
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """How a model learns from the experience of one iteration."""
+    """How a model learns from the experience of a step."""
 
     objective: Objective
     budget: Budget
@@ -37,36 +37,51 @@ class Updates:
     num_epochs: int
     shuffle: bool
     seed: int
-    prepare: Callable[[Experience], Experience] | None = None  # what a whole mini-batch needs before it is divided
-    against: Learner | None = None  # whose exact divergence is in the objective
-    extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the losses of a step's mini-batches
-    skips: Skips | None = None  # what becomes of mini-batches that cannot be learnt from; None: nothing is said of them
+    prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
+    against: Learner | None = None  # the model from which the objective takes the exact divergence
+    extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
+    skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
 
-@dataclass(frozen=True, kw_only=True)
 class Model(Generic[Outputs]):
     """Actor, reference or critic: a learner with the budgets and the objective of its role."""
 
-    name: str
-    learner: Learner
-    budget: Budget
-    updates: Updates | None = None  # None: it never learns
-    against: Learner | None = None  # from whom `infer` reports the exact divergence
-    translate: Translation | None = None  # None: it reads the tokens that the policy writes
+    def __init__(
+        self,
+        *,
+        name: str,
+        learner: Learner,
+        budget: Budget,
+        updates: Updates | None = None,
+        against: Learner | None = None,
+        translate: Translation | None = None,
+    ) -> None:
+        """Give a learner its role.
+
+        Args:
+            name: in metrics and checkpoints.
+            learner: the model.
+            budget: the size of a forward pass in `infer`.
+            updates: how the model learns; None if it never does.
+            against: the model from which `infer` reports the exact divergence.
+            translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
+        """
+        self.name, self.learner, self.translate = name, learner, translate
+        self._budget, self._updates, self._against = budget, updates, against
 
     def infer(self, batch: Rollouts) -> Outputs:
-        """What the model says about the response tokens, [B, T] float32."""
-        batch, budget = self._as_read(batch, self.budget)
-        outputs: Outputs = self.learner.infer(batch, budget, against=self.against)
+        """Return the model's outputs for the response tokens, `[B, T]` float32."""
+        batch, budget = self._as_read(batch, self._budget)
+        outputs: Outputs = self.learner.infer(batch, budget, against=self._against)
         return outputs
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
-        """Learn from the experience of iteration `step`; the learner's own metrics come back as `NAME/grad_norm` ...
+    def update(self, experience: Experience, *, step: int) -> Metrics:
+        """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
 
         Raises:
-            ValueError: on all ranks alike, where too many updates in a row had to be skipped.
+            ValueError: on all ranks alike, if too many updates in a row were skipped.
         """
-        updates = self.updates
+        updates = self._updates
         assert updates is not None, f"the {self.name} does not learn"
         experience, budget = self._as_read(experience, updates.budget)
         batches: Iterator[Experience] = minibatches(
@@ -90,7 +105,7 @@ class Model(Generic[Outputs]):
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def _as_read(self, batch: R, budget: Budget) -> tuple[R, Budget]:
-        """The batch in the model's tokens, of which a sequence may have more than those the budget was checked for."""
+        """Re-encode the batch in the model's own tokens. The budget grows if a sequence becomes longer than it."""
         if self.translate is None:
             return batch, budget
         batch = self.translate(batch)
@@ -98,73 +113,55 @@ class Model(Generic[Outputs]):
         return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineSampler:
-    """The engine replicas together: each answers a share of the prompts, and every rank learns all answers."""
+    """The engine replicas together. Each replica takes a share of the prompts; every rank receives all responses."""
 
-    engine: RolloutEngine
-    actor: Learner
-    reshard: Reshard
-    section: RolloutSection
-    check: SelfCheck
-    finished: Callable[[Prompt, Sequence[int]], None]  # told of each answer as soon as it is there, on one rank
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        sync: Sync,
+        section: RolloutSection,
+        finished: Callable[[Prompt, Sequence[int]], None],
+    ) -> None:
+        """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once."""
+        self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
 
-    @contextmanager
-    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
-        """Bring the actor's weights into the engine, and its memory back afterwards; both checked where that is due.
-
-        A check has an awakening of its own, for the trainer has its say once the engine sleeps: one that fails stops
-        the run before there is a sample.
-
-        Raises:
-            ValueError: on all ranks alike, where other weights arrived, or the engine computes with other ones.
-            RuntimeError: likewise, where keys of older weights were left.
-        """
-        due, metrics = self.check.is_due(step), dict[str, float]()
-
-        def sync(destination: Destination) -> None:
-            with timers("sync"), self.actor.weights() as tensors:
-                self.reshard.run(tensors, destination, check=due)
-
-        if due:
-            with timers("sync_check"):
-                with self.engine.awake(sync, version=step):
-                    answers = self.check.ask(step=step)
-                metrics = self.check.compare(answers)
-        with self.engine.awake(sync, version=step):
-            yield metrics
+    def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
+        """Wake the engine with the actor's weights, as `Sync.awake` does."""
+        return self._sync.awake(timers, step=step)
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        """Draw the training samples of a step; in a later `batch` of it those numbers of a prompt that come next."""
-        return self._rollouts(prompts, self.section, step=step, first_sample=batch * self.section.n)
+        """Draw the training samples of a step. A later `batch` of the step draws other samples of the same prompt."""
+        return self._rollouts(prompts, self._section, step=step, first_sample=batch * self._section.n)
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """The likeliest token every time, one response to each prompt."""
+        """Generate one response to each prompt from the likeliest tokens."""
         return self._rollouts(prompts, GREEDY, step=step)
 
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """Draw samples as `val_kwargs` say."""
-        return self._rollouts(prompts, self.section.val_kwargs, step=step)
+        """Draw samples with the parameters of `val_kwargs`."""
+        return self._rollouts(prompts, self._section.val_kwargs, step=step)
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int, first_sample: int = 0) -> Rollouts:
-        num_replicas = self.engine.num_replicas
+        num_replicas = self._engine.num_replicas
         shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
-        mine = [prompts.prompts[place] for place in shares[self.engine.replica]]
+        mine = [prompts.prompts[place] for place in shares[self._engine.replica]]
         watchdog.note(rows=[prompt.index for prompt in mine])
 
-        answers = self.engine.on_all_ranks(
-            lambda: self.engine.generate(
+        by_replica = self._engine.on_all_ranks(
+            lambda: self._engine.generate(
                 mine,
                 sampling,
-                max_tokens=self.section.response_length,
+                max_tokens=self._section.response_length,
                 step=step,
                 first_sample=first_sample,
-                finished=lambda answer: self.finished(mine[answer.prompt], answer.token_ids),
+                finished=lambda response: self._finished(mine[response.prompt], response.token_ids),
             )
         )
         placed = [
             (share[generation.prompt], generation)
-            for share, generations in zip(shares, answers, strict=True)
+            for share, generations in zip(shares, by_replica, strict=True)
             for generation in generations
         ]
         placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order

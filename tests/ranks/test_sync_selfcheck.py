@@ -38,20 +38,20 @@ SIGNS = {
 ROUNDING = 1e-5  # mean difference between the probabilities that two float32 models with the same weights give
 
 
-def sync(sampler: Any, *, step: int) -> dict[str, float]:
+def metrics_of(sync: Any, *, step: int) -> dict[str, float]:
     from megarl.tracking.timers import Timers
 
-    with sampler.awake(Timers(), step=step) as metrics:
+    with sync.awake(Timers(), step=step) as metrics:
         pass
     return metrics
 
 
-def complaint(sampler: Any, *, step: int) -> str:
+def complaint(sync: Any, *, step: int) -> str:
     """What the check of a sync says, before anything is sampled."""
     from megarl.tracking.timers import Timers
 
     try:
-        with sampler.awake(Timers(), step=step):
+        with sync.awake(Timers(), step=step):
             return "samples were drawn"
     except (RuntimeError, ValueError) as error:
         return str(error)
@@ -139,13 +139,13 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
         "expert off by one": next_expert,
     }
     for fault in faults:
-        sampler = pair.sampler()
-        assert sync(sampler, step=0)["sync/check_probs_diff_mean"] < ROUNDING
+        sync = pair.sync()
+        assert metrics_of(sync, step=0)["sync/check_probs_diff_mean"] < ROUNDING
         pair.change(1e-6 if fault == "stale packs" else 0.05)
         with planted(fault, engine):
             if fault == "kept prefix cache":
-                sync(sampler, step=1)  # whose keys stay
-            said[fault] = complaint(pair.sampler(lies[fault]) if fault in lies else sampler, step=2)
+                metrics_of(sync, step=1)  # whose keys stay
+            said[fault] = complaint(pair.sync(lies[fault]) if fault in lies else sync, step=2)
         engine.weights._unwritten.clear()  # where a sync did not get to its end
     tear_down(engine)
     return said

@@ -67,6 +67,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     from megarl.rollout.config import RolloutSection, SyncSection
     from megarl.rollout.limits import Limits
     from megarl.sync.selfcheck import SelfCheck
+    from megarl.sync.transfer import Sync
     from megarl.tracking.timers import Timers
     from megarl.training.objectives import SFTObjective
     from megarl.training.roles import EngineSampler
@@ -78,12 +79,11 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
     plan = plan_between(sources, destinations, rank=rank, ranks_per_node=2, bucket_bytes=BUCKET_BYTES)
     budget = Budget(max_tokens=400, max_sequences=None)
     told: list[tuple[int, list[int]]] = []
+    check = SelfCheck(Limits.of(SyncSection(logprob_stop=1e-5), "float32"), engine, learner, budget, check_every=3)
     sampler = EngineSampler(
         engine=engine,
-        actor=learner,
-        reshard=Reshard(plan, device=learner.device),
+        sync=Sync(engine=engine, actor=learner, reshard=Reshard(plan, device=learner.device), check=check),
         section=RolloutSection(tensor_model_parallel_size=engine.tp_size, **SAMPLING),
-        check=SelfCheck(Limits.of(SyncSection(logprob_stop=1e-5), "float32"), engine, learner, budget, check_every=3),
         finished=lambda prompt, token_ids: told.append((prompt.index, list(token_ids))),
     )
     rounds, asked = [], Prompts(prompts=PROMPTS)

@@ -94,9 +94,10 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
     from megarl.tracking.tracker import NullTracker
     from megarl.training.collect import Collector
     from megarl.training.gate import Gate, MismatchError
-    from megarl.training.loop import Job, Progress, Schedule, iterate
+    from megarl.training.loop import Job, Progress, take_step
     from megarl.training.objectives import ActorObjective
-    from megarl.training.roles import Model, Updates
+    from megarl.training.roles import EngineSampler, Model, Updates
+    from megarl.training.steps import Schedule
 
     engine = start(checkpoint, tensors_of(checkpoint), tp_size=2, dtype=dtype, max_num_seqs=32, free_cache_engine=False)
     megatron = MegatronSection(dtype=dtype, tensor_model_parallel_size=2)
@@ -117,10 +118,11 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
     section = RolloutSection(dtype=dtype, **DRAWN)
 
     def sampler(new_name: Callable[[str], str] = lambda name: name, temperature: float = 1.0) -> Any:
-        return replace(
-            pair.sampler(new_name),
+        return EngineSampler(
+            engine=engine,
+            sync=pair.sync(new_name, check=Mock(is_due=Mock(return_value=False))),
             section=replace(section, temperature=temperature),
-            check=Mock(is_due=Mock(return_value=False)),
+            finished=lambda prompt, token_ids: None,
         )
 
     def job(sampler: Any) -> Job:
@@ -143,9 +145,8 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
             critic=None,
             gate=Gate(limits=Limits.of(SyncSection(), dtype)),
             algorithm=algorithm,
-            schedule=Schedule(
-                first_step=0, last_step=2, test_freq=-1, save_freq=-1, validate_first=False, critic_warmup=0
-            ),
+            critic_warmup=0,
+            schedule=Schedule(first_step=0, last_step=2, test_freq=-1, save_freq=-1),
             validation=None,
             checkpoints=Mock(),
             tracker=NullTracker(),
@@ -153,7 +154,7 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
         )
 
     old = snapshot(learner)
-    first, progress = iterate(job(sampler()), Progress(kl=FixedKL(0.0), position=Position(0, 0)), Timers(), step=0)
+    first, progress = take_step(job(sampler()), Progress(kl=FixedKL(0.0), position=Position(0, 0)), Timers(), step=0)
     before, complaints, learnt = snapshot(learner), {}, []
     plants = {
         "kept prefix cache": lambda: patch.object(engine._llm, "reset_prefix_cache", return_value=True),
@@ -168,13 +169,13 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
     for fault in FAULTS:
         with plants.get(fault, nullcontext)():
             try:
-                metrics, _ = iterate(job(sampler(**samplers.get(fault, {}))), progress, Timers(), step=1)
+                metrics, _ = take_step(job(sampler(**samplers.get(fault, {}))), progress, Timers(), step=1)
                 complaints[fault] = f"passed with {metrics['training/rollout_mismatch']}"
             except MismatchError as error:
                 complaints[fault] = str(error)
         if not all(torch.equal(tensor, before[name]) for name, tensor in snapshot(learner).items()):
             learnt.append(fault)
-    last, _ = iterate(job(sampler()), progress, Timers(), step=1)
+    last, _ = take_step(job(sampler()), progress, Timers(), step=1)
     assert not all(torch.equal(tensor, before[name]) for name, tensor in snapshot(learner).items()), "it learns again"
     tear_down(engine)
     return Seen(complaints, learnt, first, last)

@@ -1,4 +1,4 @@
-"""A learner and an engine on the same ranks, and the sampler that syncs them."""
+"""A learner and an engine on the same ranks, and the sync between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ class Pair:
     learner: Any
     engine: Any
 
-    def sampler(self, new_name: Callable[[str], str] = lambda name: name) -> Any:
-        """Return a sampler that syncs each parameter of the learner under the name that `new_name` returns for it."""
+    def sync(self, new_name: Callable[[str], str] = lambda name: name, check: Any = None) -> Any:
+        """Return a sync that sends each parameter under the name that `new_name` returns. It checks every step by default."""
         from megarl.distributed.exchange import together
         from megarl.learner.batching import Budget
         from megarl.reshard.executor import Reshard
         from megarl.reshard.planner import plan_between
-        from megarl.rollout.config import RolloutSection, SyncSection
+        from megarl.rollout.config import SyncSection
         from megarl.rollout.limits import Limits
         from megarl.sync.selfcheck import SelfCheck
-        from megarl.training.roles import EngineSampler
+        from megarl.sync.transfer import Sync
 
         held: Layout = [replace(piece, name=new_name(piece.name)) for piece in self.learner.layout()]
         plan = plan_between(
@@ -36,19 +36,12 @@ class Pair:
             ranks_per_node=2,
             bucket_bytes=64 << 10,
         )
-        return EngineSampler(
+        limits, budget = Limits.of(SyncSection(), "float32"), Budget(max_tokens=800, max_sequences=None)
+        return Sync(
             engine=self.engine,
             actor=self.learner,
             reshard=Reshard(plan, device=self.learner.device),
-            section=RolloutSection(),
-            check=SelfCheck(
-                Limits.of(SyncSection(), "float32"),
-                self.engine,
-                self.learner,
-                Budget(max_tokens=800, max_sequences=None),
-                check_every=1,
-            ),
-            finished=lambda prompt, token_ids: None,
+            check=check or SelfCheck(limits, self.engine, self.learner, budget, check_every=1),
         )
 
     def change(self, amount: float) -> None:

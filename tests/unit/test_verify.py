@@ -9,14 +9,14 @@ import torch
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_verify_config
 from megarl.reshard.layout import Box, Piece, row_major, whole
-from megarl.sync.verification import Difference, Findings, Sync, _places, _slabs
+from megarl.sync.verification import Difference, Findings, SyncCost, _places, _slabs
 from tests.support.tiny import write_checkpoint
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 SOUND = Findings(
     differences={"trainer-engine": Difference(5e-5, 1e-6), "trainer-transformers": Difference(5e-5, 1e-6)},
     changed_on_the_way=[],
-    sync=Sync(bytes_received=[8, 0], seconds=0.5, peak_extra_bytes=16),
+    sync=SyncCost(bytes_received=[8, 0], seconds=0.5, peak_extra_bytes=16),
     lower_bounds=[8, 0],
     is_float32=True,
 )
