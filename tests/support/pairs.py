@@ -18,7 +18,7 @@ class Pair:
     engine: Any
 
     def sync(self, new_name: Callable[[str], str] = lambda name: name, check: Any = None) -> Any:
-        """Return a sync that sends each parameter under the name that `new_name` returns. It checks every step by default."""
+        """Return a sync that sends each parameter under the name that `new_name` returns, checked in every step."""
         from megarl.distributed.exchange import together
         from megarl.learner.batching import Budget
         from megarl.reshard.executor import Reshard
