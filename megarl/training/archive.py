@@ -1,11 +1,11 @@
-"""Samples as parquet: a row for each, with all that an update needs to learn from them again.
+"""Samples as parquet files: a row for each sample, with everything that an update needs to learn from it again.
 
-    DIRECTORY/step_40.parquet      what iteration 40 learnt from
-             /val_step_40.parquet  what the validation after 40 iterations drew
+    DIRECTORY/step_40.parquet      the samples that step 40 learnt from
+             /val_step_40.parquet  the samples of the validation after 40 steps
 
-A file is whole or not there; where the disk does not take one, training goes on without it. What is read back is bit
-for bit what was written, but for `extra_info`, which only rewards read, and for ground truths of other types than JSON
-has, which become texts.
+A file is complete or absent. If the disk refuses a file, training continues without it. A record is read back bit for
+bit, with two exceptions: `extra_info`, which only rewards read, is left out, and ground truths of types that JSON lacks
+become texts.
 """
 
 import json
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 STEP, SUFFIX = "step_", ".parquet"
 MAX_WIDTH = 1 << 24  # tokens; no model reads as many
-WIDTH = b"megarl.width"  # metadata: `T` of the record, which may be more than the longest response
+WIDTH = b"megarl.width"  # metadata: `T` of the record, which may exceed the longest response
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The directory of a run's samples; rank 0 writes."""
+    """The directory of a run's samples. Rank 0 writes."""
 
     directory: Path
-    replaces: bool = True  # a file that is there already
+    replaces: bool = True  # files that exist already
 
-    def keep_iteration(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
-        """Write what iteration `step`, counted from 1, learns from. Collective.
+    def keep_step(self, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
+        """Write the samples of step `step`, counted from 1. Collective.
 
-        Returns whether the disk took it, on every rank alike.
+        Return whether the disk accepted the file, the same on every rank.
         """
         return self._write(f"{STEP}{step}", scored, baselines, step=step)
 
     def keep_validation(self, scored: Scored, *, step: int) -> bool:
-        """Write what the validation after `step` iterations drew; otherwise as `keep_iteration`."""
+        """Write the samples of the validation after `step` steps, as `keep_step` does."""
         return self._write(f"val_{STEP}{step}", scored, None, step=step)
 
     def _write(self, name: str, scored: Scored, baselines: Tensor | None, *, step: int) -> bool:
@@ -57,13 +57,13 @@ class Archive:
 
         def write() -> bool:
             if dist.get_rank() == 0 and not self.replaces and path.exists():
-                logger.warning("%s stays as it is: name another trainer.rollout_data_dir to keep these samples", path)
+                logger.warning("%s is not replaced: name another trainer.rollout_data_dir to keep these samples", path)
             elif dist.get_rank() == 0:
                 try:
                     self.directory.mkdir(parents=True, exist_ok=True)
                     write_samples(path, scored, baselines, step=step)
                 except OSError as error:
-                    logger.warning("%s is not kept, training goes on: %s", path, remedy(error))
+                    logger.warning("%s was not written, training continues: %s", path, remedy(error))
                     return False
             return True
 
@@ -71,18 +71,18 @@ class Archive:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """The files of iterations in a directory, by number, ascending."""
+    """Return the files of training steps in a directory by step, ascending."""
     numbers = {path: path.stem.removeprefix(STEP) for path in directory.glob(f"{STEP}*{SUFFIX}")}
     return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
 
 def step_of(path: Path) -> int:
-    """The iteration whose samples a file has. Damage as for `read_samples`."""
+    """Return the step whose samples a file has. Raises what `read_samples` does."""
     return int(_read(path)["step"][0].as_py())
 
 
 def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step: int) -> None:
-    """Write a record to a file; `baselines` are [B] float32, None where there are none."""
+    """Write a record to a file. `baselines` are `[B]` float32, or None without baselines."""
     table = _table(scored, baselines, step=step).replace_schema_metadata({WIDTH: str(scored.mask.shape[1])})
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
@@ -91,7 +91,7 @@ def write_samples(path: Path, scored: Scored, baselines: Tensor | None, *, step:
 def write_record(path: Path, batch: Rollouts) -> None:
     """Write every field of a record of any kind, a row for each sample, for inspection.
 
-    What has a number for each token is a list of those of the response; what is None is left out.
+    A field with a number for each token becomes a list over the response. Fields that are None are left out.
     """
     asked = [batch.prompt_of(sample) for sample in range(len(batch))]
     columns: dict[str, Any] = {
@@ -114,10 +114,10 @@ def write_record(path: Path, batch: Rollouts) -> None:
 
 
 def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
-    """The record and the baselines that were written to `path`.
+    """Read the record and the baselines that were written to `path`.
 
     Raises:
-        Damage: there is no such file, or it has not what `schema.py` says; names the row and the column.
+        Damage: the file does not exist, or differs from `archive_schema.py`. Names the row and the column.
     """
     table = _read(path)
     lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
@@ -149,7 +149,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
 
 
 def _read(path: Path) -> Any:
-    """Return the table in a file, every value of it checked. Raises Damage."""
+    """Return the table in a file, with every value checked. Raises Damage."""
     with naming(path):
         file = open_file(path)
     try:
@@ -172,7 +172,7 @@ def _width(table: Any, path: Path) -> int:
 
 
 def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
-    """One row a sample; the columns of its prompt are repeated."""
+    """Return a table with a row for each sample. The columns of a prompt are repeated."""
     of_prompts = {
         "index": [prompt.index for prompt in scored.prompts],
         "prompt_id": [prompt.prompt_id for prompt in scored.prompts],
@@ -202,19 +202,19 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
 
 
 def _numbers(values: Tensor) -> Any:
-    """[B] float32 with null in place of NaN."""
+    """Return `[B]` float32 with null in place of NaN."""
     return pa.array(values.numpy(), from_pandas=True)
 
 
 def _flat(values: Tensor, mask: Tensor) -> Any:
-    """[B, T] as a list for each row, of what is under the mask."""
+    """Turn `[B, T]` into a list for each row of the numbers under the mask."""
     ends = mask.sum(-1).cumsum(0)
     offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
     return pa.ListArray.from_arrays(offsets.numpy(), values[mask].numpy())
 
 
 def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The reverse: [B, T], zero outside the mask; None where a row has no list."""
+    """Turn lists back into `[B, T]`, zero outside the mask. None if a row has no list."""
     if column.null_count:
         return None
     values = torch.from_numpy(column.combine_chunks().flatten().to_numpy().copy()).to(dtype)

@@ -1,6 +1,6 @@
-"""The columns of a file of samples: one table from which files are written, and against which they are read.
+"""The columns of a file of samples: one table for writing files and for checking them.
 
-A new field of a sample is one row here, and its values in `archive.py`.
+A new field of a sample needs a row here, and its values in `archive.py`.
 """
 
 import json
@@ -17,7 +17,7 @@ from megarl.platform.small_files import Damage
 
 @dataclass(frozen=True)
 class Column:
-    """What a column has in each row."""
+    """The type and the constraints of a column."""
 
     type: pa.DataType
     null: Literal["never", "in all rows or none", "in any row", "if the reward failed"] = "never"
@@ -37,20 +37,20 @@ PROMPT_COLUMNS: Mapping[str, Column] = MappingProxyType(
         "ground_truth": Column(pa.string(), is_json=True),
     }
 )
-"""Alike in all rows of one group."""
+"""These columns are equal in all rows of a group."""
 SAMPLE_COLUMNS: Mapping[str, Column] = MappingProxyType(
     {
         "step": Column(pa.int64(), minimum=0),
-        "group": Column(pa.int64(), minimum=0),  # samples of one prompt have one number and are neighbours
+        "group": Column(pa.int64(), minimum=0),  # the same for all samples of a prompt, which are neighbours
         "response": Column(pa.string()),
         "response_ids": Column(TOKENS, minimum=0),
         "rollout_log_probs": Column(pa.list_(pa.float32()), null="in all rows or none", per_token=True),
         "truncated": Column(pa.bool_()),
-        "weight_version": Column(pa.int64(), null="in all rows or none", minimum=0),  # steps finished at the last sync
+        "weight_version": Column(pa.int64(), null="in all rows or none", minimum=0),  # finished steps at the last sync
         "score": Column(pa.float32(), null="if the reward failed"),
         "accuracy": Column(pa.float32(), null="if the reward failed"),
         "failure": Column(pa.string(), null="in any row"),  # why there is no score
-        "answer": Column(pa.string(), null="in any row"),  # as which it counts in a majority
+        "answer": Column(pa.string(), null="in any row"),  # the extracted answer, which counts in a majority vote
         "baseline": Column(pa.float32(), null="in all rows or none"),  # the reward of the greedy response to the prompt
     }
 )
@@ -58,15 +58,15 @@ COLUMNS = {**PROMPT_COLUMNS, **SAMPLE_COLUMNS}
 
 
 def arrow_schema(columns: Mapping[str, Column]) -> pa.Schema:
-    """Return the schema with which Arrow makes a table of these columns."""
+    """Return the Arrow schema of these columns."""
     return pa.schema([(name, column.type) for name, column in columns.items()])
 
 
 def check(table: pa.Table, *, file: object) -> None:
-    """Look at every value of a table that was read from `file`.
+    """Check every value of a table that was read from `file`.
 
     Raises:
-        Damage: naming the first column, and the first row counted from 0, that is not as `COLUMNS` says.
+        Damage: names the first column, and the first row counted from 0, that differs from `COLUMNS`.
     """
     if fault := next(_faults(table), None):
         raise Damage(file, f"cannot be read as samples of a run: {fault}")
@@ -95,19 +95,19 @@ def _faults(table: pa.Table) -> Iterator[str]:
 
 
 def _same(found: pa.DataType, expected: pa.DataType) -> bool:
-    """Whether two types are alike; other programs give the items of a list another name."""
+    """Return whether two types are equal. Other programs name the items of a list differently."""
     if pa.types.is_list(found) and pa.types.is_list(expected):
         return bool(found.value_type == expected.value_type)
     return bool(found == expected)
 
 
 def _faults_of(name: str, column: Column, values: Any, lengths: Any) -> Iterator[str]:
-    """The faults of one column. `lengths`: [rows] of the responses."""
+    """Yield the faults of one column. `lengths` are the `[rows]` lengths of the responses."""
     nulls = pc.is_null(values)
     if column.null == "never" and values.null_count:
         yield f"row {_first(nulls)}, column {name}: it is null"
     if column.null == "in all rows or none" and 0 < values.null_count < len(values):
-        yield f"row {_first(nulls)}, column {name}: it is null, others are not"
+        yield f"row {_first(nulls)}, column {name}: it is null, but others are not"
     present = pc.is_valid(values)
     if pa.types.is_list(column.type):
         items, parents = pc.list_flatten(values), pc.list_parent_indices(values)
@@ -125,11 +125,11 @@ def _faults_of(name: str, column: Column, values: Any, lengths: Any) -> Iterator
             try:
                 json.loads(text)
             except (ValueError, RecursionError) as error:
-                yield f"row {row}, column {name}: it is no JSON ({type(error).__name__}: {str(error)[:80]})"
+                yield f"row {row}, column {name}: it is not JSON ({type(error).__name__}: {str(error)[:80]})"
 
 
 def _faults_of_groups(table: pa.Table) -> Iterator[str]:
-    """The samples of a group are neighbours, answer one prompt, and are all of one step."""
+    """Yield faults unless the samples of a group are neighbours with the same prompt, all of the same step."""
     groups, steps, closed = table["group"].to_pylist(), table["step"].to_pylist(), set[int]()
     for row in range(1, len(groups)):
         if groups[row] != groups[row - 1]:
@@ -139,9 +139,9 @@ def _faults_of_groups(table: pa.Table) -> Iterator[str]:
         else:
             for name in PROMPT_COLUMNS:
                 if not table[name][row].equals(table[name][row - 1]):
-                    yield f"row {row}, column {name}: it is another than that of row {row - 1}, of the same group"
+                    yield f"row {row}, column {name}: it differs from row {row - 1} of the same group"
         if steps[row] != steps[0]:
-            yield f"row {row}, column step: {steps[row]}, and row 0 is of step {steps[0]}"
+            yield f"row {row}, column step: {steps[row]}, but row 0 is of step {steps[0]}"
 
 
 def _any(flags: Any) -> bool:
@@ -149,12 +149,12 @@ def _any(flags: Any) -> bool:
 
 
 def _first(flags: Any) -> int:
-    """The first row whose flag is set."""
+    """Return the first row whose flag is set."""
     row: int = pc.index(flags, True).as_py()
     return row
 
 
 def _parent(parents: Any, flags: Any) -> int:
-    """The first row that has an item whose flag is set."""
+    """Return the first row with an item whose flag is set."""
     row: int = parents[_first(flags)].as_py()
     return row

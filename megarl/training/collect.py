@@ -1,12 +1,12 @@
-"""The samples an iteration learns from: which prompts, how many answers to each, and how good they are.
+"""Collects the samples of a step: its prompts, the responses to each prompt, and their scores.
 
-Usually one batch of prompts. Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) takes batch after batch until there
-are as many prompts as one batch has whose answers the reward tells apart. ReMax (Li et al. 2024, algorithm 1) draws one
-greedy answer more, whose reward is the baseline of the others. The engine stays awake, with the weights of one sync,
-until all of this is there.
+A step usually takes one batch of prompts. Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) takes further batches
+until it has a full batch of prompts whose responses differ in reward. ReMax (Li et al. 2024, algorithm 1) also draws
+one greedy response to each prompt; its reward is the baseline of the other responses. The engine stays awake, with the
+weights of one sync, until all samples are drawn.
 
-Invariant: records are replicated, so every rank keeps the same prompts and stops after the same batch; and what is
-taken is a pure function of the position in the data, the step and the actor's weights.
+Invariant: records are replicated, so every rank keeps the same prompts and stops after the same batch. The samples are
+a pure function of the position in the data, the step and the actor's weights.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ from megarl.training.judge import Judge, require_scores
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What one iteration has to learn from."""
+    """The samples of one step."""
 
     scored: Scored
-    baselines: Tensor | None  # [B] float32: the reward of the greedy answer to a sample's prompt; None: none was drawn
-    position: Position  # where the next iteration goes on in the data
+    baselines: Tensor | None  # [B] float32: the reward of the greedy response to a sample's prompt; None: not drawn
+    position: Position  # of the next step in the data
     metrics: Metrics
 
     def judged(self) -> "Collected":
@@ -52,39 +52,36 @@ class Collected:
 
 
 class SampleSource(Protocol):
-    """Where an iteration gets its samples from."""
+    """A source of the samples of each step: an engine, or files."""
 
     def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
-        """The samples of iteration `step`, of prompts from `position` on; the same on every rank."""
+        """Return the samples of step `step` for the prompts from `position` on, the same on every rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Draws samples as the algorithm wants them, and has them scored."""
+    """Draws samples as the algorithm needs them, and scores them."""
 
-    prompts: PromptSource
-    sampler: Sampler
-    scorer: Scorer
-    algorithm: AlgorithmSection
+    def __init__(self, *, prompts: PromptSource, sampler: Sampler, scorer: Scorer, algorithm: AlgorithmSection) -> None:
+        self._prompts, self._sampler, self._scorer, self._algorithm = prompts, sampler, scorer, algorithm
 
     def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
-        """The samples of iteration `step`, of prompts from `position` on.
+        """Return the samples of step `step` for the prompts from `position` on.
 
         Raises:
-            ValueError: on all ranks alike, where the batches that dynamic sampling may take were not enough.
+            ValueError: on all ranks alike, if dynamic sampling needs more batches than it may take.
         """
-        judge = Judge(self.scorer)
+        judge = Judge(self._scorer)
         rollouts: Rollouts
-        with timers("gen"), self.sampler.awake(timers, step=step) as sync_metrics:
-            if self.algorithm.filter_groups.enable:
-                rollouts, position, metrics = self._told_apart(judge, position, timers, step=step)
+        with timers("gen"), self._sampler.awake(timers, step=step) as sync_metrics:
+            if self._algorithm.filter_groups.enable:
+                rollouts, position, metrics = self._dynamic_samples(judge, position, timers, step=step)
             else:
-                prompts, position = self.prompts.take(position)
-                rollouts, metrics = self.sampler.generate(prompts, step=step), Metrics()
+                prompts, position = self._prompts.take(position)
+                rollouts, metrics = self._sampler.generate(prompts, step=step), Metrics()
             greedy = None
-            if self.algorithm.estimator.greedy:
+            if self._algorithm.estimator.greedy:
                 with timers("gen_max"):
-                    greedy = self.sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
+                    greedy = self._sampler.greedy(Prompts(prompts=rollouts.prompts), step=step)
         with timers("reward"):
             scored = rollouts if isinstance(rollouts, Scored) else judge.score(rollouts)
             baselines = None
@@ -94,18 +91,18 @@ class Collector:
         metrics |= judge.metrics() | sync_metrics
         return Collected(scored=scored, baselines=baselines, position=position, metrics=metrics)
 
-    def _told_apart(
+    def _dynamic_samples(
         self, judge: Judge, position: Position, timers: Timers, *, step: int
     ) -> tuple[Scored, Position, Metrics]:
-        """As many prompts as one batch has whose answers differ in the metric of `filter_groups`: the first in order.
+        """Return a batch of prompts whose responses differ in the metric of `filter_groups`, the first ones in order.
 
-        And where the data goes on, which is after the last batch that was taken.
+        Also return the position after the last batch that was taken, and metrics.
         """
-        start, limit = position, self.algorithm.filter_groups.max_num_gen_batches
+        start, limit = position, self._algorithm.filter_groups.max_num_gen_batches
         kept, scores = list[Scored](), list[Tensor]()
         for number in count(1):
-            prompts, position = self.prompts.take(position)
-            rollouts = self.sampler.generate(prompts, step=step, batch=number - 1)
+            prompts, position = self._prompts.take(position)
+            rollouts = self._sampler.generate(prompts, step=step, batch=number - 1)
             with timers("reward", instead_of="gen"):
                 scored = judge.score(rollouts)
             judged = scored.select(scored.judged().nonzero()[:, 0])
@@ -115,7 +112,7 @@ class Collector:
             wanted = len(prompts.prompts)
             if (num_kept := sum(len(part.prompts) for part in kept)) >= wanted:
                 break
-            fruitless = num_kept == 0 and position.epoch > start.epoch + 1  # in a whole epoch
+            fruitless = num_kept == 0 and position.epoch > start.epoch + 1  # a full epoch gave no prompt
             if number == limit or fruitless:
                 raise ValueError(self._not_enough(num_kept, wanted, num_batches=number))
         metrics = {
@@ -128,8 +125,8 @@ class Collector:
         return join(kept).of_prompts(range(wanted)), position, metrics
 
     def _measure(self, scored: Scored) -> Tensor:
-        """[B] what the answers to a prompt must differ in."""
-        match self.algorithm.filter_groups.metric:
+        """Return the `[B]` metric in which the responses to a prompt must differ."""
+        match self._algorithm.filter_groups.metric:
             case "acc":
                 return scored.accuracies
             case "score":
@@ -140,20 +137,20 @@ class Collector:
                 assert_never(unknown)
 
     def _rewards(self, scored: Scored) -> Tensor:
-        return response_rewards(scored, self.algorithm.overlong_buffer)
+        return response_rewards(scored, self._algorithm.overlong_buffer)
 
     def _not_enough(self, num_kept: int, wanted: int, *, num_batches: int) -> str:
-        section = self.algorithm.filter_groups
+        section = self._algorithm.filter_groups
         return (
-            f"algorithm.filter_groups found {num_kept} of {wanted} prompts whose answers differ in {section.metric} in "
-            f"{num_batches} batches (max_num_gen_batches={section.max_num_gen_batches}): the others are too easy or "
-            "too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n or max_num_gen_batches "
-            "(0 = no limit), or lower data.train_batch_size"
+            f"algorithm.filter_groups found only {num_kept} of {wanted} prompts whose responses differ in "
+            f"{section.metric}, in {num_batches} batches (max_num_gen_batches={section.max_num_gen_batches}): the "
+            "others are too easy or too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n "
+            "or max_num_gen_batches (0 = no limit), or lower data.train_batch_size"
         )
 
 
 def _without_baseline(scored: Scored, baseline: Scored) -> Scored:
-    """The samples, without a score if the greedy response to their prompt has none. RewardError if most have none."""
+    """Remove the scores of samples whose greedy response has no score. RewardError if most samples then have none."""
     if baseline.judged().all():
         return scored
     greedy, own = baseline.failures or (), scored.failures or [None] * len(scored)

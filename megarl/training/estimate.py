@@ -1,6 +1,6 @@
-"""From scored rollouts to experience: token rewards, advantages, returns, and what a user wants to see of them.
+"""Turns scored rollouts into experience: token rewards, advantages, returns, and their metrics.
 
-Invariant: records are replicated, so every rank estimates from the whole batch, and moments need no communication.
+Invariant: records are replicated, so every rank estimates from the full batch, and moments need no communication.
 """
 
 from typing import assert_never
@@ -41,17 +41,17 @@ def estimate(
     kl_coef: float | None,
     exact_kl: Tensor | None = None,
 ) -> tuple[Experience, Metrics]:
-    """Advantages and returns of a whole batch, with their metrics.
+    """Compute advantages and returns of a full batch, with metrics.
 
     Args:
         scored: `B` samples of `T` tokens.
         old_log_probs: `[B, T]` float32 of the actor that sampled.
-        ref_log_probs: `[B, T]` of the reference; None where no KL is estimated from them.
+        ref_log_probs: `[B, T]` of the reference; None if no KL is estimated from them.
         values: `[B, T]` of the critic; None without one. GAE needs it.
-        baselines: `[B]` rewards of the greedy responses; None where none were drawn. ReMax needs them.
-        algorithm: the estimator and its numbers.
+        baselines: `[B]` rewards of the greedy responses; None if none were drawn. ReMax needs them.
+        algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
-        exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, the others estimate theirs.
+        exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, other settings estimate the KL.
     """
     mask = scored.mask
     reference = old_log_probs if ref_log_probs is None else ref_log_probs
@@ -76,7 +76,7 @@ def estimate(
     if values is not None:
         metrics |= _critic_metrics(experience)
     if kl_coef is not None:
-        # The mean over samples of their mean per token: what the KL controller is told.
+        # The mean over samples of their mean per token: the input of the KL controller.
         mean_kl = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
         metrics |= {"actor/reward_kl_penalty": float(mean_kl), "actor/reward_kl_penalty_coeff": kl_coef}
     if algorithm.mask_truncated_completions:
@@ -91,7 +91,7 @@ def _divergence(
     mask: Tensor,
     algorithm: AlgorithmSection,
 ) -> Tensor:
-    """[B, T] divergence of the actor that sampled from the reference, zero under the mask."""
+    """Return the `[B, T]` divergence of the sampling actor from the reference, zero outside the mask."""
     if algorithm.kl_penalty == "full":
         assert exact_kl is not None, "log-probabilities that were not taken against the reference"
         return masked(exact_kl, mask)
@@ -100,7 +100,7 @@ def _divergence(
 
 
 def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
-    """[B] float32: the scores, less the penalty for long responses where one is asked for."""
+    """Return the scores, less the penalty for long responses if it is enabled: `[B]` float32."""
     if not section.enable:
         return scored.scores
     lengths = scored.mask.sum(-1)
@@ -117,7 +117,7 @@ def _advantages(
     mask: Tensor,
     algorithm: AlgorithmSection,
 ) -> tuple[Tensor, Tensor]:
-    """[B, T] advantages of the estimator that is asked for, and returns, which are zero without a critic."""
+    """Return the `[B, T]` advantages of the configured estimator, and returns, which are zero without a critic."""
     scores, by_std = rewards.sum(-1), algorithm.norm_adv_by_std_in_grpo
     no_returns = torch.zeros_like(rewards)
     match algorithm.adv_estimator:
@@ -154,7 +154,7 @@ def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
 def _correction(
     old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
-    """[B, T] factors of the advantages that make up for the engine's probabilities, and what they come to."""
+    """Return `[B, T]` factors of the advantages that correct for the engine's probabilities, with metrics."""
     weights, metrics = mask.to(torch.float32), Metrics()
     if not (section.rollout_is or section.rollout_rs):
         return weights, metrics
@@ -176,10 +176,10 @@ def _correction(
 
 
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor) -> Metrics:
-    """How far the trainer's probabilities of the sampled tokens `[B, T]` are from the engine's, if those are known.
+    """Measure how far trainer and engine differ in the probabilities of the sampled tokens `[B, T]`, if both are known.
 
     A mean difference under 0.005 is usual in bfloat16; in float32 the two should agree to many digits. The measures
-    under `rollout_corr` are explained at `mismatch_means`.
+    under `rollout_corr` are explained in `mismatch_means`.
     """
     if rollout_log_probs is None:
         return {}

@@ -1,14 +1,14 @@
-"""Whether the engine that drew an iteration's samples computes as the trainer does: judged before anything learns.
+"""Checks that the engine which drew a step's samples computes as the trainer does, before anything learns from them.
 
 With d = log p_trainer - log p_engine, the mismatch of a sampled token is min(d^2, 1) / 2, and that of several tokens is
 their mean without the largest: one in a hundred, at least `FREE_TOKENS`. While d is small it estimates
 KL(engine || trainer), as `exp(d) - d - 1` does (http://joschu.net/blog/kl-approx.html). It is bounded, and free of its
-extremes, because rounding may let a router send a token elsewhere, in float32 too, and that token then differs wholly.
+extremes, because rounding may let a router choose another expert, in float32 too, and that token then differs entirely.
 
-A sample is far out if its mismatch is above `FAR_OUT` times the limit of the iteration: nothing learns from it. An
-iteration fails if too many samples are far out, or if the mismatch of the others is above the limit. The limit is
-`mismatch_growth` times the median of the run's first `WINDOW` iterations that passed, but not below `LEAST` times
-`mismatch_stop`, and not above `mismatch_stop`.
+A sample is far out if its mismatch is above `FAR_OUT` times the limit of the step: nothing learns from it. A step fails
+if too many samples are far out, or if the mismatch of the others is above the limit. The limit is `mismatch_growth`
+times the median of the run's first `WINDOW` steps that passed, but not below `LEAST` times `mismatch_stop`, and not
+above `mismatch_stop`.
 """
 
 import logging
@@ -27,56 +27,56 @@ from megarl.rollout.limits import Limits
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.sync"
-WINDOW = 8  # iterations of which the median is taken
+WINDOW = 8  # steps of which the median is taken
 FAR_OUT = 4.0
 FREE_TOKENS = 2
-LEAST = 0.1  # of `stop`: a policy that was sure of every token at first may become less sure, and rounding shows then
+LEAST = 0.1  # of `mismatch_stop`: a policy that was sure of every token may become less sure, and then rounding shows
 MOST_NAMED = 8  # rows of the data set
 
 
 class MismatchError(ValueError):
-    """The samples of an iteration are not the trainer's."""
+    """The samples of a step do not come from the trainer's probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the gate says of an iteration that passes."""
+    """The result of a step that passes the gate."""
 
     rows: Tensor  # [K] int64: the samples to learn from
-    healthy: tuple[float, ...]  # mismatches of the run's first iterations, for the gate of the next one
+    healthy: tuple[float, ...]  # mismatches of the run's first steps, for the next step's limit
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What the samples of an iteration must pass."""
+    """The check of the samples of each step."""
 
     limits: Limits
 
     def __str__(self) -> str:
         limits = self.limits
         return (
-            f"the samples of each iteration must agree with the trainer: mismatch at most {limits.mismatch_stop:.3g} "
-            f"and {limits.mismatch_growth:g} times that of the first iterations; at most {limits.mismatch_share:.0%} "
+            f"the samples of each step must agree with the trainer: mismatch at most {limits.mismatch_stop:.3g} "
+            f"and {limits.mismatch_growth:g} times that of the first steps; at most {limits.mismatch_share:.0%} "
             f"of them are left out for a mismatch of their own ({KEY}.mismatch_*)"
         )
 
     def limit(self, healthy: Sequence[float]) -> float:
-        """The highest mismatch of an iteration, after those in `healthy`."""
+        """Return the highest allowed mismatch of a step, given the mismatches in `healthy`."""
         stop = self.limits.mismatch_stop
         return min(stop, max(self.limits.mismatch_growth * median(healthy), LEAST * stop)) if healthy else stop
 
     def judge(self, rollouts: Rollouts, log_probs: Tensor, healthy: Sequence[float], *, step: int) -> Verdict:
-        """Judge the samples that were drawn after `step` finished steps.
+        """Check the samples that were drawn after `step` finished steps.
 
         Args:
             rollouts: `B` samples, with the engine's log-probabilities.
-            log_probs: `[B, T]` float32 of the trainer; those that are not finite are not judged.
-            healthy: mismatches of the run's first iterations.
-            step: names the iteration.
+            log_probs: `[B, T]` float32 of the trainer; numbers that are not finite are not compared.
+            healthy: mismatches of the run's first steps.
+            step: names the step in messages.
 
         Raises:
-            MismatchError: on all ranks alike, as records are; nothing may learn from the samples.
+            MismatchError: on all ranks alike, because records are replicated. Nothing may learn from the samples.
         """
         assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
@@ -88,8 +88,7 @@ class Gate:
             raise MismatchError(_failure(rollouts, _mean(mismatch, judged), kept, limit, step=step))
         if left_out and dist.get_rank() == 0:
             logger.warning(
-                "nothing learns from %d samples of iteration %d, to which engine and trainer give other probabilities: "
-                "%s",
+                "nothing learns from %d samples of step %d: engine and trainer disagree about their probabilities: %s",
                 int((~kept).sum()),
                 step + 1,
                 _rows(rollouts, ~kept),
@@ -106,10 +105,10 @@ class Gate:
 
 
 def require_version(rollouts: Rollouts, *, step: int) -> None:
-    """Refuse samples of other weights than those after `step` finished steps.
+    """Refuse samples that were drawn with other weights than those after `step` finished steps.
 
     Raises:
-        MismatchError: naming the rows and the versions.
+        MismatchError: names the rows and the versions.
     """
     versions = rollouts.weight_versions
     if versions is not None and (wrong := versions != step).any():
@@ -121,7 +120,7 @@ def require_version(rollouts: Rollouts, *, step: int) -> None:
 
 
 def _means(mismatch: Tensor, judged: Tensor) -> Tensor:
-    """[n] means of the judged of `[n, m]` tokens without the largest; 0 for rows that have no others."""
+    """Return the `[n]` means of the judged of `[n, m]` tokens without the largest; 0 for rows without other tokens."""
     counts = judged.sum(-1)
     free = (counts // 100).clamp(min=FREE_TOKENS)
     largest = mismatch.topk(min(int(free.max()), mismatch.shape[1])).values
@@ -130,7 +129,7 @@ def _means(mismatch: Tensor, judged: Tensor) -> Tensor:
 
 
 def _mean(mismatch: Tensor, judged: Tensor) -> float:
-    """The same of all judged tokens together."""
+    """Return the same mean over all judged tokens together."""
     values = mismatch[judged].view(1, -1)
     return float(_means(values, torch.ones_like(values, dtype=torch.bool)))
 
@@ -139,11 +138,11 @@ def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, st
     far_out = f"{int((~kept).sum())} of {len(kept)} samples are far out"
     named = "" if kept.all() else f" ({_rows(rollouts, ~kept)})"
     return (
-        f"the engine did not draw the samples of iteration {step + 1} from the trainer's probabilities: their mismatch "
+        f"the engine did not draw the samples of step {step + 1} from the trainer's probabilities: their mismatch "
         f"is {level:.3g}, the limit {limit:.3g}, and {far_out}{named}. Nothing has learnt from them. Look at what may "
         f"have changed: the weights in the engine ({KEY}.check_every=1 compares every byte of every sync), the "
-        "temperature, keys of a prefix that were kept (rollout.enable_prefix_caching=false keeps none). "
-        "`python -m megarl.verify MODEL_DIR` tries the sync alone. If engine and trainer are sound, raise "
+        "temperature, cached keys of older weights (rollout.enable_prefix_caching=false caches none). "
+        "`python -m megarl.verify MODEL_DIR` tests the sync alone. If engine and trainer are sound, raise "
         f"{KEY}.mismatch_stop, mismatch_growth or mismatch_share"
     )
 

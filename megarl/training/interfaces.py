@@ -1,4 +1,4 @@
-"""The loop's nouns: what sampling, scoring, learning and saving look like to the algorithm."""
+"""The loop's nouns: protocols of sampling, scoring, learning and saving, as the algorithm sees them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -19,66 +19,66 @@ class PromptSource(Protocol):
     """Prompts as a pure function of a position."""
 
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
-        """The next `count` prompts, those of one iteration where it is None, and the position behind them."""
+        """Return the next `count` prompts, by default those of one step, and the position after them."""
 
     def batches(self) -> Iterator[Prompts]:
-        """Every prompt once, for validation."""
+        """Yield every prompt once, for validation."""
 
 
 class Sampler(Protocol):
-    """The rollout engine, with the actor's weights."""
+    """The rollout engine with the actor's weights."""
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
-        """Bring the actor's weights of `step` finished steps into the engine; within the block it generates.
+        """Bring the actor's weights of `step` finished steps to the engine, which generates within the block.
 
-        Gives metrics of the engine's agreement with the trainer, and does not get there where they do not agree.
+        Yields metrics of the agreement between engine and trainer. Raises before the block if they do not agree.
         """
 
     def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        """Samples to learn from; of a prompt that comes again in a later `batch` of the step, other ones."""
+        """Draw training samples. A later `batch` of the same step draws other samples of the same prompt."""
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """The one response to each prompt that takes the likeliest token every time."""
+        """Generate one response to each prompt from the likeliest tokens."""
 
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
-        """Samples to judge the actor by."""
+        """Draw samples for the validation."""
 
 
 class Scorer(Protocol):
     """The reward."""
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, Metrics]:
-        """Score every sample; with metrics of the scoring, the same on every rank."""
+        """Score every sample. Return metrics of the scoring too. Both are the same on every rank."""
 
 
 class Policy(Protocol):
     """A model of the next token: the actor, or the reference, which is never updated."""
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Log-probabilities and entropies of the response tokens."""
+        """Return log-probabilities and entropies of the response tokens."""
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        """Learn from one iteration; returns metrics."""
+        """Learn from the experience of one step. Return metrics."""
 
 
 class Critic(Protocol):
     """A model of the return."""
 
     def infer(self, batch: Rollouts) -> Tensor:
-        """[B, T] float32 values of the states before each response token."""
+        """Return the values of the states before each response token, `[B, T]` float32."""
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        """Learn from one iteration; returns metrics."""
+        """Learn from the experience of one step. Return metrics."""
 
 
 class Checkpoints(Protocol):
-    """What outlives the process."""
+    """The checkpoints of a run."""
 
     def save(self, state: State) -> None:
-        """Save the models, and what the run knows beside them."""
+        """Save the models and the state of the run."""
 
     def advance(self) -> Metrics:
-        """Bring what is saved beside training further; once after every step. Returns metrics."""
+        """Advance asynchronous saves without waiting. Called once after every step. Return metrics."""
 
     def close(self) -> None:
-        """Wait until all that was saved is whole; at the end of a run."""
+        """Wait until everything that was saved is complete. Called at the end of a run."""

@@ -1,4 +1,4 @@
-"""What a reward says of its work in parts, as if it had been given all at once; and whether it works at all."""
+"""Scores samples part by part, and reports metrics as if all had been scored at once."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from megarl.rewards.scoring import NUM_WARNINGS, RewardError, first_failures
 from megarl.training.interfaces import Metrics, Scorer
 
 SLOWEST = "reward/slowest_s"
-EXTREMES = {"max": max, "min": min, "slowest_s": max}  # how names end among the metrics of scoring
+EXTREMES = {"max": max, "min": min, "slowest_s": max}  # by the last part of a metric's name
 
 
 class Judge:
-    """A reward, and what it has said of itself over all that it was given."""
+    """A reward, with its metrics over all samples so far."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self._scorer, self._said = scorer, list[tuple[int, Metrics]]()
+        self._scorer, self._reported = scorer, list[tuple[int, Metrics]]()
         self._num_judged, self._failures = 0, list[str]()
 
     def score(self, rollouts: Rollouts) -> Scored:
@@ -25,16 +25,16 @@ class Judge:
             RewardError: more than half of all samples so far have no score.
         """
         scored, metrics = self._scorer.score(rollouts)
-        self._said.append((len(rollouts), metrics))
+        self._reported.append((len(rollouts), metrics))
         self._num_judged += int(scored.judged().sum())
         self._failures += first_failures(scored)
-        require_scores(self._num_judged, of=sum(count for count, _ in self._said), failures=self._failures)
+        require_scores(self._num_judged, of=sum(count for count, _ in self._reported), failures=self._failures)
         return scored
 
     def metrics(self) -> Metrics:
-        """Means over the samples; of maxima the largest, of minima the smallest."""
+        """Return the means over the samples, the largest of maxima and the smallest of minima."""
         found: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for num_samples, metrics in self._said:
+        for num_samples, metrics in self._reported:
             for name, value in metrics.items():
                 found[name].append((num_samples, value))
         return {
@@ -49,7 +49,7 @@ def require_scores(num_judged: int, *, of: int, failures: Sequence[str]) -> None
     """Raise a RewardError with the first `failures` if fewer than half of the samples have a score."""
     if 2 * num_judged < of:
         raise RewardError(
-            f"the reward failed on {of - num_judged} of {of} responses, more than half, so that the rest would teach "
+            f"the reward failed on {of - num_judged} of {of} responses, more than half, so the others would teach "
             f"something else: {'; '.join(failures[:NUM_WARNINGS])}. Mend the reward or raise reward_model.timeout_s; "
             "with reward_model.on_failure=score such responses get reward_model.default_score"
         )

@@ -1,4 +1,4 @@
-"""The global mini-batches of an iteration: a seeded permutation of its prompts, cut into equal runs."""
+"""The global mini-batches of a step: a seeded permutation of its prompts, cut into equal parts."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -11,10 +11,10 @@ R = TypeVar("R", bound=Rollouts)
 
 
 def minibatches(batch: R, *, num_prompts: int, num_epochs: int, shuffle: bool, seed: int) -> Iterator[R]:
-    """Go `num_epochs` times over `batch` in mini-batches of `num_prompts` prompts with all their samples.
+    """Yield mini-batches of `num_prompts` prompts with all their samples, `num_epochs` times over `batch`.
 
     The order is a pure function of `seed`, the same on every rank; each epoch has its own. The last mini-batch of an
-    epoch is smaller where `num_prompts` does not divide the prompts.
+    epoch is smaller if `num_prompts` does not divide the number of prompts.
     """
     generator = torch.Generator().manual_seed(seed)
     total = len(batch.prompts)

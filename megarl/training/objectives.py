@@ -1,10 +1,10 @@
-"""What the learner minimises: the pure losses put together as the configuration asks.
+"""The objectives that the learner minimises: pure losses, combined as configured.
 
-Invariant: the loss and every metric are this micro-batch's *contribution* to those of the global mini-batch (already
-divided by its `Totals`), so whoever holds the parts only adds them up, over micro-batches and over ranks.
+Invariant: the loss and every metric are a micro-batch's *contribution* to those of the global mini-batch, already
+divided by its `Totals`. The learner only adds contributions up, over micro-batches and ranks.
 
-An objective is called with the model's outputs on a micro-batch, the micro-batch (its tensors on the outputs' device)
-and the totals of the mini-batch. The loss carries the gradient, the metrics do not.
+An objective takes the model's outputs on a micro-batch, the micro-batch (its tensors on the outputs' device) and the
+totals of the mini-batch. The loss carries the gradient, the metrics do not.
 """
 
 from dataclasses import dataclass
@@ -42,13 +42,13 @@ Contribution = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class ActorObjective:
-    """The policy loss, less the entropy bonus, plus the KL loss where it is on."""
+    """The policy loss, less the entropy bonus, plus the KL loss if it is enabled."""
 
     section: ActorSection
     horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
 
     def __call__(self, outputs: PolicyOutputs, micro: Experience, totals: Totals) -> Contribution:
-        """Loss and metrics of the policy on `micro`."""
+        """Return loss and metrics of the policy on `micro`."""
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
         pg = policy_loss(outputs, micro, section)
@@ -69,7 +69,7 @@ class ActorObjective:
 
 
 def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
-    """[b, T] divergence from the reference as `kl_loss_type` measures it, zero under the mask."""
+    """Return the `[b, T]` divergence from the reference of type `kl_loss_type`, zero outside the mask."""
     if section.kl_loss_type == "full":
         assert outputs.kl is not None, "outputs that were not taken against the reference"
         return masked(outputs.kl, micro.mask)
@@ -78,7 +78,7 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
 
 
 def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
-    """The loss that `policy_loss.loss_mode` names, of a mini-batch that `mark` has seen."""
+    """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
     tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages * micro.weights, micro.mask)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
@@ -103,7 +103,7 @@ def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection
 
 
 def mark(minibatch: Experience, section: ActorSection) -> Experience:
-    """The mini-batch with the tokens marked that its loss chooses; itself where the loss treats all alike."""
+    """Mark the tokens that the loss treats differently. Return the mini-batch itself if the loss treats all alike."""
     settings, mask = section.policy_loss, minibatch.mask
     if settings.loss_mode not in ("clip_cov", "kl_cov"):
         return minibatch
@@ -125,7 +125,7 @@ class CriticObjective:
     horizon: int  # as in `ActorObjective`
 
     def __call__(self, values: Tensor, micro: Experience, totals: Totals) -> Contribution:
-        """Loss and metrics of the critic's `values` `[b, T]` on `micro`."""
+        """Return loss and metrics of the critic's `values` `[b, T]` on `micro`."""
         vf = value_clip(values, micro.values, micro.returns, micro.mask, clip_range=self.section.cliprange_value)
         vf_loss = _mean(vf.sums, micro, totals, mode=self.section.loss_agg_mode, horizon=self.horizon)
         metrics = {
@@ -141,7 +141,7 @@ class SFTObjective:
     """The cross-entropy of the response tokens, every token with the same weight: the supervised warm-up."""
 
     def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
-        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        """Return loss and metrics of the model on `micro`, whose responses are the targets."""
         loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
         return loss, {"sft/loss": loss.detach()}
 
@@ -153,7 +153,7 @@ class PreferenceObjective:
     centering: float
 
     def __call__(self, values: Tensor, micro: Preferences, totals: Totals) -> Contribution:
-        """Loss and metrics of the scores `values` `[b, 1]` of the pairs in `micro`."""
+        """Return loss and metrics of the scores `values` `[b, 1]` of the pairs in `micro`."""
         (chosen, rejected), num_pairs = values[:, 0].view(-1, 2).unbind(-1), totals.num_sequences / 2
         loss = bradley_terry(chosen, rejected, micro.margins[::2]).sum() / num_pairs
         margins = (chosen - rejected).detach()
@@ -170,7 +170,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class PTXObjective:
-    """Supervised pairs beside the policy loss, against forgetting what the model knew: `coef` times their loss.
+    """`coef` times the loss of supervised pairs, added to the policy loss against forgetting.
 
     PPO-ptx (Ouyang et al. 2022, "Training language models to follow instructions with human feedback", eq. 2), with the
     mean over the tokens in place of the sum over a sequence.
@@ -179,7 +179,7 @@ class PTXObjective:
     coef: float
 
     def __call__(self, outputs: PolicyOutputs, micro: Rollouts, totals: Totals) -> Contribution:
-        """Loss and metrics of the model on `micro`, whose responses are the right answers."""
+        """Return loss and metrics of the model on `micro`, whose responses are the targets."""
         ptx_loss = lm_cross_entropy(outputs.log_probs, micro.mask).sum() / totals.num_tokens
         return self.coef * ptx_loss, {"actor/ptx_loss": ptx_loss.detach()}
 

@@ -1,6 +1,6 @@
-"""Supervised pairs beside the experience (PPO-ptx): which ones is a pure function of the iteration and the mini-batch.
+"""Supervised pairs as an extra loss term of the actor (PPO-ptx), chosen by the step and the mini-batch alone.
 
-So a run that resumes takes the next ones, and no checkpoint has to know about them.
+A run that resumes therefore takes the next pairs without any state in its checkpoint.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ class Supervision:
 
     pairs: PairStream  # a batch for each mini-batch
     objective: Objective
-    num_minibatches: int  # of one iteration
+    num_minibatches: int  # of one step
 
     @classmethod
     def of(cls, config: Config, tokenizer: Tokenizer) -> Self | None:
-        """As configured; None where there are no files. Collective, as reading pairs is.
+        """Read the configured pairs. Return None if there are no files. Collective, as reading pairs is.
 
         Raises:
-            ValueError: a pair is too long or none, or there are too few for one optimizer step.
+            ValueError: a row is no pair, a pair is too long, or the pairs are too few for one optimizer step.
         """
         data, actor = config.data, config.actor_rollout_ref.actor
         if not actor.ptx_files:
@@ -46,16 +46,16 @@ class Supervision:
         pairs = PairStream(section, actor.ptx_files, tokenizer, longest=longest)
         if pairs.num_pairs < config.num_supervised:
             raise ValueError(
-                f"actor_rollout_ref.actor.ptx_files hold {pairs.num_pairs} pairs, and an optimizer step takes "
-                f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or give more"
+                f"actor_rollout_ref.actor.ptx_files hold {pairs.num_pairs} pairs, but an optimizer step takes "
+                f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or add pairs"
             )
         num_minibatches = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
         return cls(pairs=pairs, objective=PTXObjective(actor.ptx_coef), num_minibatches=num_minibatches)
 
     def terms(self, step: int) -> Iterator[LossTerm]:
-        """What the mini-batches of iteration `step` are learnt with, one after the other, without end.
+        """Yield the extra loss term of each mini-batch of a step, without end.
 
-        At temperature 1: the language model's own probabilities, not those of the sampler.
+        The temperature is 1: the term uses the language model's own probabilities, not the sampler's.
         """
         for number in count(step * self.num_minibatches):
             yield LossTerm(batch=self.pairs.take(number), objective=self.objective, temperature=1.0)

@@ -1,7 +1,7 @@
-"""Iterations that are kept in files, and those that learn from them again instead of sampling.
+"""Records the samples of steps in files, and replays steps from such files instead of sampling.
 
-An iteration that is replayed from the weights it had, under the same configuration, learns bit for bit the same; from
-other weights, or with another loss, it shows what they make of the same samples.
+A step that is replayed from its own weights, under the same configuration, learns bit for bit the same. With other
+weights or another loss, a replay shows what they learn from the same samples.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def replaying(config: Config) -> Config:
-    """What a replay does otherwise than its run: it keeps records of its own, and no samples and no checkpoints."""
+    """Return the configuration of a replay: it writes records of its own, and neither samples nor checkpoints."""
     trainer = config.trainer
     trainer = replace(
         trainer,
@@ -34,42 +34,41 @@ def replaying(config: Config) -> Config:
     return replace(config, trainer=trainer)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """Collects as another does, and keeps what it collects."""
+    """A source of samples that also writes them to an archive."""
 
-    samples: SampleSource
-    archive: Archive
+    def __init__(self, *, samples: SampleSource, archive: Archive) -> None:
+        self._samples, self._archive = samples, archive
 
     def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
-        """As the other; the iteration's file is there when this returns, or `archive/failures` is 1. Collective."""
-        collected = self.samples.collect(position, timers, step=step)
+        """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
+        collected = self._samples.collect(position, timers, step=step)
         with timers("dump_rollout_generations"):
-            kept = self.archive.keep_iteration(collected.scored, collected.baselines, step=step + 1)
+            kept = self._archive.keep_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Samples of earlier iterations; neither engine nor reward is asked."""
+    """Samples of earlier steps, which need neither engine nor reward."""
 
-    files: Mapping[int, Path]  # by iteration, counted from 1; none is missing between the first and the last
+    files: Mapping[int, Path]  # by step, counted from 1, without gaps
 
     @classmethod
     def find(cls, path: Path, *, after: int) -> "Replay":
-        """The iteration in a file, or all those in a directory that follow the first `after`.
+        """Find the step in a file, or all steps in a directory that follow step `after`.
 
-        Where a file's samples were drawn after another number of iterations, a warning says so.
+        Warn if the samples of a single file were not drawn after `after` steps.
 
         Raises:
-            ValueError: the next iteration is not in the directory, or one after it is missing.
+            ValueError: the directory lacks the next step, or has a gap after it.
         """
         if not path.is_dir():
             step = step_of(path)
             if step != after + 1:
                 logger.warning(
-                    "%s has the samples of iteration %d, which weights after %d iterations drew; they are learnt from "
-                    "with the weights after %d. The checkpoint is chosen by trainer.resume_mode and resume_from_path",
+                    "%s has the samples of step %d, which were drawn with the weights after %d steps, but this replay "
+                    "has the weights after %d. trainer.resume_mode and resume_from_path choose the checkpoint",
                     path,
                     step,
                     step - 1,
@@ -80,24 +79,24 @@ class Replay:
         files = {step: file for step, file in found.items() if step > after}
         if list(files) != list(range(after + 1, after + 1 + len(files))) or not files:
             raise ValueError(
-                f"{path} does not have the iterations that follow number {after}, from which the weights are, or there "
-                f"is a gap: it has {', '.join(map(str, found)) or 'none'}. Name one file, or begin with other weights "
+                f"the weights are those after {after} steps, but {path} lacks the next step or has a gap after it: "
+                f"it has {', '.join(map(str, found)) or 'no steps'}. Name one file, or start from other weights "
                 "(trainer.resume_mode=disable, or resume_path with trainer.resume_from_path)"
             )
         return cls(files)
 
     @property
     def first_step(self) -> int:
-        """Iterations before the first that is replayed."""
+        """Finished steps before the first replayed step."""
         return min(self.files) - 1
 
     @property
     def last_step(self) -> int:
-        """Iterations when the last one is replayed."""
+        """Finished steps after the last replayed step."""
         return max(self.files)
 
     def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
-        """What iteration `step`, counted from 0, learnt from."""
+        """Return the samples of step `step`, counted from 0."""
         with timers("gen"):
             scored, baselines = read_samples(self.files[step + 1])
         return Collected(scored=scored, baselines=baselines, position=position, metrics={})

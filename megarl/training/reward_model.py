@@ -1,11 +1,11 @@
-"""The neural reward model of a run: it reads a prompt with its answer and says one number.
+"""The neural reward model of a run: it reads a prompt with its response and returns one number.
 
-The policy's tokens become the model's own: the answer is decoded, put behind the prompt as the model's chat template
-wants it, and encoded again. Where both models share vocabulary and template, tokens pass as they are.
+The policy's tokens are translated: the response is decoded, appended to the prompt in the model's chat template, and
+encoded again. If both models share vocabulary and template, tokens pass unchanged.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -28,27 +28,25 @@ from megarl.rewards.scoring import RuleScorer
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardModel:
     """A frozen sequence classifier, sharded as the critic is."""
 
-    learner: Learner
-    budget: Budget
-    reader: Conversations
-    decoder: Tokenizer | None  # of the policy's tokens; None: the model reads them as they are
+    def __init__(self, *, learner: Learner, budget: Budget, reader: Conversations, decoder: Tokenizer | None) -> None:
+        """Take the model and its `reader`. `decoder` decodes the policy's tokens; None passes them unchanged."""
+        self._learner, self._budget, self._reader, self._decoder = learner, budget, reader, decoder
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """[B] float32: what the model gives each sample; the same on every rank.
+        """Return the model's score of each sample, `[B]` float32, the same on every rank.
 
         Raises:
-            ValueError: the chat template refuses a prompt, whose data row is named.
-            FloatingPointError: the model gave no finite number.
+            ValueError: the chat template refuses a prompt. Names its data row.
+            FloatingPointError: the model returned a number that is not finite.
         """
         sequences = _of_each(len(rollouts), lambda sample: self._read(rollouts, sample))
         longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
         # A sequence may be longer in this vocabulary than in the policy's, for which the budget was checked.
-        max_tokens = max(self.budget.max_tokens, -(-longest // self.learner.mesh.cp_size))
-        values: Tensor = self.learner.infer(scoring_batch(sequences), replace(self.budget, max_tokens=max_tokens))
+        max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
+        values: Tensor = self._learner.infer(scoring_batch(sequences), replace(self._budget, max_tokens=max_tokens))
         scores = values[:, 0]
         if not scores.isfinite().all():
             sample = scores.isfinite().tolist().index(False)
@@ -56,50 +54,48 @@ class RewardModel:
         return scores
 
     def _read(self, rollouts: Rollouts, sample: int) -> list[int]:
-        """The sample in the model's own tokens."""
+        """Return the sample in the model's own tokens."""
         prompt, response = rollouts.prompt_of(sample), rollouts.response_ids(sample)
-        if self.decoder is None:
-            return self.reader.fit([*prompt.token_ids, *response])
-        behind = [] if self.reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
-        answer = self.decoder.decode_after(behind, response)
+        if self._decoder is None:
+            return self._reader.fit([*prompt.token_ids, *response])
+        behind = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
+        text = self._decoder.decode_after(behind, response)
         try:
-            return self.reader.encode(prompt.raw_prompt, answer)
+            return self._reader.encode(prompt.raw_prompt, text)
         except ValueError as error:
             raise ValueError(f"the reward model cannot read data row {prompt.index}: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelScorer:
-    """The reward where a model has a say in it: alone, or beside rules."""
+    """The reward of a model, alone or added to that of rules."""
 
-    model: RewardModel
-    weight: float
-    rules: RuleScorer | None  # None: the model alone
-    tokenizer: Tokenizer  # the policy's
+    def __init__(self, *, model: RewardModel, weight: float, rules: RuleScorer | None, tokenizer: Tokenizer) -> None:
+        """Weigh the model's score by `weight`. `rules` None: the model alone. `tokenizer` is the policy's."""
+        self._model, self._weight, self._rules, self._tokenizer = model, weight, rules, tokenizer
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
-        """Let the rules start on a response; the model waits for all of them."""
-        if self.rules:
-            self.rules.begin(prompt, token_ids)
+        """Start to score a response by the rules. The model scores all responses together later."""
+        if self._rules:
+            self._rules.begin(prompt, token_ids)
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        """Score every sample; with metrics of the model's scores and of the rules. Raises what both raise."""
-        given = self.model.score(rollouts)
+        """Score every sample. Return metrics of the model and the rules too. Raises what both raise."""
+        given = self._model.score(rollouts)
         metrics = {
             "reward/model/mean": float(given.mean()),
             "reward/model/min": float(given.min()),
             "reward/model/max": float(given.max()),
         }
-        given = self.weight * given
-        if self.rules is None:
-            texts = _of_each(len(rollouts), lambda sample: self.tokenizer.decode(rollouts.response_ids(sample)))
+        given = self._weight * given
+        if self._rules is None:
+            texts = _of_each(len(rollouts), lambda sample: self._tokenizer.decode(rollouts.response_ids(sample)))
             return _finite(rollouts.extend(Scored, texts=texts, scores=given, accuracies=given)), metrics
-        scored, others = self.rules.score(rollouts)
+        scored, others = self._rules.score(rollouts)
         return _finite(replace(scored, scores=scored.scores + given)), metrics | others
 
 
 def _finite(scored: Scored) -> Scored:
-    """The record itself. FloatingPointError if weights make a score too large for float32."""
+    """Return the record itself. FloatingPointError if weights make a score too large for float32."""
     odd = (scored.judged() & ~scored.scores.isfinite()).nonzero()[:, 0].tolist()
     if odd:
         raise FloatingPointError(
@@ -113,7 +109,7 @@ Reward = RuleScorer | ModelScorer
 
 
 def make_rules(section: RewardModelSection, custom: CustomRewardSection, policy: Tokenizer) -> RuleScorer | None:
-    """The rules that have a say; None: a model scores alone. ValueError for what is wrong with the custom function."""
+    """Make the rules. None if a model scores alone. ValueError if the custom function has a fault."""
     rules = section.rules
     return RuleScorer.make(rules, custom, policy.decode) if rules else None
 
@@ -129,20 +125,20 @@ def make_reward(
     budget: Budget,
     balance: bool,
 ) -> Reward:
-    """The rules, with the model that `section` names where one is enabled; of it each rank loads its own part.
+    """Combine the rules with the reward model of `section`, if one is enabled. Each rank loads its part of the model.
 
     Args:
-        rules: as `make_rules` gives them.
-        section: what the user says of the model.
+        rules: from `make_rules`.
+        section: the user's settings of the model.
         policy: the tokenizer of the tokens that arrive.
         mesh: this rank's place.
-        policy_path: the checkpoint of the policy, for which `input_tokenizer` stands by default.
-        device: where the model computes.
+        policy_path: the checkpoint of the policy, the default of `input_tokenizer`.
+        device: of the model.
         budget: of a forward pass.
         balance: spread samples by length over data-parallel ranks.
 
     Raises:
-        ValueError: it is no sequence classifier, or does not know the policy's tokens that are to pass.
+        ValueError: the model is no sequence classifier, or lacks tokens of the policy that pass unchanged.
     """
     if section.model_weight is None:
         assert rules is not None, "nothing scores"
@@ -153,7 +149,7 @@ def make_reward(
     if given is None and policy.vocab_size > source.architecture.vocab_size:
         raise ValueError(
             f"reward_model.model.input_tokenizer=null passes the policy's {policy.vocab_size} tokens to a model of "
-            f"{source.architecture.vocab_size}: leave it out, so that answers are encoded again"
+            f"{source.architecture.vocab_size}: leave it out, so that responses are encoded again"
         )
     trusted = section.model.trust_remote_code
     reader = Conversations(
@@ -176,5 +172,5 @@ def make_reward(
 
 
 def _of_each(num: int, compute: Callable[[int], T]) -> list[T]:
-    """`compute` of 0 to `num` - 1, each on one rank, all on every rank; an error of one rank is raised on all."""
+    """Compute the items 0 to `num - 1`, each on one rank. Return all on every rank; an error is raised on all."""
     return [*chain.from_iterable(in_shares(num, lambda share: [compute(place) for place in share]))]

@@ -1,10 +1,10 @@
-"""Updates that were skipped because their loss or gradient was not finite: kept for inspection, and not too many.
+"""Handles updates that were skipped because the loss or gradient was not finite: keeps a few for inspection.
 
     RUN_DIR/nonfinite/step_12_actor_0.json      what was not finite in mini-batch 0 of the actor's step 12
                      /step_12_actor_0.parquet   the mini-batch: a row for each sample, every field of the record
-                     /step_12_actor_0_1.parquet what was to be learnt beside it, if anything
+                     /step_12_actor_0_1.parquet its extra loss term, if any
 
-Invariant: what is decided here follows from facts that all ranks share, so all of them go on or none does.
+Invariant: decisions follow from facts that all ranks share, so either all ranks continue or none does.
 """
 
 import json
@@ -25,11 +25,11 @@ from megarl.training.archive import write_record
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "nonfinite"
-MOST_KEPT = 16  # mini-batches of all models together; the oldest go
+MOST_KEPT = 16  # mini-batches of all models together; the oldest are removed
 
 
 class Skips:
-    """The skipped updates of one model; how many there were in a row is remembered over the steps of a process."""
+    """The skipped updates of one model. Counts how many come in a row, over the steps of a process."""
 
     def __init__(self, model: str, trainer: TrainerSection) -> None:
         self._model, self._most_in_a_row, self._in_a_row = model, trainer.max_skipped_updates, 0
@@ -37,10 +37,10 @@ class Skips:
         self._directory = self._run_dir / DIRECTORY
 
     def of_step(self, step: int) -> OnMinibatch:
-        """What `Learner.update` tells of the mini-batches of a step, counted from 1.
+        """Return the callback for `Learner.update` in a step, counted from 1.
 
         Raises:
-            ValueError: when called, on all ranks alike, with one skipped mini-batch more in a row than there may be.
+            ValueError: by the callback, on all ranks alike, if more mini-batches in a row were skipped than allowed.
         """
         return partial(self._note, step)
 
@@ -61,7 +61,7 @@ class Skips:
             raise ValueError(self._too_many(record, why))
 
     def _keep(self, record: Path, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite) -> None:
-        """Write a mini-batch down; a disk that does not take it stops no run."""
+        """Write a mini-batch to files. A disk error only warns."""
         facts = {
             "model": self._model,
             "step": step,
@@ -90,7 +90,7 @@ class Skips:
 
     def _too_many(self, record: Path, why: NotFinite) -> str:
         found = last_intact_during_run(self._run_dir)
-        good = f"the last good checkpoint is {found}" if found else f"{self._run_dir} has no whole checkpoint"
+        good = f"the last good checkpoint is {found}" if found else f"{self._run_dir} has no intact checkpoint"
         return (
             f"the {self._model}'s loss or gradient was not finite in {self._in_a_row} updates in a row, more than "
             f"trainer.max_skipped_updates={self._most_in_a_row}; the last time: {why.describe()}. Nothing was learnt "

@@ -1,8 +1,7 @@
-"""What a validation says: scores per data source, of answers alone and together, and samples for people to read."""
+"""Validates the actor: scores per data source, for single responses and groups, and samples for people to read."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megarl.algorithms.groups import mean_over_prompts, statistics
@@ -11,48 +10,55 @@ from megarl.rewards.scoring import RewardError, first_failures
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
-from megarl.training.interfaces import PromptSource, Sampler, Scorer
+from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
 from megarl.training.judge import SLOWEST, Judge
 
 
-@dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Prompts that the actor is judged by."""
+    """The validation of the actor on held-out prompts."""
 
-    prompts: PromptSource
-    sampler: Sampler
-    scorer: Scorer
-    tracker: Tracker
-    num_shown: int  # answers logged each time
-    archive: Archive | None = None  # None: the samples are not kept
+    def __init__(
+        self,
+        *,
+        prompts: PromptSource,
+        sampler: Sampler,
+        scorer: Scorer,
+        tracker: Tracker,
+        num_shown: int,
+        archive: Archive | None = None,
+    ) -> None:
+        """Prepare a validation that logs `num_shown` responses, and keeps all samples if there is an `archive`."""
+        self.tracker = tracker
+        self._prompts, self._sampler, self._scorer = prompts, sampler, scorer
+        self._num_shown, self._archive = num_shown, archive
 
-    def run(self, *, step: int) -> dict[str, float]:
-        """Draw and score answers to every prompt; logs the first of them, and keeps all where they are to be kept.
+    def run(self, *, step: int) -> Metrics:
+        """Draw and score responses to every prompt. Log the first responses, and keep all of them if configured.
 
         Returns:
-            Of each data source the mean score as `val/test_score/SOURCE`, and where a prompt has several answers
-            `val/SOURCE/mean@N` and the others of `megarl.algorithms.groups.statistics`; and what the reward says of
-            its work, as `val/reward/...`, but for its time: a validation that is repeated says the same. Where the
-            samples are kept, `val/archive/failures` is 1 if the disk did not take them, and 0 otherwise. Samples whose
-            reward failed are in none of the scores; `val/reward/masked_rate` is their share.
+            For each data source the mean score, `val/test_score/SOURCE`. If a prompt has several responses, also
+            `val/SOURCE/mean@N` and the other metrics of `megarl.algorithms.groups.statistics`. The reward's metrics
+            as `val/reward/...`, except its time, so that a repeated validation gives the same metrics. If samples are
+            kept, `val/archive/failures` is 1 if the disk refused them, else 0. Samples whose reward failed are in none
+            of the scores; `val/reward/masked_rate` is their share.
 
         Raises:
             RewardError: most samples, or all samples of a data source, have no score.
         """
-        with self.sampler.awake(Timers(), step=step) as metrics:
-            drawn = [self.sampler.validate(prompts, step=step) for prompts in self.prompts.batches()]
-        judge = Judge(self.scorer)
+        with self._sampler.awake(Timers(), step=step) as metrics:
+            drawn = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
+        judge = Judge(self._scorer)
         scored = join([judge.score(rollouts) for rollouts in drawn])
-        self.tracker.log_table("val/generations", _shown(scored, self.num_shown), step=step)
-        told = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
-        told["val/reward/masked_rate"] = 1.0 - float(scored.judged().double().mean())
-        if self.archive:
-            told["val/archive/failures"] = float(not self.archive.keep_validation(scored, step=step))
-        return metrics | told | scores_by_source(scored)
+        self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
+        reported = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
+        reported["val/reward/masked_rate"] = 1.0 - float(scored.judged().double().mean())
+        if self._archive:
+            reported["val/archive/failures"] = float(not self._archive.keep_validation(scored, step=step))
+        return metrics | reported | scores_by_source(scored)
 
 
-def scores_by_source(scored: Scored) -> dict[str, float]:
-    """The metrics of a validation, from its samples that have a score; each prompt was given equally many samples.
+def scores_by_source(scored: Scored) -> Metrics:
+    """Return the metrics of a validation, over the samples that have a score. Every prompt has equally many samples.
 
     Raises:
         RewardError: no sample of a data source has a score.
@@ -80,15 +86,15 @@ def scores_by_source(scored: Scored) -> dict[str, float]:
 
 
 def _answers(judged: Scored, prompts: Sequence[Sequence[int]]) -> list[list[str]] | None:
-    """The answers to each prompt, '' if a response has none; None if the reward did not tell the answer of any."""
-    told = [[judged.answers[sample] if judged.answers else None for sample in samples] for samples in prompts]
-    if all(answer is None for answers in told for answer in answers):
+    """Return the extracted answers for each prompt, '' for a response without one. None if no response has one."""
+    found = [[judged.answers[sample] if judged.answers else None for sample in samples] for samples in prompts]
+    if all(answer is None for answers in found for answer in answers):
         return None
-    return [[answer or "" for answer in answers] for answers in told]
+    return [[answer or "" for answer in answers] for answers in found]
 
 
 def _shown(scored: Scored, count: int) -> list[Mapping[str, Any]]:
-    """Rows of the first samples, for people."""
+    """Return rows of the first samples, for people."""
     have_ids = any(prompt.prompt_id is not None for prompt in scored.prompts)
     return [
         ({"prompt_id": scored.prompt_of(sample).prompt_id} if have_ids else {})

@@ -201,7 +201,7 @@ def test_a_reward_that_always_raises_stops_every_rank_and_names_a_sample(workspa
     assert "Traceback" not in output
     for rank in (0, 1):
         message = (
-            "the reward failed on 16 of 16 responses, more than half, so that the rest would teach something else: "
+            "the reward failed on 16 of 16 responses, more than half, so the others would teach something else: "
             "the reward failed on sample 0 (data source 'countdown/bare', data row "
         )
         assert f"megarl: rank {rank}: {message}" in output

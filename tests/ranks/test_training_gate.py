@@ -188,7 +188,7 @@ def test_a_fault_is_caught_in_its_own_iteration_and_nothing_learns_from_it(
     checkpoint = write_checkpoint(tmp_path / "model", "qwen3_moe", num_key_value_heads=4)
     for seen in pool.run(NUM_RANKS, iterations, checkpoint, dtype):
         for fault in FAULTS:
-            assert seen.complaints[fault].startswith("the engine did not draw the samples of iteration 2"), fault
+            assert seen.complaints[fault].startswith("the engine did not draw the samples of step 2"), fault
         assert seen.learnt == []
         for metrics in (seen.first, seen.last):
             assert metrics["training/rollout_mismatch"] < metrics["training/rollout_mismatch_limit"]

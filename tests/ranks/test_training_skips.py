@@ -183,7 +183,7 @@ def many(run_dir: Path) -> None:
     why = NotFinite(loss=float("inf"), grad_norm=1.0, rows=((), ()), parameters={})
     for number in range(MOST_KEPT + 1):
         skips.of_step(3)(number, [term, term], why)
-    with pytest.raises(ValueError, match="has no whole checkpoint"):
+    with pytest.raises(ValueError, match="has no intact checkpoint"):
         skips.of_step(4)(0, [term], why)
 
 

@@ -237,12 +237,12 @@ def test_groups_steps_and_truths_that_cannot_be_are_named(tmp_path: Path) -> Non
     for name, row, value, said in (
         ("group", 3, 0, "row 3, column group: other samples of group 0 are not next to it"),
         ("group", 0, -1, "row 0, column group: -1 is less than 0"),
-        ("step", 2, 7, "row 2, column step: 7, and row 0 is of step 1"),
-        ("prompt", 1, "another", "row 1, column prompt: it is another than that of row 0"),
-        ("prompt_ids", 1, [3], "row 1, column prompt_ids: it is another than that of row 0"),
+        ("step", 2, 7, "row 2, column step: 7, but row 0 is of step 1"),
+        ("prompt", 1, "another", "row 1, column prompt: it differs from row 0"),
+        ("prompt_ids", 1, [3], "row 1, column prompt_ids: it differs from row 0"),
         ("response_ids", 1, [-3], "row 1, column response_ids: a number is less than 0"),
-        ("ground_truth", 0, "{", "row 0, column ground_truth: it is no JSON"),
-        ("ground_truth", 0, "[" * 100_000, "row 0, column ground_truth: it is no JSON (RecursionError"),
+        ("ground_truth", 0, "{", "row 0, column ground_truth: it is not JSON"),
+        ("ground_truth", 0, "[" * 100_000, "row 0, column ground_truth: it is not JSON (RecursionError"),
     ):
         assert said in read_spoilt(path, column_of(table, name, row, value))
     assert "it has no samples" in read_spoilt(path, table.slice(0, 0))

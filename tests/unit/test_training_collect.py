@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_the_position_that_it_saved(five: PromptStream, tmp_p
 
 def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five: PromptStream) -> None:
     message = (
-        r"filter_groups found 1 of 2 prompts whose answers differ in acc in 2 batches \(max_num_gen_batches=2\).*"
+        r"filter_groups found only 1 of 2 prompts whose responses differ in acc, in 2 batches \(max_num_gen_batches=2\).*"
         r"raise actor_rollout_ref\.rollout\.n or max_num_gen_batches \(0 = no limit\)"
     )
     world = World(right_and_wrong(3))
@@ -221,7 +221,7 @@ def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five:
 
 def test_without_a_limit_it_goes_on_as_long_as_an_epoch_has_something(five: PromptStream) -> None:
     late = World(lambda row, batch: (0.0, float(batch > 3)))  # after two epochs
-    with pytest.raises(ValueError, match="found 0 of 2 prompts"):
+    with pytest.raises(ValueError, match="found only 0 of 2 prompts"):
         collector(five, late, max_num_gen_batches=0).collect(Position(), Timers(), step=0)
     once = World(lambda row, batch: (0.0, float(batch > 8 or (batch, row) == (1, 2))))
     collected = collector(five, once, max_num_gen_batches=0).collect(Position(), Timers(), step=0)
@@ -256,7 +256,7 @@ def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
     if found:
         assert rows(collecting.collect(Position(), Timers(), step=0)) == [0, 1]
     else:
-        with pytest.raises(ValueError, match="0 of 2 prompts whose answers differ in score"):
+        with pytest.raises(ValueError, match="only 0 of 2 prompts whose responses differ in score"):
             collecting.collect(Position(), Timers(), step=0)
 
 

@@ -71,7 +71,7 @@ def test_four_times_the_healthy_distance_never_passes(dtype: str, seed: int, fac
     first = judge(rollouts, noise(rollouts, scale, seed=seed), limits, healthy=())
     level = max(first.healthy[0], limits.mismatch_stop * LEAST / limits.mismatch_growth)
     distance = factor * (2 * level) ** 0.5
-    with pytest.raises(MismatchError, match=r"samples of iteration 5 .* Nothing has learnt from them"):
+    with pytest.raises(MismatchError, match=r"samples of step 5 .* Nothing has learnt from them"):
         judge(rollouts, noise(rollouts, distance, seed=seed + 1), limits, healthy=first.healthy)
 
 

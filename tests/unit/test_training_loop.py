@@ -365,7 +365,7 @@ def drawn_by(world: World) -> Collector:
 def test_nothing_learns_from_an_iteration_that_the_engine_did_not_draw_from_the_trainers_probabilities() -> None:
     diary = Diary()
     actor, samples = Drifting(diary, slice(None)), drawn_by(LongAnswers(diary))
-    with pytest.raises(MismatchError, match=r"the samples of iteration 2 .* 4 of 4 samples are far out \(rows 0, 1 "):
+    with pytest.raises(MismatchError, match=r"the samples of step 2 .* 4 of 4 samples are far out \(rows 0, 1 "):
         run(diary=diary, actor=actor, samples=samples, save_freq=1)
     assert diary.steps_of("critic.update") == diary.steps_of("actor.update") == [0]
     assert list(diary.saved) == [1]

@@ -42,7 +42,7 @@ def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pyte
     replay = Replay.find(renamed, after=2)
     assert (replay.first_step, replay.last_step) == (6, 7)
     assert replay.collect(Position(), Timers(), step=6).scored.scores.tolist() == [7.0] * 4
-    assert "odd.parquet has the samples of iteration 7, which weights after 6 iterations drew" in caplog.text
+    assert "odd.parquet has the samples of step 7, which were drawn with the weights after 6 steps" in caplog.text
     assert "with the weights after 2." in caplog.text
     caplog.clear()
     Replay.find(renamed, after=6)
@@ -53,7 +53,7 @@ def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pyte
 def test_a_directory_without_the_next_iterations_is_refused(tmp_path: Path, steps: tuple[int, ...], after: int) -> None:
     keep(tmp_path, *steps)
     listed = ", ".join(map(str, steps)) or "none"
-    with pytest.raises(ValueError, match=f"follow number {after}, .* it has {listed}. Name one file"):
+    with pytest.raises(ValueError, match=f"those after {after} steps, .* it has {listed}. Name one file"):
         Replay.find(tmp_path, after=after)
 
 
@@ -66,7 +66,7 @@ def test_samples_that_a_full_disk_does_not_take_are_counted(tmp_path: Path, capl
         assert recorder.collect(Position(), Timers(), step=0).metrics == {"archive/failures": 0.0}
         disk.fill()
         assert recorder.collect(Position(), Timers(), step=1).metrics == {"archive/failures": 1.0}
-        assert f"{directory / 'step_2.parquet'} is not kept, training goes on: No space left" in caplog.text
+        assert f"{directory / 'step_2.parquet'} was not written, training continues: No space left" in caplog.text
         assert [path.name for path in directory.iterdir()] == ["step_1.parquet"]
         disk.clear()
         assert recorder.collect(Position(), Timers(), step=2).metrics == {"archive/failures": 0.0}
