@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_the_position_that_it_saved(five: PromptStream, tmp_p
 
 def test_too_few_groups_within_the_limit_are_an_error_that_says_what_to_do(five: PromptStream) -> None:
     message = (
-        r"filter_groups found only 1 of 2 prompts whose responses differ in acc, in 2 batches \(max_num_gen_batches=2\).*"
+        r"found only 1 of 2 prompts whose responses differ in acc, in 2 batches \(max_num_gen_batches=2\).*"
         r"raise actor_rollout_ref\.rollout\.n or max_num_gen_batches \(0 = no limit\)"
     )
     world = World(right_and_wrong(3))

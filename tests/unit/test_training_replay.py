@@ -43,7 +43,7 @@ def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pyte
     assert (replay.first_step, replay.last_step) == (6, 7)
     assert replay.collect(Position(), Timers(), step=6).scored.scores.tolist() == [7.0] * 4
     assert "odd.parquet has the samples of step 7, which were drawn with the weights after 6 steps" in caplog.text
-    assert "with the weights after 2." in caplog.text
+    assert "has the weights after 2." in caplog.text
     caplog.clear()
     Replay.find(renamed, after=6)
     assert not caplog.text
@@ -52,7 +52,7 @@ def test_one_file_whatever_the_weights_and_its_name(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(("steps", "after"), [((1, 2, 4), 0), ((2, 3), 0), ((1, 2), 2), ((), 0)])
 def test_a_directory_without_the_next_iterations_is_refused(tmp_path: Path, steps: tuple[int, ...], after: int) -> None:
     keep(tmp_path, *steps)
-    listed = ", ".join(map(str, steps)) or "none"
+    listed = ", ".join(map(str, steps)) or "no steps"
     with pytest.raises(ValueError, match=f"those after {after} steps, .* it has {listed}. Name one file"):
         Replay.find(tmp_path, after=after)
 
