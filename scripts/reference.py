@@ -4,11 +4,13 @@ A page is docs/PAGE.md. With `--check` nothing is written, and the program fails
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
+from megarl.config.reference import ROOTS, parts
 from megarl.tracking.metrics import GROUPS, TABLES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -37,13 +39,44 @@ def metrics() -> Iterator[str]:
     yield table(("table", "columns", "rows"), [(f"`{name}`", columns, meaning) for name, columns, meaning in TABLES])
 
 
+def configuration() -> Iterator[str]:
+    """Yield the paragraphs of docs/configuration.md: those above the mark stay as they are in the file."""
+    mark = WRITTEN_BY.format(page="configuration")
+    yield (DOCS / "configuration.md").read_text().partition(mark)[0].strip()
+    yield mark
+    yield "## Contents"
+    found = parts()
+    for root, (heading, command) in ROOTS.items():
+        links = (f"  - [{part.title}](#{anchor(part.title)})" for part in found[root])
+        yield "\n".join([f"- {heading} (`python -m megarl.{command}`)", *links])
+    for root, (heading, command) in ROOTS.items():
+        yield f"# {heading}: `python -m megarl.{command}`"
+        for part in found[root]:
+            yield f"## {part.title}"
+            if part.twin is None:
+                yield fill(part.text, width=120, break_on_hyphens=False, break_long_words=False)
+            else:
+                differ = "; these differ:" if part.keys else "."
+                yield f"The keys are those of [{part.twin}](#{anchor(part.twin)}){differ}"
+            if part.keys:
+                rows = [
+                    (f"`{key.name}`", key.kind, key.default, f"{key.text} {key.condition}".strip()) for key in part.keys
+                ]
+                yield table(("key", "type", "default", "meaning"), rows)
+
+
+def anchor(title: str) -> str:
+    """Return the name by which a link finds a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-PAGES: Mapping[str, Callable[[], Iterator[str]]] = {"metrics": metrics}
+PAGES: Mapping[str, Callable[[], Iterator[str]]] = {"configuration": configuration, "metrics": metrics}
 """Page -> its paragraphs."""
 
 

@@ -30,8 +30,17 @@ class Row:
     keys: tuple[str, ...]  # patterns
     read: Callable[[Any], bool]  # of the root
     because: tuple[str, ...] = ()  # the keys that decide
-    values: tuple[object, ...] = ()  # of the one key that decides, those with which the keys are read
+    values: tuple[object, ...] = ()  # of the one key that decides, if the keys are read with these values of it alone
+    only: str = ""  # else in words: if what
     why: str = ""  # a reason in words, if no key decides
+
+    @property
+    def condition(self) -> str:
+        """Say with what other keys the keys are read; empty if nothing ever reads them."""
+        if not self.values:
+            return self.only
+        *most, last = (f"`{shown(value)}`" for value in self.values)
+        return f"`{self.because[0]}` is {', '.join(most)}{' or ' if most else ''}{last}"
 
 
 def _with(keys: str | tuple[str, ...], leader: str, *values: object) -> Row:
@@ -91,12 +100,14 @@ def _optim_rows(where: str, optim: Callable[[Any], OptimSection]) -> tuple[Row, 
         Row(
             keys=(f"{where}.min_lr_ratio",),
             read=lambda config: _decays(optim(config)),
+            only="`warmup_style` is not `constant`",
             because=(f"{where}.warmup_style",),
         ),
         _with(f"{where}.lr_warmup_steps_ratio", f"{where}.lr_warmup_steps", None),
         Row(
             keys=(f"{where}.total_training_steps",),
             read=lambda config: _decays(optim(config)) or _warms_by_ratio(optim(config)),
+            only="the learning rate decays, or warms up by `lr_warmup_steps_ratio`",
             because=(f"{where}.warmup_style", f"{where}.lr_warmup_steps_ratio"),
         ),
     )
@@ -108,12 +119,14 @@ def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
         Row(
             keys=("trainer.mlflow_tracking_uri",),
             read=lambda config: "mlflow" in config.trainer.logger,
+            only="`trainer.logger` names mlflow",
             because=("trainer.logger",),
         ),
         _with("trainer.total_epochs", "trainer.total_training_steps", None),
         Row(
             keys=tuple(f"{where}.*_offload" for where in megatron),
             read=lambda config: config.trainer.device != "cpu",
+            only="`trainer.device` is not `cpu`",
             because=("trainer.device",),
         ),
     )
@@ -127,11 +140,13 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
         read=_penalises_reward,
+        only="the divergence is part of the reward",
         because=("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"),
     ),
     Row(
         keys=("algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
         read=lambda config: config.algorithm.kl_ctrl.kl_coef > 0.0,
+        only="`algorithm.kl_ctrl.kl_coef` is more than 0",
         because=("algorithm.kl_ctrl.kl_coef",),
     ),
     _with("algorithm.kl_penalty_k3_bound", "algorithm.kl_penalty", *K3),
@@ -149,6 +164,7 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=(f"{CORRECTION}.rollout_rs_*",),
         read=lambda config: config.algorithm.rollout_correction.rollout_rs is not None,
+        only="`algorithm.rollout_correction.rollout_rs` is set",
         because=(f"{CORRECTION}.rollout_rs",),
     ),
     Row(
@@ -160,6 +176,7 @@ PPO_ROWS: tuple[Row, ...] = (
                 and config.algorithm.rollout_correction.rollout_rs_threshold is None
             )
         ),
+        only="`rollout_is` is set, or `rollout_rs` is set and `rollout_rs_threshold` is null",
         because=(f"{CORRECTION}.rollout_is",),
     ),
     _with(f"{ACTOR}.kl_loss_*", f"{ACTOR}.use_kl_loss", True),
@@ -168,6 +185,7 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=(f"{ACTOR}.clip_ratio",),
         read=_clips_alike,
+        only="`clip_ratio_low` or `clip_ratio_high` is null",
         because=(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
     ),
     Row(
@@ -176,12 +194,19 @@ PPO_ROWS: tuple[Row, ...] = (
             config.actor_rollout_ref.actor.use_dynamic_bsz
             or (config.reward_model.enable and config.reward_model.micro_batch_size is None)
         ),
+        only=f"`{ACTOR}.use_dynamic_bsz` is true, or a reward model has no `micro_batch_size`",
         because=(f"{ACTOR}.use_dynamic_bsz",),
     ),
-    Row(keys=(f"{REF}.*",), read=lambda config: config.has_reference, why="as nothing asks for a reference"),
+    Row(
+        keys=(f"{REF}.*",),
+        read=lambda config: config.has_reference,
+        only="the reward or the loss has a divergence from the reference",
+        why="as nothing asks for a reference",
+    ),
     Row(
         keys=(f"{REF}.log_prob_*",),
         read=lambda config: not config.has_reference or _reference_computes(config),
+        only="one of these divergences is not `full`",
         because=("algorithm.kl_penalty", f"{ACTOR}.kl_loss_type"),
     ),
     Row(
@@ -205,12 +230,14 @@ PPO_ROWS: tuple[Row, ...] = (
             *("reward_model.default_score", "data.return_raw_chat", "data.return_raw_input_ids"),
         ),
         read=_scores_by_rules,
+        only="rules score the responses",
         why="as the reward model scores alone",
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
     Row(
         keys=("custom_reward_function.name",),
         read=lambda config: config.custom_reward_function.path is not None,
+        only="`custom_reward_function.path` is set",
         because=("custom_reward_function.path",),
     ),
     _with("data.truncation", "data.filter_overlong_prompts", False),
@@ -219,16 +246,19 @@ PPO_ROWS: tuple[Row, ...] = (
         read=lambda config: bool(
             config.data.shuffle or config.actor_rollout_ref.actor.shuffle or config.actor_rollout_ref.actor.ptx_files
         ),
+        only="`data.shuffle` or `actor_rollout_ref.actor.shuffle` is true, or `ptx_files` is set",
         because=("data.shuffle", f"{ACTOR}.shuffle"),
     ),
     Row(
         keys=("data.val_batch_size", f"{ROLLOUT}.val_kwargs.*", "trainer.log_val_generations"),
         read=_validates,
+        only="the run validates",
         because=("data.val_files", "trainer.val_before_train", "trainer.test_freq"),
     ),
     Row(
         keys=("trainer.val_before_train",),
         read=lambda config: bool(config.data.val_files),
+        only="`data.val_files` is set",
         because=("data.val_files",),
     ),
     _with(
@@ -241,6 +271,7 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=(f"{ROLLOUT}.free_cache_engine",),
         read=lambda config: config.trainer.device != "cpu",
+        only="`trainer.device` is not `cpu`",
         because=("trainer.device",),
     ),
     *_optim_rows(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
@@ -257,7 +288,12 @@ FILE_ROWS: tuple[Row, ...] = (
         read=lambda config: False,
         why="by a run that learns from files",
     ),
-    Row(keys=("trainer.test_freq",), read=lambda config: bool(config.data.val_files), because=("data.val_files",)),
+    Row(
+        keys=("trainer.test_freq",),
+        read=lambda config: bool(config.data.val_files),
+        only="`data.val_files` is set",
+        because=("data.val_files",),
+    ),
     _with("data.seed", "data.shuffle", True),
     *_optim_rows("optim", lambda config: config.optim),
     *_shared_rows(("megatron",)),
@@ -281,14 +317,16 @@ def reasons(config: Config | SFTConfig | RewardTrainConfig, written: Collection[
         for row in ROWS[type(config)]:
             if any(fnmatchcase(key, pattern) for pattern in row.keys) and not row.read(config):
                 found[key] = redact(
-                    row.why or "with " + ", ".join(f"{one}={_shown(leaves.get(one))}" for one in row.because)
+                    row.why or "with " + ", ".join(f"{one}={shown(leaves.get(one))}" for one in row.because)
                 )
                 break
     return found
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        value = list(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
