@@ -53,11 +53,10 @@ def configuration() -> Iterator[str]:
         yield f"# {heading}: `python -m megarl.{command}`"
         for part in found[root]:
             yield f"## {part.title}"
-            if part.twin is None:
-                yield fill(part.text, width=120, break_on_hyphens=False, break_long_words=False)
-            else:
-                differ = "; these differ:" if part.keys else "."
-                yield f"The keys are those of [{part.twin}](#{anchor(part.twin)}){differ}"
+            text = part.text
+            if part.twin is not None:
+                text = f"The keys are those of [{part.twin}](#{anchor(part.twin)}){'; these differ' * bool(part.keys)}."
+            yield fill(f"{text} {part.condition}".strip(), width=120, break_on_hyphens=False, break_long_words=False)
             if part.keys:
                 rows = [
                     (f"`{key.name}`", key.kind, key.default, f"{key.text} {key.condition}".strip()) for key in part.keys

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.schema import MANDATORY, Schema
-from megarl.config.unread import ROWS, shown
+from megarl.config.unread import ROWS, Row, shown
 
 ROOTS: Mapping[type, tuple[str, str]] = {
     Config: ("Training from rewards", "train"),
@@ -40,6 +40,7 @@ class Part:
 
     title: str
     text: str
+    condition: str  # when the section is read; empty: always
     twin: str | None  # the title of an earlier part with the same keys: `keys` are those that differ
     keys: tuple[Key, ...]
 
@@ -61,6 +62,7 @@ def parts() -> dict[type, list[Part]]:
                 part = Part(
                     title=title,
                     text=text,
+                    condition=_condition(path, root),
                     twin=None if own else twin,
                     keys=tuple(keys.values() if own else differ),
                 )
@@ -90,7 +92,7 @@ def _keys(cls: type, prefix: str, schema: Schema, root: type) -> Iterator[Key]:
                 kind=_kind(hints[field.name]),
                 default=_default(path, schema, root),
                 text=texts[field.name],
-                condition=_condition(path, root),
+                condition=_condition(path, root, known=prefix.rstrip(".")),
             )
 
 
@@ -109,14 +111,22 @@ def _docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _condition(path: str, root: type) -> str:
-    """Say when the key at `path` is read, from the rows of `unread` that name the key; empty if it always is."""
-    rows = [row for row in ROWS.get(root, ()) if any(fnmatchcase(path, pattern) for pattern in row.keys)]
+def _condition(path: str, root: type, *, known: str = "") -> str:
+    """Say when the key or section at `path` is read; empty if it always is.
+
+    The rows of `unread` say so. Rows that name all of the section `known` are left out.
+    """
+    section = path.rpartition(".")[0]
+    rows = [row for row in ROWS.get(root, ()) if _names(row, path) and not _names(row, known)]
     if never := [row.why for row in rows if not row.condition]:
         return f"*Not read {never[0]}.*"
-    section = path.rpartition(".")[0]
     conditions = dict.fromkeys(row.condition.replace(f"`{section}.", "`") for row in rows)
     return f"*Read only if {', and '.join(conditions)}.*" if conditions else ""
+
+
+def _names(row: Row, path: str) -> bool:
+    """Tell whether a row names the key at `path`, or all keys under the section at `path`."""
+    return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.", pattern) for pattern in row.keys)
 
 
 def _default(path: str, schema: Schema, root: type) -> str:
