@@ -18,7 +18,7 @@ from megarl.config.root import LINKS
 from megarl.config.schema import Schema
 from megarl.rewards import PREFIXES, REWARDS, SOURCES
 from megarl.rewards.reasoning_gym import REFUSED
-from scripts.pictures import find_arrows, read_layers
+from scripts.pictures import STEP, find_arrows, read_layers
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -174,6 +174,12 @@ def test_the_house_tree_names_every_room() -> None:
 def test_the_picture_of_the_rooms_shows_the_imports_of_the_code() -> None:
     drawn = re.findall(r'id="(\w+)-&gt;(\w+)"', (DOCS / "images" / "house.svg").read_text())
     assert set(drawn) == find_arrows(read_layers()), "run: python scripts/pictures.py house"
+
+
+def test_the_picture_of_a_step_shows_the_phases_of_the_code() -> None:
+    files = [*(ROOT / "megarl" / "training").glob("*.py"), *(ROOT / "megarl" / "sync").glob("*.py")]
+    timed = {name for file in files for name in re.findall(r'timers\("(\w+)"', file.read_text())}
+    assert {name for _, name, _, _ in STEP} - timed == {"gate"}
 
 
 def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
