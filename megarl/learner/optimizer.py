@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.learner.config import MegatronSection, OptimSection
-from megarl.platform.cpu import megatron_platform
+from megarl.learner.patches.cpu import megatron_platform
 
 
 class Optimizer:

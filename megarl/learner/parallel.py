@@ -13,8 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
 from megarl.learner.patches import apply_patches
+from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.grid import Cut, Grid
-from megarl.platform.cpu import megatron_platform
 
 
 @dataclass(frozen=True, kw_only=True)

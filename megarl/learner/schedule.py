@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
-from megarl.platform.cpu import megatron_platform
+from megarl.learner.patches.cpu import megatron_platform
 
 Head = Callable[[Tensor], Any]
 MicroBatch = tuple[Packed, Head]  # a micro-batch, and the head that reads its final hidden states

@@ -14,10 +14,31 @@ from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
-from unittest.mock import patch
 
+from megarl.platform.patching import declare, replaced
 from megarl.rewards.arithmetic import Operations, read
 
+PARSERS = tuple(
+    declare(
+        module,
+        "parse_expr",
+        library="math-verify",
+        versions=">=0.9,<0.10",
+        reason="reads plain text of a response by `eval`",
+        upstream="sympy/parsing/sympy_parser.py: parse_expr, whose docstring warns of `eval`",
+        until="sympy parses without `eval`",
+    )
+    for module in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser")
+)
+COMPILER = declare(
+    "sympy.utilities.lambdify",
+    *("compile", "eval", "exec"),
+    library="math-verify",
+    versions=">=0.9,<0.10",
+    reason="writes the names of symbols, which may be any text, into code and runs it",
+    upstream="sympy/utilities/lambdify.py: lambdify",
+    until="sympy evaluates numerically without generated code",
+)
 MAX_CHARACTERS = 1000
 """Of an answer that is compared: six times the longest of MATH. Math-verify's time grows faster than the length."""
 
@@ -135,10 +156,9 @@ def _no_eval() -> Iterator[None]:
     closed: what sympy would compute with it, sympy computes otherwise, or not at all.
     """
     with ExitStack() as stack:
-        for name in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser"):
-            stack.enter_context(patch.object(import_module(name), "parse_expr", _term))
-        for builtin in ("compile", "eval", "exec"):
-            stack.enter_context(patch.object(import_module("sympy.utilities.lambdify"), builtin, _refuse, create=True))
+        for parser in PARSERS:
+            stack.enter_context(replaced(parser, parse_expr=_term))
+        stack.enter_context(replaced(COMPILER, compile=_refuse, eval=_refuse, exec=_refuse))
         yield
 
 

@@ -51,8 +51,8 @@ def shards(checkpoint: Path, split: dict[str, int]) -> list[SHARD]:
     """On one rank: its shards of a model read from `checkpoint`, as Megatron describes them."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+    from megarl.learner.patches.cpu import megatron_platform
     from megarl.models.trainer import trainer_layout
-    from megarl.platform.cpu import megatron_platform
 
     learner = make_test_learner(checkpoint, {PARALLEL[axis]: size for axis, size in split.items()}, optim=None)
     sizes_alone = trainer_layout(learner.architecture, learner.mesh.grid, dist.get_rank(), dtype=torch.float32)

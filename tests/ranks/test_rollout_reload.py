@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 NUM_RANKS = 1
 Fault = Callable[[pytest.MonkeyPatch, Any], None]
 RESPONSE = 8
-# vLLM's own latent attention computes on CPU at one size only; see `patches.CPU_ENVIRONMENT`.
+# vLLM's own latent attention computes on CPU at one size only; see CPU_ENVIRONMENT in rollout/patches/process.py.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
 

