@@ -5,7 +5,7 @@ rank's slice of the logits exists, in float32; the backward pass computes it aga
 per token.
 
 No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and the probability of its
-token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.engine.llm_arguments`).
+token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.arguments.llm_arguments`).
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placem
 
 VOCAB_MULTIPLE = 64  # rows that the padded vocabulary of a whole engine divides by
 
-Part = tuple[str, Box]  # a box of a Hugging Face parameter
+NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it
 
 
 def engine_layout(
@@ -93,24 +93,24 @@ class _Cut:
         """All of everything."""
         return replace(self, tp_rank=0, tp_size=1)
 
-    def whole(self, name: str) -> Part:
+    def whole(self, name: str) -> NamedBox:
         """All of a parameter."""
         return name, whole(hf_shapes(self.architecture)[self.prefix + name])
 
-    def rows(self, name: str, *, num_parts: int | None = None) -> Part:
+    def rows(self, name: str, *, num_parts: int | None = None) -> NamedBox:
         """This rank's slice of the rows; with fewer parts than ranks, neighbours have the same."""
         num_parts = num_parts or self.tp_size
         box = self.whole(name)[1]
         size, part = box.hi[0] // num_parts, self.tp_rank * num_parts // self.tp_size
         return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
 
-    def columns(self, name: str) -> Part:
+    def columns(self, name: str) -> NamedBox:
         """This rank's slice of the columns."""
         rows, columns = self.whole(name)[1].hi
         size = columns // self.tp_size
         return name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size))
 
-    def vocabulary(self, name: str) -> list[Part]:
+    def vocabulary(self, name: str) -> list[NamedBox]:
         """This rank's slice of the padded rows; nothing where all of them are padding."""
         rows, columns = self.whole(name)[1].hi
         size = -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp_size
@@ -227,7 +227,7 @@ def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Pie
         yield from _stacked(name, [cut.whole(name)], dtype)
 
 
-def _stacked(param: str, parts: Sequence[Part], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
+def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
     """Parts below one another, as element `index` of `param`."""
     offset = index * sum(box.numel for _, box in parts)
     for name, box in parts:

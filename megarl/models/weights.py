@@ -52,7 +52,7 @@ class Region:
     row: int
 
 
-class Rule(Protocol):
+class CutRule(Protocol):
     """One way to cut."""
 
     padded: ClassVar[bool]  # whether local rows may be left without a region
@@ -94,7 +94,7 @@ class ColumnParallel:
 
 
 @dataclass(frozen=True)
-class DownProjection:
+class ReplicatedOrColumnParallel:
     """Transformer Engine gives every rank the whole matrix, Megatron's own linear layer a slice of its rows.
 
     Only the shape tells which of the two built it.
@@ -106,7 +106,7 @@ class DownProjection:
     def regions(self, shard: Shard) -> Iterator[Region]:
         """One region: all rows or the shard's."""
         whole_shape = shard.full_shape(self.name)
-        rule: Rule = Replicated(self.name) if shard.shape == whole_shape else ColumnParallel(self.name)
+        rule: CutRule = Replicated(self.name) if shard.shape == whole_shape else ColumnParallel(self.name)
         return rule.regions(shard)
 
 
@@ -190,17 +190,17 @@ class Vocabulary:
             yield Region(name, _rows(full_shape, first, min(end, full_shape[0])), 0)
 
 
-MODEL: Mapping[str, Rule] = {
+MODEL: Mapping[str, CutRule] = {
     "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", "model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
     # A tied model cut into pipeline stages keeps a second copy of the embedding on its last stage.
     "output_layer.weight": Vocabulary("lm_head.weight", "model.embed_tokens.weight"),
 }
 
-SCALAR_HEAD: Mapping[str, Rule] = {"output_layer.weight": Replicated(SCORE)}
+SCALAR_HEAD: Mapping[str, CutRule] = {"output_layer.weight": Replicated(SCORE)}
 
 # Transformer Engine fuses a norm into the linear layer behind it, so the norms have two names.
-LAYER: Mapping[str, Rule] = {
+LAYER: Mapping[str, CutRule] = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
     "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
@@ -209,7 +209,7 @@ LAYER: Mapping[str, Rule] = {
     "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
 }
 
-ATTENTION: Mapping[str, Rule] = {
+ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_qkv.layer_norm_weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": FusedQKV("weight"),
     "self_attention.linear_qkv.bias": FusedQKV("bias"),
@@ -218,13 +218,13 @@ ATTENTION: Mapping[str, Rule] = {
 }
 
 # The rows of the up-projections are whole heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
-LATENT_ATTENTION: Mapping[str, Rule] = {
+LATENT_ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_q_proj.weight": ColumnParallel("self_attn.q_proj.weight"),
-    "self_attention.linear_q_down_proj.weight": DownProjection("self_attn.q_a_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": ReplicatedOrColumnParallel("self_attn.q_a_proj.weight"),
     "self_attention.q_layernorm.weight": Replicated("self_attn.q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.layer_norm_weight": Replicated("self_attn.q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.weight": ColumnParallel("self_attn.q_b_proj.weight"),
-    "self_attention.linear_kv_down_proj.weight": DownProjection("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.linear_kv_down_proj.weight": ReplicatedOrColumnParallel("self_attn.kv_a_proj_with_mqa.weight"),
     "self_attention.kv_layernorm.weight": Replicated("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.layer_norm_weight": Replicated("self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": ColumnParallel("self_attn.kv_b_proj.weight"),
@@ -232,7 +232,7 @@ LATENT_ATTENTION: Mapping[str, Rule] = {
 
 
 @cache
-def _sparse_layer(names: ExpertNames) -> Mapping[str, Rule]:
+def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
     """What a layer with experts has beside them."""
     shared = f"{names.block}.{names.shared}"
     return {
@@ -245,7 +245,7 @@ def _sparse_layer(names: ExpertNames) -> Mapping[str, Rule]:
 
 
 @cache
-def _expert(names: ExpertNames) -> Mapping[str, Rule]:
+def _expert(names: ExpertNames) -> Mapping[str, CutRule]:
     """The two matrices of one expert."""
     return {
         "1": GatedMLP(f"{names.gate}.weight", f"{names.up}.weight"),
@@ -291,7 +291,7 @@ def pieces(
     ]
 
 
-def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[Rule, Shard]:
+def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[CutRule, Shard]:
     layer = LAYER_NAME.fullmatch(name)
     if not layer:
         tables = (SCALAR_HEAD, MODEL) if architecture.scalar_head else (MODEL,)
@@ -310,7 +310,7 @@ def _find(architecture: Architecture, name: str, shape: tuple[int, ...], cut: Cu
     return rule, Shard(architecture, prefix, shape, cut.tp_rank, cut.tp_size)
 
 
-def _known(tables: Sequence[Mapping[str, Rule]], key: str, name: str) -> Rule:
+def _known(tables: Sequence[Mapping[str, CutRule]], key: str, name: str) -> CutRule:
     for table in tables:
         if key in table:
             return table[key]

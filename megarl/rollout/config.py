@@ -1,4 +1,4 @@
-"""What a user may say about generation by vLLM."""
+"""The configuration of generation by vLLM."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -20,14 +20,14 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 @section
 class SamplingSection:
-    """`rollout.val_kwargs.*`: how validation samples."""
+    """`rollout.val_kwargs.*`: sampling in validation."""
 
     n: Count = 1
     """Responses per prompt."""
     do_sample: bool = False
-    """False = greedy: temperature, top_p and top_k are not read."""
+    """Draw tokens at random; False = greedy: temperature, top_p and top_k are not read."""
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
-    """Divides the logits, at most 100; 0 = greedy."""
+    """Divisor of the logits, at most 100; 0 = greedy."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together reach this probability."""
     top_k: TopK = -1
@@ -36,80 +36,81 @@ class SamplingSection:
 
 @section
 class SyncSection:
-    """`rollout.sync.*`: the weights' way from the trainer to the engine."""
+    """`rollout.sync.*`: the transfer of weights from the trainer to the engine, and its checks."""
 
     bucket_megabytes: Count = 512
     """Staging memory of a transfer, in MiB per rank."""
     two_level: bool = False
-    """What several ranks of a node need from outside comes to one of them, which passes it on."""
+    """Transfer data that several ranks of a node need to the node once, then forward it inside the node."""
     check_every: CountFromZero = 0
-    """Iterations between self-checks of the sync; 0 = only the first two syncs of different weights, after a start and
+    """Steps between self-checks of the sync; 0 = check only the first two syncs of different weights, after a start and
     after a resume."""
     logprob_warn: Fraction | None = None
-    """Mean difference between the token probabilities of engine and trainer above which a self-check warns; null =
-    half of logprob_stop."""
+    """A self-check warns if the mean difference between the token probabilities of engine and trainer exceeds this;
+    null = half of logprob_stop."""
     logprob_stop: Fraction | None = None
-    """The same above which it stops the run; null = 0.0625 in bfloat16, 0.00024 if both compute in float32."""
+    """A self-check stops the run if the same difference exceeds this; null = 0.0625 in bfloat16, 0.00024 if both
+    compute in float32."""
     mismatch_stop: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
-    """Mismatch of an iteration, the mean of min(d^2, 1) / 2 over its tokens with d the difference of the
-    log-probabilities, above which the run stops before it learns; null = 0.0156 in bfloat16, 2.4e-07 if both compute in
-    float32; 0.5 = never."""
+    """The run stops before it learns from a step whose mismatch exceeds this. The mismatch is the mean of
+    min(d^2, 1) / 2 over the step's tokens; d is the difference of the log-probabilities. null = 0.0156 in bfloat16,
+    2.4e-07 if both compute in float32; 0.5 = never."""
     mismatch_growth: Annotated[float, Field(ge=1.0, le=1e9)] = 10.0
-    """The same, as a multiple of the median of the run's first 8 iterations."""
+    """The run also stops if the mismatch exceeds this multiple of the median of the run's first 8 steps."""
     mismatch_share: Fraction = 0.05
-    """Share of an iteration's samples that may be left out for a mismatch of their own, before the run stops."""
+    """The largest share of a step's samples that may be left out because of their own mismatch before the run stops."""
 
 
 @section
 class RolloutSection:
-    """`actor_rollout_ref.rollout.*`: the engine and how it samples in training."""
+    """`actor_rollout_ref.rollout.*`: the engine, and sampling in training."""
 
     n: Count = 1
-    """Responses per prompt; more than 1 where the advantages compare them (grpo, rloo, ...)."""
+    """Responses per prompt; more than 1 if the advantages compare them (grpo, rloo, ...)."""
     temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
-    """Divides the logits, in sampling and in the trainer's log-probabilities: 0.01 (the engine's least) to 100."""
+    """Divisor of the logits, in sampling and in the trainer's log-probabilities: 0.01 (the engine's minimum) to 100."""
     top_k: TopK = -1
     """Sample from this many most likely tokens; -1 = all."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together reach this probability."""
     do_sample: bool = True
-    """False = greedy."""
+    """Draw tokens at random; False = greedy."""
     response_length: Length = 512
-    """Tokens generated at most; follows data.max_response_length unless set."""
+    """Maximum tokens of a response; follows data.max_response_length unless set."""
     prompt_length: Length = 512
-    """Prompt tokens the engine makes room for; follows data.max_prompt_length unless set."""
+    """Maximum tokens of a prompt; follows data.max_prompt_length unless set."""
     ignore_eos: bool = False
-    """Generate to the full length whatever the model says; for measurements."""
+    """Generate to the full length even if the model ends its response; for measurements."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the engine's weights; should be that of the actor."""
+    """Type of the engine's weights; should equal the actor's type."""
     gpu_memory_utilization: Share = 0.5
     """Share of a device's memory that the engine may use for weights and KV cache."""
     enforce_eager: bool = True
     """Run without CUDA graphs and compilation."""
     free_cache_engine: bool = True
-    """Give the engine's memory back between rollouts (CUDA)."""
+    """Free the engine's memory between rollouts (CUDA)."""
     load_format: Literal["dummy_megatron", "megatron", "auto"] = "dummy_megatron"
-    """dummy_megatron and megatron start the engine empty for the first sync to fill; auto reads the checkpoint."""
+    """dummy_megatron and megatron start the engine without weights, for the first sync; auto reads the checkpoint."""
     tensor_model_parallel_size: Count = 1
     """Ranks per engine replica."""
     max_num_batched_tokens: Length = 8192
-    """Tokens per engine step at most."""
+    """Maximum tokens per engine step."""
     max_num_seqs: Count = 1024
-    """Sequences per engine step at most."""
+    """Maximum sequences per engine step."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its n responses."""
     log_prob_micro_batch_size: Count | None = None
-    """Sequences per forward pass of the actor's old log-probabilities at most, per rank; null = the token budget."""
+    """Maximum sequences of a forward pass for the actor's old log-probabilities, per rank; null = the token budget."""
     calculate_log_probs: bool = True
-    """Return the engine's log-probabilities and compare them with the trainer's in every iteration."""
+    """Return the engine's log-probabilities and compare them with the trainer's in every step."""
     seed: Seed = 1
     """Seed of the engine and of every request."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vllm.LLM."""
     val_kwargs: SamplingSection = field(default_factory=SamplingSection)
-    """How validation samples."""
+    """Sampling in validation."""
     sync: SyncSection = field(default_factory=SyncSection)
-    """How weights arrive."""
+    """The transfer of weights to the engine, and its checks."""
 
     @property
     def draws_from_all(self) -> bool:
@@ -118,8 +119,8 @@ class RolloutSection:
 
     @property
     def compares(self) -> bool:
-        """Whether training samples come with log-probabilities that the trainer's can be compared with.
+        """Whether training samples come with log-probabilities that are comparable with the trainer's.
 
-        Where some tokens cannot be drawn, the engine only knows the probabilities of all tokens at temperature 1.
+        If some tokens cannot be drawn, the engine knows the probabilities of all tokens only at temperature 1.
         """
         return self.calculate_log_probs and (self.draws_from_all or self.temperature == 1.0)

@@ -1,8 +1,8 @@
 """The engine's weights as the destination of a sync: `open` a parameter, write its pieces, `close` it.
 
-A module whose parameters are read as they are loaded is written in place. Any other is staged: its load-format tensors
-get memory when its first parameter opens, and once its last one closes they are packed into the kernel tensors and let
-go, so what is staged is only the modules open at a time.
+A module that computes with its parameters as they are loaded is written in place. Any other module is staged: its
+load-format tensors get memory when its first parameter opens. When its last parameter closes, they are packed into the
+kernel tensors and freed, so only open modules are staged.
 Invariant: a sync writes every parameter, or it fails.
 """
 
@@ -30,11 +30,11 @@ class EngineWeights:
         self._staged: set[str] = set()
 
     def layout(self) -> Layout:
-        """The boxes that this rank must receive."""
+        """Return the boxes that this rank must receive."""
         return self._layout.pieces
 
     def open(self, param: str) -> Tensor:
-        """The tensor to write the pieces of `param` to; it is good until the parameter is closed."""
+        """Return the tensor to write the pieces of `param` to. It is valid until the parameter is closed."""
         name, key = param.rsplit(".", 1)
         assert param in self._unwritten[name], f"{param} is written twice in one sync"
         module = self._modules[name]
@@ -45,7 +45,7 @@ class EngineWeights:
         return reload.parameters(module)[key].data
 
     def close(self, param: str) -> None:
-        """Say that every piece of `param` is written."""
+        """Finish `param`: all of its pieces are written."""
         for region in self._layout.padding.get(param, ()):
             region.view(self.open(param)).zero_()
         name = self._module_of[param]
@@ -60,7 +60,11 @@ class EngineWeights:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Within it every parameter must be opened, written and closed; RuntimeError names those that were not."""
+        """Open a sync: within the block every parameter must be opened, written and closed.
+
+        Raises:
+            RuntimeError: parameters were not; names them.
+        """
         assert not self._unwritten, "the last sync did not end"
         self._unwritten = {name: set(params) for name, params in self._layout.params.items()}
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
@@ -68,7 +72,7 @@ class EngineWeights:
             self._finish()
 
     def _finish(self) -> None:
-        # A rank past the end of the vocabulary holds padding only, which no sender knows of.
+        # A rank past the end of the vocabulary holds only padding, which no sender knows.
         received = {piece.param for piece in self._layout.pieces}
         for param in [param for params in self._unwritten.values() for param in params if param not in received]:
             self.open(param)

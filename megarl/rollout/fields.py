@@ -1,4 +1,4 @@
-"""The arguments that `engine_kwargs` may hold, from vLLM's own class of arguments."""
+"""The arguments that `engine_kwargs` may contain, from vLLM's own class of arguments."""
 
 import ast
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ OURS = frozenset(
 
 
 def engine_faults(names: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with each argument that vLLM does not have, or that is not the user's to give."""
+    """Yield a message for each argument that vLLM does not have or that the user must not set."""
     known = engine_arguments()
     for name in names:
         if name in ("vllm", "sglang", "trtllm"):
@@ -36,7 +36,7 @@ def engine_faults(names: Collection[str]) -> Iterator[str]:
 
 @cache
 def engine_arguments() -> frozenset[str]:
-    """Return the names of vLLM's arguments, from its source if that is enough: importing vLLM takes ten seconds."""
+    """Return the names of vLLM's arguments, from its source if possible: importing vLLM takes ten seconds."""
     if (package := find_spec("vllm")) and package.origin:
         source = Path(package.origin).with_name("engine") / "arg_utils.py"
         for node in ast.parse(source.read_text()).body if source.is_file() else []:

@@ -1,7 +1,7 @@
-"""How large a KV cache has to be, and how much host memory that of the CPU engine may take.
+"""The minimum size of a KV cache, and the host memory that the cache of the CPU engine may use.
 
-On CPU vLLM fills that memory with zeros when it starts, so a generous bound costs seconds and resident pages on every
-rank: it gets what one `generate` can use, and no more than its share of the memory that is available.
+On CPU vLLM fills the cache with zeros when it starts, so a generous size costs seconds and resident pages on every
+rank. The cache gets as much as one `generate` can use, but not more than the rank's share of the available memory.
 """
 
 import os
@@ -16,9 +16,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequences: int, max_model_len: int) -> int:
-    """Bytes for `num_sequences` sequences of `max_model_len` tokens, within this rank's share of available memory.
+    """Return the bytes for `num_sequences` sequences of `max_model_len` tokens, at most this rank's share of memory.
 
-    ValueError where not even one sequence fits.
+    Raises:
+        ValueError: the share does not hold one sequence.
     """
     block = BLOCK * bytes_per_token
     one = -(-max_model_len // BLOCK) * block
@@ -34,23 +35,23 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
 
 
 def check_cache_tokens(num_tokens: int, max_model_len: int) -> None:
-    """Where not even one sequence fits, vLLM would set it back again and again, without end.
+    """Refuse a KV cache that does not hold one sequence: vLLM would preempt the sequence again and again.
 
     Raises:
-        ValueError: a KV cache of `num_tokens` is too small for one of `max_model_len`.
+        ValueError: a KV cache of `num_tokens` is too small for a sequence of `max_model_len`.
     """
     if num_tokens < max_model_len:
         raise ValueError(
             f"The engine's KV cache holds {num_tokens} tokens, and one prompt with its response may have "
-            f"{max_model_len}: raise actor_rollout_ref.rollout.gpu_memory_utilization, remove what makes the cache "
-            "smaller from rollout.engine_kwargs, or lower data.max_response_length"
+            f"{max_model_len}: raise actor_rollout_ref.rollout.gpu_memory_utilization, remove from "
+            "rollout.engine_kwargs settings that shrink the cache, or lower data.max_response_length"
         )
 
 
 def cache_bytes_per_token(
     section: RolloutSection, shapes: Mapping[str, tuple[int, ...]], *, num_key_value_heads: int
 ) -> int:
-    """Keys and values of one token on one rank, over all layers; a rank holds at least one head.
+    """Return the bytes of a token's keys and values on one rank, over all layers. A rank holds at least one head.
 
     Latent attention on CPU caches expanded keys, and values padded to their size, for every query head.
     """

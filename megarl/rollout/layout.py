@@ -1,9 +1,9 @@
-"""Where the engine wants every Hugging Face parameter: learnt from vLLM's own weight loaders.
+"""The place of every Hugging Face parameter in the engine, learnt from vLLM's own weight loaders.
 
-vLLM's loaders are run once on meta tensors. Each copy they would make is recorded as a `Piece` and not executed, so
-head replication, vocabulary padding, fused names and whatever else a family does come out as vLLM does them.
-Invariant: every element of every parameter is written by exactly one piece or is declared padding; a loader that does
-anything but copy a rectangle of the checkpoint's tensor is refused by name (fails closed).
+vLLM's loaders run once on meta tensors. Each copy is recorded as a `Piece` and not executed, so the result has vLLM's
+head replication, vocabulary padding, fused names and everything else that a family does.
+Invariant: every element of every parameter is written by exactly one piece or is declared padding. A loader that does
+anything except copy a rectangle of the checkpoint's tensor is refused by name (fails closed).
 """
 
 import math
@@ -22,7 +22,7 @@ from megarl.rollout import reload
 
 
 @dataclass(frozen=True)
-class Region:
+class StridedView:
     """A strided part of a parameter, as in `torch.Tensor.as_strided`."""
 
     shape: tuple[int, ...]
@@ -30,31 +30,33 @@ class Region:
     offset: int
 
     @classmethod
-    def of(cls, view: Tensor) -> "Region":
-        """The part of its storage that `view` shows."""
+    def of(cls, view: Tensor) -> "StridedView":
+        """Return the part of its storage that `view` shows."""
         return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This part of `tensor`."""
+        """Return this part of `tensor`."""
         return tensor.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What one rank of the engine holds. A parameter is named `module.key`, a module as in `named_modules`."""
+    """The weights of one rank of the engine. Parameters are named `module.key`, modules as in `named_modules`."""
 
     pieces: Layout
-    padding: Mapping[str, Sequence[Region]]  # parameter -> parts that no checkpoint fills: vLLM wants zeros there
-    params: Mapping[str, Sequence[str]]  # module -> its parameters, without those that belong to an earlier module
-    in_place: frozenset[str]  # modules that may be written where they are read
-    tied: frozenset[str]  # modules whose parameters all belong to an earlier one
+    padding: Mapping[str, Sequence[StridedView]]  # parameter -> parts that no checkpoint fills: zeros in vLLM
+    params: Mapping[str, Sequence[str]]  # module -> its parameters, except those of earlier modules
+    in_place: frozenset[str]  # modules that may be written in place
+    tied: frozenset[str]  # modules whose parameters all belong to an earlier module
 
 
 def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> EngineLayout:
-    """Ask `model`'s loaders where they would put Hugging Face parameters of these full `shapes`.
+    """Record where `model`'s loaders put Hugging Face parameters of these full `shapes`.
 
-    The model must be loaded (dummy weights will do); its weights are untouched. RuntimeError names the parameter that a
-    loader changes on the way, that arrives twice, or that nothing fills.
+    The model must be loaded (dummy weights suffice). Its weights do not change.
+
+    Raises:
+        RuntimeError: a loader changes a parameter on the way, writes it twice, or nothing fills it; names it.
     """
     modules = dict(model.named_modules())
     own, tied = _ownership(modules)
@@ -75,7 +77,7 @@ def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch
 
 
 def _ownership(modules: Mapping[str, nn.Module]) -> tuple[dict[str, list[str]], frozenset[str]]:
-    """Which parameters each module has that no earlier one has, and the modules that have only an earlier one's."""
+    """Return the parameters of each module that no earlier module has, and the modules without any of their own."""
     seen: set[int] = set()
     own, tied = {}, set()
     for name, module in modules.items():
@@ -103,8 +105,8 @@ def _load_format(modules: Mapping[str, nn.Module], own: Mapping[str, Sequence[st
             reload.to_kernel_format(module)
 
 
-def _geometry(module: nn.Module) -> dict[str, tuple[torch.dtype, Region]]:
-    return {key: (tensor.dtype, Region.of(tensor)) for key, tensor in reload.parameters(module).items()}
+def _geometry(module: nn.Module) -> dict[str, tuple[torch.dtype, StridedView]]:
+    return {key: (tensor.dtype, StridedView.of(tensor)) for key, tensor in reload.parameters(module).items()}
 
 
 def _storage(tensor: Any) -> int | None:
@@ -112,19 +114,19 @@ def _storage(tensor: Any) -> int | None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every write to a watched parameter and keeps it from happening."""
+    """A mode that records every write to a watched parameter instead of executing it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
-        self.padding: defaultdict[str, list[Region]] = defaultdict(list)
-        self._regions: defaultdict[str, list[Region]] = defaultdict(list)  # of pieces and padding
+        self.padding: defaultdict[str, list[StridedView]] = defaultdict(list)
+        self._views: defaultdict[str, list[StridedView]] = defaultdict(list)  # of pieces and padding
         self._watched: dict[int | None, tuple[str, Tensor]] = {}
         self._sources: dict[int | None, tuple[str, Tensor]] = {}  # by storage, which a view shares
-        self._computed: dict[int | None, tuple[str, Tensor]] = {}  # what a loader made of a source
+        self._computed: dict[int | None, tuple[str, Tensor]] = {}  # tensors that a loader computed from a source
 
     def watch(self, module_name: str, parameters: Mapping[str, Tensor]) -> None:
-        """Note what is written to these parameters of a module from now on."""
+        """Record writes to these parameters of a module from now on."""
         for key, tensor in parameters.items():
             assert tensor.is_contiguous(), "pieces and padding count elements from the start of a dense storage"
             assert tensor.storage_offset() == 0, "pieces and padding count elements from the start of a dense storage"
@@ -138,9 +140,9 @@ class _Recorder(TorchDispatchMode):
             model.load_weights(weights)  # type: ignore[operator]
 
     def prove_coverage(self) -> None:
-        """Every element of every watched parameter is written once or is padding; RuntimeError otherwise."""
+        """Raise RuntimeError unless every element of every watched parameter is written once or is padding."""
         for param, tensor in self._watched.values():
-            regions = self._regions[param]
+            regions = self._views[param]
             if _tile(regions, tensor.numel()):
                 continue
             writes = torch.zeros(tensor.numel(), dtype=torch.uint8)
@@ -161,21 +163,21 @@ class _Recorder(TorchDispatchMode):
             self._note(param, tensor.dtype, target=args[0], value=args[1])
         elif function is torch.ops.aten.fill_.Scalar and tensor is not None and args[1] == 0:
             if args[0].numel():
-                self.padding[param].append(Region.of(args[0]))
-                self._regions[param].append(Region.of(args[0]))
+                self.padding[param].append(StridedView.of(args[0]))
+                self._views[param].append(StridedView.of(args[0]))
         else:
             raise self._refusal(param, f"calls {function}", *args)
         return args[0]
 
     def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
-        """Remember which source a computed tensor comes from, for the message that refuses it."""
+        """Remember the source of a computed tensor, for the message that refuses it."""
         is_view = not isinstance(result, Tensor) or _storage(result) in self._sources
         if not is_view and (name := self._origin(*args)) is not None:
             self._computed[_storage(result)] = (name, result)  # kept alive: its storage names it
         return result
 
     def _origin(self, *values: Any) -> str | None:
-        """The Hugging Face parameter that one of these tensors shows or was computed from."""
+        """Return the Hugging Face parameter that one of these tensors shows or was computed from."""
         for key in map(_storage, values):
             for known in (self._sources, self._computed):
                 if key in known:
@@ -191,8 +193,8 @@ class _Recorder(TorchDispatchMode):
         if value.numel():
             if (box := _box(source, value)) is None:
                 raise self._refusal(param, "permutes what it writes", value)
-            place = Region.of(target)
-            self._regions[param].append(place)
+            place = StridedView.of(target)
+            self._views[param].append(place)
             self.pieces.append(Piece(name, box, param, place.offset, place.stride, dtype))
 
     def _refusal(self, param: str, deed: str, *values: Any) -> RuntimeError:
@@ -201,7 +203,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _box(source: Tensor, value: Tensor) -> Box | None:
-    """The box of the (contiguous) source that its view `value` shows; None where it is not a box."""
+    """Return the box of the (contiguous) source that its view `value` shows; None if the view is not a box."""
     steps = source.stride()
     lo, rest = [], int(value.storage_offset())
     for step in steps:
@@ -215,8 +217,8 @@ def _box(source: Tensor, value: Tensor) -> Box | None:
     return Box(tuple(lo), tuple(hi)) if straight and inside else None
 
 
-def _tile(parts: Sequence[Region], numel: int) -> bool:
-    """Whether the parts are runs of neighbouring elements that fill `numel` elements one after the other."""
+def _tile(parts: Sequence[StridedView], numel: int) -> bool:
+    """Return whether the parts are runs of neighbouring elements that together fill `numel` elements."""
     end = 0
     for part in sorted(parts, key=lambda part: part.offset):
         packed = all(

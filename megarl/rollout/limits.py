@@ -1,11 +1,11 @@
-"""How far engine and trainer may be apart before something other than rounding is at work.
+"""The differences between engine and trainer that rounding alone can cause.
 
-Each side rounds the states of every layer and so the logits. A logit of size z is off by about z r on either side,
-where r is the relative error of one number: 2^-8 in bfloat16, whose results are rounded once, and 2^-16 in float32,
-where a sum of n products is off by about sqrt(n) 2^-24 and n goes up to 2^16. With logits up to 32:
+Each side rounds the states of every layer, and therefore the logits. A logit of size z has an error of about z r on
+either side; r is the relative error of one number. In bfloat16 r = 2^-8, because results are rounded once. In float32
+r = 2^-16, because a sum of n products has an error of about sqrt(n) 2^-24, and n is at most 2^16. With logits up to 32:
 
-- the log-probabilities of two sides differ by d with a mean square of up to 2 (32 r)^2, of which the mismatch
-  (`megarl.training.gate`) is half: (32 r)^2;
+- the log-probabilities of the two sides differ by d with a mean square of up to 2 (32 r)^2; the mismatch
+  (`megarl.training.gate`) is half of it: (32 r)^2;
 - a probability differs by up to p (1 - p) times the error of a difference of two logits, 64 r / 4 = 16 r.
 """
 
@@ -19,7 +19,7 @@ LOGIT = 32.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`rollout.sync.*` with a number for each null."""
+    """The settings of `rollout.sync.*` with a number for each null."""
 
     probs_warn: float  # mean difference of probabilities in a self-check
     probs_stop: float
@@ -29,7 +29,7 @@ class Limits:
 
     @classmethod
     def of(cls, section: SyncSection, *dtypes: str) -> "Limits":
-        """The limits of a run whose trainer and engine compute in `dtypes`: the coarsest counts."""
+        """Return the limits of a run whose trainer and engine compute in `dtypes`; the coarsest type decides."""
         rounding = max(ROUNDING[dtype] for dtype in dtypes)
 
         def either(given: float | None, derived: float) -> float:

@@ -1,11 +1,11 @@
-"""vLLM's private weight-reload names, all of them behind one small door.
+"""The only module that uses vLLM's private names for reloading weights.
 
-vLLM keeps every tensor of a layer in one of two shapes. *Load format* is what weight loaders write to; *kernel format*
-is what the forward pass reads. The two are the same tensor for a plain CUDA linear layer, and differ on CPU (packed
-weights, `weight` becomes empty) and under quantisation. A layer's load format is known only as meta tensors, which
-vLLM records when it builds the model.
+vLLM keeps every tensor of a layer in one of two formats. Weight loaders write to the *load format*; the forward
+pass reads the *kernel format*. For a plain CUDA linear layer they are the same tensor. They differ on CPU (packed
+weights, `weight` becomes empty) and under quantisation. A layer's load format is known only as meta tensors, which vLLM
+records when it builds the model.
 
-Everything here is private to vLLM and may move between releases: `check_version` refuses a release that nobody tried.
+These names are private to vLLM and may change between releases: `check_version` refuses an untested release.
 Invariant: kernel tensors keep their storage through every change, so captured CUDA graphs stay valid.
 """
 
@@ -25,14 +25,14 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 OLDEST, NEWEST = (0, 26), (0, 32)
-# Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders would
-# write the live tensor.
+# Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders
+# would write to the live tensor.
 LEFT_LIVE = frozenset({"bias", "e_score_correction_bias"})
 Layer = Any  # an nn.Module with methods of vLLM's own
 
 
 def check_version() -> None:
-    """Refuse a vLLM whose reload internals this file was not tried with (RuntimeError)."""
+    """Raise RuntimeError for a release of vLLM that this file was not tested with."""
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         raise RuntimeError(
@@ -43,9 +43,9 @@ def check_version() -> None:
 
 
 def to_load_format(module: Layer, own: Collection[str]) -> None:
-    """Put the module's load-format tensors in place as meta tensors, remembering its kernel tensors.
+    """Replace the module's kernel tensors by its load-format tensors, as meta tensors, and remember the former.
 
-    `own` names the parameters that are no other module's; one that is shared stays as it is.
+    `own` names the parameters that belong to no other module; a shared parameter stays as it is.
     """
     info = layerwise.get_layerwise_info(module)
     info.kernel_tensors = get_layer_params_buffers(module)
@@ -53,13 +53,13 @@ def to_load_format(module: Layer, own: Collection[str]) -> None:
     meta.restore_layer_on_meta(module, info)
     for key in LEFT_LIVE.intersection(own):
         tensor = meta.to_meta_tensor(parameters(module)[key])
-        if key == "bias":  # 0.32 on CPU keeps it in float32 where the weight is packed in bfloat16
+        if key == "bias":  # 0.32 on CPU keeps it in float32 if the weight is packed in bfloat16
             tensor.data = tensor.data.to(getattr(module, "params_dtype", tensor.dtype))
         module.register_parameter(key, tensor)
 
 
 def materialize(module: nn.Module) -> None:
-    """Give the module's meta tensors memory on the engine's device, contents undefined."""
+    """Allocate the module's meta tensors on the engine's device; their contents are undefined."""
     info = layerwise.get_layerwise_info(module)
     meta.materialize_layer(module, info)
     with info.restore_device:
@@ -69,14 +69,14 @@ def materialize(module: nn.Module) -> None:
 
 
 def to_kernel_format(module: nn.Module) -> None:
-    """Put the remembered kernel tensors back and forget the load-format ones."""
+    """Restore the remembered kernel tensors and drop the load-format tensors."""
     info = layerwise.get_layerwise_info(module)
     layerwise._place_kernel_tensors(module, info)
     info.reset()
 
 
 def process(module: Layer) -> None:
-    """Turn the filled load-format tensors into kernel tensors (pack, quantise) inside the storage of the old ones."""
+    """Turn the filled load-format tensors into kernel tensors (pack, quantise), in the storage of the old tensors."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
         del module._already_called_process_weights_after_loading
     if has_quant_method(module):
@@ -89,60 +89,60 @@ def process(module: Layer) -> None:
 
 
 def repack(module: Layer) -> None:
-    """Derive again what the module's method keeps beside its parameters (on CPU the packed weight)."""
+    """Derive again the tensors that the module's method keeps besides the parameters (on CPU the packed weight)."""
     method = module.quant_method
-    module.__dict__.pop("cpu_linear", None)  # the old packed weight goes before the new one comes
-    # 0.28 - 0.32 prepacks experts on CPU only as it makes their kernel, and afterwards copies unpacked bytes over the
-    # packed ones. On CUDA the kernel must stay: captured graphs read its tensors.
+    module.__dict__.pop("cpu_linear", None)  # frees the old packed weight before the new one is made
+    # 0.28 - 0.32 packs experts on CPU only when it makes their kernel; later it copies unpacked bytes over the packed
+    # bytes. On CUDA the kernel must stay: captured graphs read its tensors.
     if getattr(method, "moe_kernel", None) is not None and is_on_cpu(module):
         method.moe_kernel = None
     method.process_weights_after_loading(module)
 
 
 def finish(model: nn.Module, dtype: torch.dtype) -> None:
-    """Derive again what layers compute from the parameters of others, which vLLM does after all layers are loaded."""
+    """Derive again the tensors that layers compute from other layers' parameters, after all layers are loaded."""
     layers: list[Layer] = list(model.modules())
     for layer in layers:
         if isinstance(layer, Attention | MLAAttention):
             layer.process_weights_after_loading(dtype)
-        # 0.26 - 0.32 joins the two gates at the first forward and never again.
+        # 0.26 - 0.32 joins the two gates only at the first forward pass.
         if (fused := getattr(layer, "_combined_gate_weight", None)) is not None:
             fused.copy_(torch.cat([layer.gate.weight, layer.shared_expert_gate.weight]))
 
 
 def has_quant_method(module: nn.Module) -> bool:
-    """Whether something must run on the module's tensors once they are loaded."""
+    """Return whether the module's tensors must be processed after they are loaded."""
     return isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
 
 
 def is_written_in_place(module: Layer, device: torch.device) -> bool:
-    """Whether load and kernel format are one tensor: no method, or one that has nothing to change there."""
+    """Return whether load and kernel format are the same tensor: no method, or a method that changes nothing."""
     if not has_quant_method(module):
         return True
     method = module.quant_method
     is_plain = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    # Other kernels of fused experts swap, pad or shuffle what is loaded.
+    # Other kernels of fused experts swap, pad or shuffle the loaded tensors.
     is_triton = type(method) is UnquantizedFusedMoEMethod and method.unquantized_backend == UnquantizedMoeBackend.TRITON
-    keeps_weight = type(method) is UnquantizedEmbeddingMethod  # on CPU too, beside a packed copy
+    keeps_weight = type(method) is UnquantizedEmbeddingMethod  # on CPU as well, besides a packed copy
     return keeps_weight or (device.type == "cuda" and (is_plain or is_triton))
 
 
 def has_packed_copy(module: Layer) -> bool:
-    """Whether a module that is written in place keeps a packed copy: embedding and LM head on CPU."""
+    """Return whether a module that is written in place keeps a packed copy: embedding and LM head on CPU."""
     return hasattr(module, "cpu_linear")
 
 
 def is_on_cpu(module: nn.Module) -> bool:
-    """Whether the module's parameters are in host memory."""
+    """Return whether the module's parameters are in host memory."""
     return all(tensor.device.type == "cpu" for tensor in parameters(module).values())
 
 
 def loadable(module: nn.Module) -> list[str]:
-    """The names of the parameters that loaders write; the others are derived from them (latent attention's `W_UV`)."""
+    """Return the names of the parameters that loaders write, not of derived ones (latent attention's `W_UV`)."""
     recorded = layerwise.get_layerwise_info(module).restore_metadata[0]
     return [*recorded, *(key for key in parameters(module) if key in LEFT_LIVE - recorded.keys())]
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters by name, in whichever format is in place."""
+    """Return the module's own parameters by name, in the format that is in place."""
     return get_layer_params_buffers(module)[0]

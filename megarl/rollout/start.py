@@ -1,4 +1,4 @@
-"""Start the engine of a checkpoint."""
+"""The start of the engine of a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import replace

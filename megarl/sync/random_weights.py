@@ -1,4 +1,4 @@
-"""Random weights for a model that is to be verified without a checkpoint."""
+"""Random weights, to verify a model without a checkpoint."""
 
 import math
 import zlib
@@ -13,13 +13,13 @@ from megarl.reshard.files import ShardWriter
 from megarl.reshard.headers import SINGLE
 from megarl.reshard.layout import Piece, row_major, whole
 
-# Of random weights: some tokens, and some experts, are then far likelier than others, as in a trained model.
+# The scale of random weights: some tokens and some experts are far likelier than others, as in a trained model.
 LOGIT_STD = 3.0
 CHOOSING = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 
 def write_random_weights(architecture: Architecture, directory: Path, *, dtype: torch.dtype) -> None:
-    """Write `model.safetensors` with random weights, the same every time; one parameter is in memory at once."""
+    """Write `model.safetensors` with random weights, the same every time. Only one parameter is in memory at a time."""
     pieces = [
         Piece(name, whole(shape), name, 0, row_major(shape), dtype) for name, shape in hf_shapes(architecture).items()
     ]
@@ -33,7 +33,7 @@ def write_random_weights(architecture: Architecture, directory: Path, *, dtype: 
 
 
 def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 values that keep the size of what goes through a matrix; norms are around one, biases around zero."""
+    """Return float32 values: a matrix keeps the size of its input, norms are around one, biases around zero."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     if len(shape) == 1:
         return values.mul_(0.1).add_(1.0 if "norm" in name else 0.0)

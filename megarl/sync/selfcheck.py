@@ -19,9 +19,9 @@ from megarl.distributed.exchange import together
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.reshard.checksums import checksum
-from megarl.rollout.answers import as_rollouts
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
+from megarl.rollout.responses import as_rollouts
 from megarl.rollout.sampling import GREEDY
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from megarl.data.translation import Translation
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
-from megarl.rollout.answers import as_rollouts
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.responses import as_rollouts
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers

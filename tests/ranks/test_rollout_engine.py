@@ -313,8 +313,8 @@ def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: 
         ("engine replica 1 (rank 1)", "10, 30, 50") if tp_size == 1 else ("engine replica 0 (ranks 0-1)", "0, 10")
     )
     for words in said:
-        assert words.startswith(f"{name} failed after 4 finished steps, asked for answers to rows {rows}")
+        assert words.startswith(f"{name} failed after 4 finished steps, asked for responses to rows {rows}")
     few, other, broken = said
     assert f"it returned {11 if tp_size == 2 else 5} samples of {12 if tp_size == 2 else 6}" in few
-    assert "the answer to another prompt for prompt" in other
+    assert "the response to another prompt for prompt" in other
     assert "OSError: the driver is gone" in broken

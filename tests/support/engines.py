@@ -18,8 +18,9 @@ from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout
 from megarl.reshard.layout import Layout
 from megarl.rollout import patches, segments
+from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
-from megarl.rollout.engine import RolloutEngine, llm_arguments
+from megarl.rollout.engine import RolloutEngine
 from tests.support.layouts import slices
 from tests.support.tiny import SIZES, write_checkpoint
 

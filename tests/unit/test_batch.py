@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.batch import Rollouts, join
-from megarl.rollout.answers import as_rollouts
+from megarl.rollout.responses import as_rollouts
 from megarl.rollout.sampling import Generation
 from tests.support.records import answer, prompts
 
@@ -46,8 +46,6 @@ def test_log_probs_that_were_not_asked_for_are_none() -> None:
 
 
 def test_a_prompt_without_all_its_samples_is_named() -> None:
-    answers = [generation(0, None), generation(0, None), generation(1, None)]
-    with pytest.raises(
-        RuntimeError, match=r"asked for 2 samples of each prompt, and of 2 .*: row 1 has 1, row 2 has 0"
-    ):
-        as_rollouts(prompts([1, 1, 1]), [0, 0, 1], answers, n=2)
+    responses = [generation(0, None), generation(0, None), generation(1, None)]
+    with pytest.raises(RuntimeError, match=r"asked for 2 samples of each prompt, and 2 .*: row 1 has 1, row 2 has 0"):
+        as_rollouts(prompts([1, 1, 1]), [0, 0, 1], responses, n=2)

@@ -20,8 +20,8 @@ def exchange_shapes_in_order() -> None:
     """Send shapes the way of the tensors.
 
     In a virtual pipeline of two stages each rank is both before and after the other. The tensors travel in two groups,
-    one for each direction. Their shapes travel in one batch, in which a rank can take the first message of the other
-    for the reply to its own first request.
+    one for each direction. Their shapes travel in one batch, so a rank can take the first message of the other for the
+    reply to its own first request.
     """
     communicate = SHAPES.original("_communicate_shapes")
 

@@ -25,8 +25,8 @@ WRITER = declare_megatron(
     "get_save_function_and_args",
     "retrieve_write_results",
     reason=(
-        "every view is copied before anything is written; 0.16.1 also writes in processes forked beside the threads of "
-        "gloo and vLLM"
+        "every view is copied before anything is written; 0.16.1 also writes in forked processes, which is unsafe with "
+        "the threads of gloo and vLLM"
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/3424",
     until="Megatron-Core writes in the calling thread, from the tensors it is given",

@@ -1,4 +1,4 @@
-"""Names of vLLM's shared memory, by which megarl removes what a crashed job leaves."""
+"""Names of vLLM's shared memory: megarl removes the segments of a crashed job by name."""
 
 from typing import Any
 

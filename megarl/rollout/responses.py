@@ -1,4 +1,4 @@
-"""What engines generated, as the record that the rest of a step works with."""
+"""Responses of the engines, as the record that the rest of a step works with."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ MOST_NAMED = 8  # rows of the data set
 
 
 def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[Generation], *, n: int) -> Rollouts:
-    """The record of generated samples, `n` to each prompt; `groups[i]` is the prompt that sample `i` answers.
+    """Return the record of generated samples, `n` of each prompt. Sample `i` responds to prompt `groups[i]`.
 
     Raises:
-        RuntimeError: a prompt has more or fewer; names their rows in the data set.
+        RuntimeError: prompts have more or fewer samples; names their rows in the data set.
     """
     counts = Counter(groups)
     wrong = {prompt.index: counts[place] for place, prompt in enumerate(prompts.prompts) if counts[place] != n}
     if wrong:
         named = ", ".join(f"row {index} has {count}" for index, count in list(wrong.items())[:MOST_NAMED])
         raise RuntimeError(
-            f"the engines were asked for {n} samples of each prompt, and of {len(wrong)} came others: {named}"
+            f"the engines were asked for {n} samples of each prompt, and {len(wrong)} prompts have others: {named}"
         )
     responses = [torch.tensor(generation.token_ids) for generation in generations]
     lengths = torch.tensor([len(response) for response in responses])
@@ -41,5 +41,5 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
 
 
 def _log_probs(generations: Sequence[Generation]) -> Tensor | None:
-    told = [torch.tensor(generation.log_probs) for generation in generations if generation.log_probs is not None]
-    return pad_sequence(told, batch_first=True) if len(told) == len(generations) else None
+    known = [torch.tensor(generation.log_probs) for generation in generations if generation.log_probs is not None]
+    return pad_sequence(known, batch_first=True) if len(known) == len(generations) else None

@@ -1,0 +1,65 @@
+"""The arguments of vLLM's engine, from the sections of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.fields import OURS, engine_faults
+from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
+
+
+def llm_arguments(
+    section: RolloutSection, *, model_dir: Path, max_model_len: int, trust_remote_code: bool, on_cpu: bool
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`.
+
+    Raises:
+        ValueError: `engine_kwargs` contradict them, or vLLM does not know them.
+    """
+    ours: dict[str, Any] = {
+        "model": str(model_dir),
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the run's stop tokens and sampling, none of the checkpoint's
+        "load_format": "auto" if section.load_format == "auto" else "dummy",
+        "dtype": section.dtype,
+        "seed": section.seed,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": section.tensor_model_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": section.max_num_seqs,
+        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "enforce_eager": section.enforce_eager,
+        "enable_prefix_caching": section.enable_prefix_caching,
+        "enable_sleep_mode": section.free_cache_engine and not on_cpu,
+        # The trainer computes the probabilities of all tokens, after the temperature. If top_p or top_k exclude tokens,
+        # processed probabilities cover only the remaining tokens, so the engine returns raw ones.
+        "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
+    }
+    where = "actor_rollout_ref.rollout.engine_kwargs"
+    if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
+        raise ValueError(
+            f"{where}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut over the "
+            "ranks of a replica"
+        )
+    assert ours.keys() == OURS
+    for fault in engine_faults(section.engine_kwargs):
+        raise ValueError(f"{where}: {fault}")
+    # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
+    overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
+    return ours | section.engine_kwargs | {"hf_overrides": overrides}
+
+
+def cache_argument(
+    section: RolloutSection,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_key_value_heads: int,
+    num_sequences: int,
+    max_model_len: int,
+) -> dict[str, int]:
+    """Return the size of the KV cache of an engine on CPU, in bytes, as an argument of `vllm.LLM`."""
+    bytes_per_token = cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads)
+    num_bytes = cpu_cache_bytes(section, bytes_per_token, num_sequences=num_sequences, max_model_len=max_model_len)
+    return {"kv_cache_memory_bytes": num_bytes}
