@@ -120,7 +120,7 @@ def _condition(path: str, root: type, *, known: str = "") -> str:
     rows = [row for row in ROWS.get(root, ()) if _names(row, path) and not _names(row, known)]
     if never := [row.why for row in rows if not row.condition]:
         return f"*Not read {never[0]}.*"
-    conditions = dict.fromkeys(row.condition.replace(f"`{section}.", "`") for row in rows)
+    conditions = dict.fromkeys(row.condition.replace(f"`{section}." * bool(known), "`" * bool(known)) for row in rows)
     return f"*Read only if {', and '.join(conditions)}.*" if conditions else ""
 
 
