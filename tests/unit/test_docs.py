@@ -1,4 +1,4 @@
-"""The examples in the documentation do what the documentation says."""
+"""Tests of the pages: their examples, links, paths, modules, keys, messages and pictures."""
 
 import ast
 import doctest
@@ -37,7 +37,7 @@ def test_the_resharding_example():
 
 
 def choices(section: type, key: str) -> list[str]:
-    """The names that a key may have."""
+    """Return the names that a key may have."""
     return list(get_args(get_type_hints(section)[key]))
 
 
@@ -63,7 +63,7 @@ def test_the_tables_name_every_configuration_and_no_other() -> None:
 
 
 def keys_in(text: str) -> Iterator[str]:
-    """The dotted keys that a page shows: as code in a sentence, on command lines, and in YAML blocks."""
+    """Yield the dotted keys that a page shows: as code in a sentence, on command lines, and in YAML blocks."""
     for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for document in yaml.safe_load_all(block):
             yield from leaves(document, "")
