@@ -149,7 +149,7 @@ def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num
         )
         again += max(0, met["step"] - life["step"]) if life and before else 0
         rows.append(f"| {met['number'] + 1} | {place} | {met['rank']} | {resumed} |")
-    heads = ("kill", "step", "phase", "rank", "went on from checkpoint", "after seconds")
+    heads = ("kill", "step", "phase", "rank", "resumed from checkpoint", "after seconds")
     table = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows]
     (out / "table.md").write_text("\n".join(table) + "\n")
     print("\n".join(table))

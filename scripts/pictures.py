@@ -233,7 +233,7 @@ def draw_sync(path: Path) -> None:
 
 
 def _example_plan() -> tuple[list[Any], Any, Any]:
-    """Return the layouts of two trainer ranks, that of one engine rank, and the plan of rank 0."""
+    """Return the layouts of two trainer ranks, the layout of one engine rank, and the plan of rank 0."""
     import torch
 
     from megarl.models.architecture import read_architecture

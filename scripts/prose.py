@@ -23,7 +23,7 @@ PLACE = (
 )
 """After these words `where` names a place."""
 MENTIONED = r"`[^`]*`|(?<!\*)\*[^*]+\*(?!\*)"
-"""Code and words that a Markdown text speaks of."""
+"""Code and words that a text only mentions."""
 SENTENCE = r"(?:^|(?<=[.:;!?]\s)|(?<=\*\*\s)|(?<=\|\s))"
 
 HABITS = {
@@ -79,7 +79,7 @@ def _texts_of_markdown(path: Path, content: str) -> Iterator[Text]:
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code and not line.startswith(("    ", "#")):
-            yield Text(path, number, re.sub(MENTIONED, "", line))
+            yield Text(path, number, line)
 
 
 def _texts_of_python(path: Path, content: str) -> Iterator[Text]:
@@ -94,9 +94,10 @@ def _texts_of_python(path: Path, content: str) -> Iterator[Text]:
 
 def find(text: Text) -> Iterator[Finding]:
     """Yield the habits of a piece of prose."""
+    words = re.sub(MENTIONED, "", text.words)
     for habit, (pattern, _) in HABITS.items():
-        for match in re.finditer(pattern, text.words):
-            if habit == "where for if" and re.search(rf"\b(?:{PLACE}),?\W*$", text.words[: match.start()]):
+        for match in re.finditer(pattern, words):
+            if habit == "where for if" and re.search(rf"\b(?:{PLACE}),?\W*$", words[: match.start()]):
                 continue
             yield Finding(habit, f"{text.path.relative_to(ROOT)}:{text.line}", text.words)
 
