@@ -253,7 +253,7 @@ def _example_plan() -> tuple[list[Any], Any, Any]:
 
     held, needed = [layout(0, 2), layout(1, 2)], layout(0, 1)
     source, destination = placement_of(held), placement_of([needed, needed])
-    sizes_of_job = {"rank": 0, "world_size": 2, "ranks_per_node": 2, "bucket_bytes": 512}
+    sizes_of_job: dict[str, Any] = {"rank": 0, "world_size": 2, "ranks_per_node": 2, "bucket_bytes": 512}
     return held, needed, make_plan(source, destination, held=held[0], needed=needed, **sizes_of_job)
 
 

@@ -1,4 +1,4 @@
-"""What every test runs under: no model hub, one thread a process (ranks are the parallelism), GPU tests on a GPU."""
+"""Settings of all tests: no model hub, one thread per process because ranks run in parallel, GPU tests on a GPU."""
 
 import os
 from importlib import import_module

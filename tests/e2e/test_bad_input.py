@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with a message that says what, where and how to mend it: no traceback, no rank waits."""
+"""Mistakes of users end with a message that names the fault, the place and the remedy; no traceback, no rank waits."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ CONFIGURATION_FAULT, USER_ERROR = 2, 1
 
 
 def arguments(workspace: Workspace, run_dir: Path, *more: str) -> list[str]:
-    """Sound arguments for two ranks, then `more`."""
+    """Return sound arguments for two ranks, then `more`."""
     return [
         f"data.train_files={workspace.train}",
         "data.train_batch_size=8",
@@ -78,15 +78,16 @@ def test_faults_of_the_configuration_come_all_at_once_before_any_rank_starts(
 
 
 def test_a_fault_that_one_host_alone_has_is_named_there(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     lacking = f"data.train_files={tmp_path / 'elsewhere.parquet'}"
-    code, output = run_program(*TRAIN, *arguments(workspace, tmp_path / "run", lacking), timeout_s=120)
-    assert code == CONFIGURATION_FAULT, output
-    assert "elsewhere.parquet" in output
+    with pytest.raises(SystemExit) as ending:
+        main(arguments(workspace, tmp_path / "run", lacking))
+    assert ending.value.code == CONFIGURATION_FAULT
+    assert "elsewhere.parquet" in capsys.readouterr().err
 
 
 def without_a_column(workspace: Workspace, directory: Path) -> tuple[str, str]:
@@ -156,7 +157,7 @@ def test_bad_files_are_named_before_any_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Workspace, Path], tuple[str, str]],
 ) -> None:
-    """In this very process, as the only rank of a launcher's: starting one would take longer than finding the fault."""
+    """Run as the only rank of a launcher in this process, because a launch takes longer than finding the fault."""
     argument, message = spoil(workspace, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The benchmarks run as a command, and count what can be counted by hand."""
+"""The benchmarks run as commands, and their counts equal counts by hand."""
 
 import json
 from math import prod

@@ -1,7 +1,7 @@
-"""Every file in `configs/` parses, plans and runs: two steps on a tiny model, with its algorithm as the file has it.
+"""Every file in `configs/` parses, plans and runs two steps on a tiny model with the algorithm of the file.
 
-A new file is tested without a word here. What makes a run small is on the command line: model, data, lengths, batches,
-ranks. Runs are independent, so two go side by side, each in a process that has everything imported.
+New files are tested without a change here. The command line makes runs small: model, data, lengths, batches, ranks.
+Runs are independent, so two run at once, each in a process that has imported everything.
 """
 
 import json
@@ -47,10 +47,10 @@ FEELINGS = [
     "great",
     "awful",
 ]  # a reward may look for them
-STOP = [2, *range(NUM_TOKENS - 20, NUM_TOKENS)]  # some answers of a random model end before the limit, most do not
+STOP = [2, *range(NUM_TOKENS - 20, NUM_TOKENS)]  # some responses of a random model end before the limit, most do not
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
-SIZES: dict[str, dict[str, Any]] = {  # of the models that a file names by their id, for the plan
+SIZES: dict[str, dict[str, Any]] = {  # of models that files name by id, for the plan
     "Qwen/Qwen2.5-1.5B-Instruct": {
         **QWEN,
         "hidden_size": 1536,
@@ -79,10 +79,10 @@ SIZES: dict[str, dict[str, Any]] = {  # of the models that a file names by their
         "num_key_value_heads": 4,
     },
 }
-SMALL = {**tiny.SIZES, "model_type": "llama", "max_position_embeddings": 32768}  # of any other
+SMALL = {**tiny.SIZES, "model_type": "llama", "max_position_embeddings": 32768}  # of other models
 JUDGE = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
 
-DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and which configurations have them
+DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and the configurations that have them
     "critic/vf_loss": lambda config: config.has_critic,
     "critic/vf_explained_var": lambda config: config.has_critic,
     "actor/kl_loss": lambda config: config.actor_rollout_ref.actor.use_kl_loss,
@@ -117,7 +117,7 @@ SUPERVISED = {  # by the beginning or the end of the file's name: entry point, l
 
 
 def supervision(path: Path) -> str | None:
-    """How the file's model learns from files alone; None for reinforcement learning."""
+    """Return the kind of supervised learning of a file; None for reinforcement learning."""
     if "actor_rollout_ref" in yaml.safe_load(path.read_text()):
         return None
     (kind,) = SUPERVISED.keys() & {*path.stem.split("_")}
@@ -148,7 +148,7 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model of each family and a judge, with a tokenizer that knows numbers, nonsense and feelings."""
+    """Write a tiny model of each family and a judge, with a tokenizer that knows numbers, nonsense and feelings."""
     root = tmp_path_factory.mktemp("models")
     found = {
         "llama": write_checkpoint(root / "llama", "llama", eos_token_id=STOP),
@@ -168,7 +168,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pairs(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts with an answer each to imitate, to prefer and to reject."""
+    """Write prompts with responses to imitate, to prefer and to reject."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.parquet"
     prompts = pq.read_table(workspace.train)["prompt"].to_pylist()
     rows = [
@@ -186,8 +186,8 @@ def runs(
     pairs: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[Path, Future[tuple[Path, bool]]]]:
-    """The run directory of each file that a test was selected for, and whether every weight of its model changed."""
-    chosen = {
+    """Run each selected file; return its run directory, and whether every weight of its model changed."""
+    chosen: set[Any] = {
         item.callspec.params["path"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == test_two_steps.__name__
@@ -227,7 +227,7 @@ def supervised_arguments(models: dict[str, Path], pairs: Path) -> list[str]:
 
 
 def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pairs: Path) -> list[str]:
-    """One rank, small data, short answers; as many mini-batches as before, and the same share of long answers."""
+    """Return arguments for one rank, small data and short responses; keep the number of mini-batches."""
     config = load_config([str(path)], world_size=None, check_paths=False)
     actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
     model = models["qwen2" if "Qwen2" in config.actor_rollout_ref.model.path else "llama"]
@@ -270,7 +270,7 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pair
 
 
 def follow(kind: str, arguments: list[str]) -> bool:
-    """On the only rank: the supervised run of ARGUMENTS; whether all that it exports is new."""
+    """On the only rank: run supervised learning and return whether every exported weight changed."""
     main, load, _ = SUPERVISED[kind]
     main(arguments)
     config = load(arguments, world_size=1)
@@ -283,7 +283,7 @@ def follow(kind: str, arguments: list[str]) -> bool:
 
 
 def explore(arguments: list[str]) -> bool:
-    """On the only rank: `python -m megarl.train ARGUMENTS`; whether every weight of the actor is another afterwards."""
+    """On the only rank: run `megarl.train` and return whether every weight of the actor changed."""
     from megarl.assembly import run as build
 
     build_run, watched = build.build_run, {}
@@ -295,7 +295,7 @@ def explore(arguments: list[str]) -> bool:
             watched["before"] = {name: tensor.clone() for name, tensor in weights.items()}
         return run
 
-    build.build_run = build_and_watch  # the trainer looks it up when it starts
+    build.build_run = build_and_watch  # the trainer looks the function up when it starts
     train.main(arguments)
     with watched["learner"].weights() as weights:
         return all(not tensor.equal(watched["before"][name]) for name, tensor in weights.items())

@@ -1,13 +1,13 @@
-"""Models with experts train and sample end to end, whole experts or slices of them on each rank."""
+"""Models with experts train and sample end to end, with complete experts or slices of experts on each rank."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from megarl import export, train
 from megarl.tracking.jsonl import read_jsonl
-from tests.support.programs import succeed
+from tests.support.forked import run_job
 from tests.support.tiny import write_checkpoint
 from tests.support.workspace import Workspace, train_arguments
 
@@ -46,11 +46,11 @@ def test_experts_train_and_sample(variant: str, workspace: Workspace, tmp_path: 
         "trainer.save_freq=2",
         "trainer.test_freq=2",
     ]
-    succeed(sys.executable, "-m", "megarl.train", *arguments, timeout_s=400)
+    run_job(2, train.main, *arguments, log=tmp_path / "train", timeout_s=400)
     steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "actor/grad_norm" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in steps)
-    succeed(sys.executable, "-m", "megarl.export", run_dir, exported, timeout_s=200)
+    run_job(1, export.main, run_dir, exported, log=tmp_path / "export", timeout_s=200)
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, exported))
     assert before.keys() == after.keys()
     experts = [name for name in before if ".experts." in name]

@@ -1,36 +1,38 @@
-"""Runs that meet with faults: ranks that are killed in every phase and started again, ranks that stop, jobs that hang.
+"""Jobs with faults: ranks that are killed in every phase and started again, ranks that stop, jobs that hang.
 
-What hangs does nothing but wait, so those jobs go side by side, in processes that have everything imported.
+Jobs that hang mostly wait, so two of them run at once, in processes that have imported everything.
 """
 
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from megarl import train
 from megarl.distributed.watchdog import EXIT_CODE
-from tests.support.faulty import Fault, Faults, serve
+from tests.support import faulty
+from tests.support.faulty import Fault, Faults
+from tests.support.forked import Job, run_job
 from tests.support.outcomes import differences
-from tests.support.programs import TORCHRUN, run_program, succeed
+from tests.support.programs import TORCHRUN, run_program
 from tests.support.workspace import Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(1800)]
 
-LAUNCH_S = 1500  # for all lives of a job
+LAUNCH_S = 1500  # for one life of a job
 NUM_STEPS = 2
-KILLS = [  # the actor learns in the second step only; before the first is saved, a job begins anew
+RESTARTS = 1  # by torchrun
+KILLS = [  # the actor learns in the second step only; until the first step is saved, a job starts from nothing
     Fault(rank=1, phase="old_log_prob"),
     Fault(rank=0, phase="save_checkpoint", delay_s=0.02),
-    Fault(rank=1, phase="save_checkpoint", delay_s=math.inf),  # saved, and not logged yet
+    Fault(rank=1, phase="save_checkpoint", delay_s=math.inf),  # saved and not yet logged
     Fault(rank=0, phase="sync", step=1),
     Fault(rank=1, phase="gen", step=1, delay_s=0.02),
     Fault(rank=0, phase="reward", step=1),
@@ -49,29 +51,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_ranks_killed_in_every_phase_leave_no_trace(workspace: Workspace, tmp_path: Path) -> None:
+    """Torchrun starts the first two lives of the job; each later life is a job of its own."""
     expected, found = tmp_path / "expected", tmp_path / "found"
     length = f"trainer.total_training_steps={NUM_STEPS}"
-    succeed(*TORCHRUN, "megarl.train", *ppo_arguments(workspace, expected), length, timeout_s=LAUNCH_S)
+    run_job(2, train.main, *ppo_arguments(workspace, expected), length, log=tmp_path / "expected", timeout_s=LAUNCH_S)
     faults = Faults(tmp_path / "faults.json")
     faults.write(KILLS)
-    torchrun = (*TORCHRUN[:-1], "--max-restarts", len(KILLS), "-m")
-    arguments = [*ppo_arguments(workspace, found), length]
-    succeed(*torchrun, "tests.support.faulty", faults.path, *arguments, timeout_s=LAUNCH_S)
+    argv = [str(faults.path), *ppo_arguments(workspace, found), length]
+    torchrun = (*TORCHRUN[:-1], "--max-restarts", RESTARTS, "-m")
+    code, printed = run_program(*torchrun, "tests.support.faulty", *argv, timeout_s=LAUNCH_S)
+    assert code != 0 and len(faults.met()) == RESTARTS + 1, printed
+    for life in range(len(faults.met()), len(KILLS)):
+        job = Job(2, faulty.main, argv, log=tmp_path / f"life_{life}")
+        assert job.end(timeout_s=LAUNCH_S) == -signal.SIGKILL, job.printed()
+    run_job(2, faulty.main, *argv, log=tmp_path / "last_life", timeout_s=LAUNCH_S)
     assert [(met["rank"], met["phase"]) for met in faults.met()] == [(kill.rank, kill.phase) for kill in KILLS]
     assert differences(expected, found, step=NUM_STEPS) == []
 
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended that hung."""
+    """The end of a job that hung."""
 
     code: int  # of the rank that ended first
     printed: str
-    reports: dict[int, dict[str, object]]  # what the ranks wrote, by rank
+    reports: dict[int, dict[str, object]]  # by rank
 
 
 def hang_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
-    """A pipeline of two stages beside an engine of tensor-parallel size 2: no phase gets far on one rank."""
+    """Return arguments of a two-stage pipeline and a tensor-parallel engine, whose phases all need both ranks."""
     return [
         *train_arguments(workspace, run_dir),
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
@@ -86,24 +94,12 @@ def hang_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
 
 
 def hang(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
-    """Run a job in forked processes until one of them ends."""
-    faults, log = Faults(root / "faults.json"), root / "printed.txt"
+    """Run a job in forked processes until a rank ends, and kill the others."""
+    faults = Faults(root / "faults.json")
     faults.write([fault])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preloaded"])
-    argv = [str(faults.path), *arguments]
-    ranks = [context.Process(target=serve, args=(rank, 2, store.port, log, argv)) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        wait([rank.sentinel for rank in ranks], LAUNCH_S)
-        codes = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    return ended(next((code for code in codes if code is not None), -1), log.read_text(), root / "run")
+    job = Job(2, faulty.main, [str(faults.path), *arguments], log=root / "printed")
+    code = job.end(timeout_s=LAUNCH_S)
+    return ended(code, "\n".join(log.read_text() for log in job.logs), root / "run")
 
 
 def ended(code: int, printed: str, run_dir: Path) -> End:
@@ -113,7 +109,7 @@ def ended(code: int, printed: str, run_dir: Path) -> End:
 
 @pytest.fixture(scope="module")
 def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
-    """The end of each job, by what happens to its rank 1."""
+    """Run all jobs; return the end of each by its fault."""
     roots = {
         name: tmp_path_factory.mktemp(name) for name in ("launched", *STOPPED, "asleep", "sleepy_reward", "engine")
     }
@@ -122,7 +118,7 @@ def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iter
     sleepy.write_text(SLEEPY_REWARD)
     arguments["sleepy_reward"] += [f"custom_reward_function.path={sleepy}", "reward_model.timeout_s=1700"]
     stops = {phase: Fault(rank=1, phase=phase, kind="stop", patience_s=PATIENCE_S) for phase in STOPPED}
-    slow = {  # all ranks have to report in time, on whatever machine
+    slow = {  # all ranks must report in time, also on a slow machine
         "asleep": Fault(rank=1, phase="update_actor", kind="sleep", patience_s=6 * PATIENCE_S),
         "sleepy_reward": Fault(rank=1, phase="reward", kind="none", patience_s=6 * PATIENCE_S),
         "engine": Fault(rank=1, phase="gen", kind="engine"),
@@ -137,7 +133,7 @@ def ends(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def launch(fault: Fault, root: Path, arguments: Sequence[str]) -> End:
-    """Run a job under our own launcher."""
+    """Run a job under megarl's launcher."""
     faults = Faults(root / "faults.json")
     faults.write([fault])
     code, printed = run_program(
@@ -156,7 +152,7 @@ def test_a_stopped_rank_is_named_and_ends_the_job(ends: dict[str, Future[End]], 
 
 
 def test_a_launcher_ends_a_stopped_rank_too(ends: dict[str, Future[End]]) -> None:
-    end = ends["launched"].result()  # it returns when no process has its output open
+    end = ends["launched"].result()  # available when no process has its output open
     assert end.code == EXIT_CODE, end.printed
     assert "Behind:\n  rank 1: no report" in end.printed
 

@@ -1,6 +1,6 @@
-"""Killed and started again, a run goes on as if nothing had happened: every metric, token and weight to the last bit.
+"""A run that is killed and resumed ends like one that was not, to the last bit of every metric, token and weight.
 
-The ranks are forked from a process that has imported everything, and killed by SIGKILL all at once in their fifth step.
+The ranks are forked from a process that has imported everything. SIGKILL ends them all at once in their fifth step.
 """
 
 import signal
@@ -27,7 +27,7 @@ from tests.support.workspace import Workspace, train_arguments
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 RUN_S = 600
-NUM_STEPS, SAVED, RECORDED = 6, 3, 4  # steps in all, saved when it is killed, recorded when it is killed
+NUM_STEPS, SAVED, RECORDED = 6, 3, 4  # steps in all; the last saved and the last recorded before the kill
 SPLITS = {
     "tensor": [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
@@ -40,21 +40,21 @@ PIPELINE = [
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]
-CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # where a run begins
+CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
 CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A run that nothing happened to, and one that was killed and went on."""
+    """An undisturbed run, and one that was killed and resumed."""
 
-    arguments: list[str]  # but for the directory
+    arguments: list[str]  # without the directory
     whole: Path
     killed: Path
 
 
 def algorithm_arguments(name: str, workspace: Workspace) -> list[str]:
-    """Every part of the algorithm that has a memory."""
+    """Return arguments for every part of an algorithm that keeps state."""
     if name == "grpo":
         return [
             "algorithm.adv_estimator=grpo",
@@ -81,7 +81,7 @@ def placed(arguments: list[str], run_dir: Path) -> list[str]:
 
 
 def stand_still(marker: Path, arguments: list[str]) -> None:
-    """On each rank: train, and wait to be killed when the step is recorded; then `marker` is there."""
+    """On each rank: train until step RECORDED is recorded, create `marker`, and wait to be killed."""
     log = Trackers.log
 
     def log_and_wait(self: Trackers, metrics: Mapping[str, float], *, step: int) -> None:
@@ -154,7 +154,7 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
 
 
 def _timeless(state: State, *, like: State) -> State:
-    """The state with the metrics that the clock says of another."""
+    """Return the state with the PASSING metrics of another."""
     said = {name: value for name, value in like.metrics.items() if name.startswith(PASSING)}
     kept = {name: value for name, value in state.metrics.items() if not name.startswith(PASSING)}
     return replace(state, metrics=kept | said)
@@ -197,7 +197,7 @@ def test_a_run_that_has_nothing_left_to_do_says_so(runs: Runs, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("runs", CASES[:1], indirect=True, ids="-".join)
-def test_another_split_goes_on_alike(runs: Runs, tmp_path: Path) -> None:
+def test_another_split_resumes_alike(runs: Runs, tmp_path: Path) -> None:
     other = tmp_path / "other"
     arguments = [
         *placed(runs.arguments, other),
@@ -210,11 +210,11 @@ def test_another_split_goes_on_alike(runs: Runs, tmp_path: Path) -> None:
     printed = Job(2, train.main, arguments, log=tmp_path / "other").finish(timeout_s=RUN_S)
     key = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
     assert f"{key}: 1 -> 2 (rounding: another split)" in printed
-    assert "the curve will differ" in printed  # the critic's schedule is given another length
+    assert "the curve will differ" in printed  # the critic's schedule has another length
     name = f"step_{RECORDED}.parquet"
     whole, found = (pq.read_table(run_dir / "samples" / name) for run_dir in (runs.whole, other))
     assert found["prompt"].equals(whole["prompt"])  # the order of the data
-    assert found["response"].equals(whole["response"])  # and the weights in the engine, which is cut as before
+    assert found["response"].equals(whole["response"])  # and the weights in the engine, whose split is the same
     expected, metrics = metrics_of(runs.whole)[RECORDED], metrics_of(other)[RECORDED]
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "actor/ptx_loss", "critic/score/mean"):
         assert metrics[name] == pytest.approx(expected[name], rel=5e-3, abs=1e-5), name

@@ -1,12 +1,12 @@
 """A run that learns from a neural reward model and a rule together, both in training and in validation."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from megarl import train
 from megarl.tracking.jsonl import read_jsonl
-from tests.support.programs import succeed
+from tests.support.forked import run_job
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_classifier
 from tests.support.workspace import Workspace, train_arguments
@@ -18,8 +18,8 @@ def test_grpo_on_a_weighted_sum_of_model_and_rule(workspace: Workspace, tmp_path
     model = write_classifier(tmp_path / "reward", "qwen2", vocab_size=150)  # another family, with another vocabulary
     train_sentencepiece(model / "tokenizer.model", vocab_size=120, model_type="unigram")
     run_dir = tmp_path / "run"
-    succeed(
-        *(sys.executable, "-m", "megarl.train", *train_arguments(workspace, run_dir)),
+    run_job(
+        *(2, train.main, *train_arguments(workspace, run_dir)),
         "reward_model.enable=true",
         f"reward_model.model.path={model}",
         "reward_model.micro_batch_size=3",
@@ -31,6 +31,7 @@ def test_grpo_on_a_weighted_sum_of_model_and_rule(workspace: Workspace, tmp_path
         "trainer.val_before_train=false",
         "trainer.test_freq=1",
         "trainer.total_training_steps=1",
+        log=tmp_path / "train",
         timeout_s=300,
     )
     [step] = read_jsonl(run_dir / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""A real run with secrets planted wherever they may stand, and code in its model: none is kept, shown or run."""
+"""A real run with secrets planted in every place, and code in its model: no secret is kept or shown, no code runs."""
 
 import re
 import sys
@@ -50,10 +50,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of a server on this machine that asks for a password."""
+    """A bucket on a local server that asks for a password."""
 
     filesystem: S3FileSystem
-    query: str  # which leads to it
+    query: str  # names the server
 
     def uri(self, path: str) -> str:
         return f"s3://{USER}:{quote(PASSWORD, safe='')}@bucket/{path}?{self.query}"
@@ -72,7 +72,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(workspace: Workspace) -> Iterator[Bucket]:
-    """With the training data in it."""
+    """Serve a bucket that holds the training data."""
     with s3_server("bucket") as environ:
         place = environ["AWS_ENDPOINT_URL"].removeprefix("http://")
         filesystem = S3FileSystem(access_key=USER, secret_key=PASSWORD, endpoint_override=place, scheme="http")
@@ -81,7 +81,7 @@ def bucket(workspace: Workspace) -> Iterator[Bucket]:
 
 
 def kept(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Every file, as text; what is compressed is unpacked."""
+    """Yield every file as text; decompress parquet."""
     for path in directory.rglob("*"):
         if path.suffix == ".parquet":
             yield path, str(pq.read_table(path).to_pydict())
@@ -121,8 +121,7 @@ def test_secrets_and_code_that_are_planted(
         "trainer.save_freq=1",
         timeout_s=400,
     )
-    assert code == 0, output
-    assert (run_dir / "global_step_1" / "manifest.json").is_file()
+    assert code == 0 and (run_dir / "global_step_1" / "manifest.json").is_file(), output
     assert not witness.exists()
     assert f"the judge does not know {BLOT}" in output
     assert f"it printed 'asking the judge with {BLOT}'" in output
@@ -138,7 +137,9 @@ def test_secrets_and_code_that_are_planted(
     assert f"s3://{BLOT}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
     assert f"s3://{BLOT}@bucket/model: its model is copied to {cache}/model-" in output
     texts = dict(kept(run_dir)) | dict(kept(cache)) | dict(bucket.texts())
-    assert "modeling_planted.py" not in {path.name for path in cache.rglob("*")}, "code is copied where it may run"
+    assert "modeling_planted.py" not in {path.name for path in cache.rglob("*")}, (
+        "code was copied although it may not run"
+    )
     assert not any(secret in str(path) for path in cache.rglob("*") for secret in SECRETS)
     assert Path("bucket/mirror/global_step_1/manifest.json") in texts
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}

@@ -1,4 +1,4 @@
-"""A real run that dies, one that is told to end, and what goes on from it."""
+"""A real run that is killed, one that a signal asks to end, and the run that resumes from it."""
 
 import os
 import re
@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from megarl import train
 from megarl.distributed.signals import EXIT_CODE
+from tests.support.forked import run_job
 from tests.support.outcomes import metrics_of, mlflow_runs
-from tests.support.programs import CTRL_C, PYTHON, ROOT, AtTerminal, succeed
+from tests.support.programs import CTRL_C, PYTHON, ROOT, AtTerminal
 from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [
@@ -41,7 +43,7 @@ MARK = "MEGARL_TEST_MARK"
 
 
 class World:
-    """A run whose reward waits while it is told to."""
+    """A run whose reward waits while the file `hold` exists."""
 
     def __init__(self, workspace: Workspace, root: Path) -> None:
         self.run_dir, self._hold, self._held = root / "run", root / "hold", root / "held"
@@ -61,7 +63,7 @@ class World:
 
     @contextmanager
     def held(self, mark: str) -> Iterator["subprocess.Popen[str]"]:
-        """The run, started, in the reward of its first step; its processes have `mark` in their environment."""
+        """Start the run, yield it in the reward of its first step; its processes have `mark` in their environment."""
         self._hold.touch()
         self._held.unlink(missing_ok=True)
         with subprocess.Popen(
@@ -80,7 +82,7 @@ class World:
                 process.kill()
 
     def at_terminal(self) -> AtTerminal:
-        """The same at a terminal."""
+        """Start the run at a terminal and return it in the reward of its first step."""
         self._hold.touch()
         self._held.unlink(missing_ok=True)
         job = AtTerminal([*PYTHON, "megarl.train", *self.arguments], os.environ | {"PYTHONPATH": str(ROOT)})
@@ -88,15 +90,15 @@ class World:
             time.sleep(0.05)  # until the test's own time limit
         return job
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         self._hold.unlink()
 
 
 def living(mark: str) -> dict[str, set[Path]]:
-    """The processes that have `mark` in their environment: their commands, and the shared memory that they map."""
+    """Return the processes that have `mark` in their environment: command -> shared memory that they map."""
     found = {}
     for process in Path("/proc").iterdir():
-        with suppress(OSError):  # no process, gone, or another user's
+        with suppress(OSError):  # not a process, gone, or of another user
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 mapped = re.findall(r"/dev/shm/\S+", (process / "maps").read_text())
                 command = (process / "cmdline").read_text().replace("\0", " ")
@@ -106,7 +108,7 @@ def living(mark: str) -> dict[str, set[Path]]:
 
 @pytest.fixture(scope="module")
 def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, Any]]:
-    """A run that was killed in its first step, told to end in it by Ctrl-C, and left alone; and what was seen."""
+    """Kill a run in its first step, end it by Ctrl-C in that step, then let it finish; return it and what was seen."""
     world, seen = World(workspace, tmp_path_factory.mktemp("told")), dict[str, Any]()
     mark = uuid.uuid4().hex
     with world.held(mark) as process:
@@ -119,21 +121,21 @@ def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tupl
     seen["segments left"] = [path for paths in seen["killed"].values() for path in paths if path.exists()]
     job.type(CTRL_C)
     job.read_until("megarl: SIGINT")
-    world.go_on()
+    world.release()
     seen["code"], seen["messages"] = job.end()
     seen["metrics"] = metrics_of(world.run_dir)
     seen["mlflow"] = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
     seen["checkpoints"] = [path.name for path in world.run_dir.glob("global_step_*")]
-    succeed(*PYTHON, "megarl.train", *world.arguments, timeout_s=LAUNCH_S)
+    run_job(2, train.main, *world.arguments, log=world.run_dir.parent / "resumed", timeout_s=LAUNCH_S)
     return world, seen
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(told: tuple[World, dict[str, Any]]) -> None:
     _, seen = told
-    commands = "\n".join(seen["killed"])  # all of which were gone a moment later
+    commands = "\n".join(seen["killed"])  # all ended a moment later
     assert commands.count("megarl.train") >= 3  # the launcher and its ranks
     assert "megarl.rewards.keeper" in commands
-    assert not seen["segments left"]  # when the next job had started
+    assert not seen["segments left"]  # after the start of the next job
 
 
 def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World, dict[str, Any]]) -> None:
@@ -143,9 +145,9 @@ def test_a_run_that_is_told_to_end_saves_its_step_and_says_so(told: tuple[World,
     said = "".join(seen["messages"].split())  # as wide as the terminal
     assert "".join(f"megarl: stopped by a signal, step 1 is saved; resume with {command}".split()) in said
     assert "Traceback" not in seen["messages"]
-    assert seen["checkpoints"] == ["global_step_1"]  # though trainer.save_freq asks for none
+    assert seen["checkpoints"] == ["global_step_1"]  # although trainer.save_freq asks for none
     assert list(seen["metrics"]) == [1]
-    assert seen["mlflow"][0] == "KILLED"  # the other is that of the run that was killed in its first step
+    assert seen["mlflow"][0] == "KILLED"  # the other entry is the killed run
 
 
 def test_it_goes_on_as_if_nobody_had_told_it(
@@ -153,9 +155,9 @@ def test_it_goes_on_as_if_nobody_had_told_it(
 ) -> None:
     world, seen = told
     other = World(workspace, tmp_path)
-    succeed(*PYTHON, "megarl.train", *other.arguments, timeout_s=LAUNCH_S)
+    run_job(2, train.main, *other.arguments, log=tmp_path / "other", timeout_s=LAUNCH_S)
     expected = metrics_of(other.run_dir)
     assert metrics_of(world.run_dir) == expected
     assert seen["metrics"] == {1: expected[1]}
     statuses = [run.info.status for run in mlflow_runs(world.run_dir, "megarl_examples")[1]]
-    assert statuses == ["FINISHED", *seen["mlflow"][1:]]  # the same run, so it did not begin anew
+    assert statuses == ["FINISHED", *seen["mlflow"][1:]]  # the resumed run continues the first entry

@@ -1,4 +1,4 @@
-"""A real chat model on real problems: its weights reach the engine unharmed, and GRPO runs on it."""
+"""A real chat model on real problems: its weights reach the engine intact, and GRPO trains it."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_STEPS = 2
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory."""
+    """Return SmolLM2-135M-Instruct as a Hugging Face directory."""
     pytest.importorskip("gguf", reason="the conversion needs gguf")
     directory = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
     try:
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run; the problems are in `data` under it."""
+    """Return the directory of a finished run; `data` under it holds the problems."""
     directory = tmp_path_factory.mktemp("run")
     data = directory / "data"
     run_python(
@@ -55,17 +55,17 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_converted_model_answers(model: Path) -> None:
-    assert "Paris" in greedy_answers(model, [[{"role": "user", "content": "What is the capital of France?"}]])[0]
+def test_the_converted_model_responds(model: Path) -> None:
+    assert "Paris" in greedy_responses(model, [[{"role": "user", "content": "What is the capital of France?"}]])[0]
 
 
-def test_the_engine_answers_as_transformers_before_training(model: Path, run_dir: Path) -> None:
+def test_the_engine_responds_as_transformers_before_training(model: Path, run_dir: Path) -> None:
     prompts = pq.read_table(run_dir / "data" / "val.parquet")["prompt"].to_pylist()
     rows = [row for row in read_jsonl(run_dir / "val_generations.jsonl") if row["step"] == 0]
-    assert [row["response"] for row in rows] == greedy_answers(model, prompts)
+    assert [row["response"] for row in rows] == greedy_responses(model, prompts)
 
 
-def test_two_iterations_of_grpo_complete(run_dir: Path) -> None:
+def test_two_steps_of_grpo_complete(run_dir: Path) -> None:
     steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if "actor/pg_loss" in line]
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     for line in steps:
@@ -75,15 +75,15 @@ def test_two_iterations_of_grpo_complete(run_dir: Path) -> None:
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-def greedy_answers(model: Path, conversations: list[list[dict[str, str]]]) -> list[str]:
-    """What transformers answers."""
+def greedy_responses(model: Path, conversations: list[list[dict[str, str]]]) -> list[str]:
+    """Return the greedy responses of `transformers`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = []
+    responses = []
     for conversation in conversations:
         inputs = tokenizer.apply_chat_template(
             conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         output = policy.generate(**inputs, do_sample=False, max_new_tokens=MAX_RESPONSE_LENGTH)
-        answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    return answers
+        responses.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return responses

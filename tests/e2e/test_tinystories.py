@@ -1,6 +1,6 @@
-"""PPO on a real model: stories become cheerful, and stay varied because of the KL in the reward.
+"""PPO on a real model: stories become cheerful, and the KL in the reward keeps them varied.
 
-In the default type, bfloat16, engine and trainer stay far below the limits of the gate.
+In bfloat16, the default type, engine and trainer stay far below the limits of the gate.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ BFLOAT16 = Limits.of(SyncSection(), "bfloat16")
 
 
 def distinct_bigrams(texts: Sequence[str]) -> float:
-    """The share of word pairs of all texts together that occur once or for the first time: 1 repeats nothing."""
+    """Return the share of distinct word pairs in all texts together; 1 means that no pair repeats."""
     words = [text.lower().split() for text in texts]
     pairs = [pair for text in words for pair in zip(text, text[1:], strict=False)]
     return len(set(pairs)) / len(pairs)
 
 
 def prepared(data: Path) -> list[str]:
-    """The arguments that name the model and the stories, which are written to `data`."""
+    """Write the stories to `data`; return arguments that name model and stories."""
     model, stories = asset("models/stories260K-hd32"), asset("data/tinystories")
     run_python("scripts/prepare_tinystories.py", "--from", stories, "--out", data, timeout_s=60)
     return [
@@ -46,7 +46,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_the_default_type_runs_far_below_its_limits(tmp_path: Path) -> None:
-    """Bfloat16 in trainer and engine, each of tensor-parallel size 2, at a temperature, with every sync checked."""
+    """Train and sample in bfloat16 over two tensor-parallel ranks each, and check every sync."""
     run_dir, reward = tmp_path / "run", tmp_path / "reward.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n")
     with reward.open("a") as file:
@@ -66,7 +66,7 @@ def test_the_default_type_runs_far_below_its_limits(tmp_path: Path) -> None:
     steps = steps_of(run_dir)
     assert len(steps) == 3
     for line in steps:
-        assert 1e-5 < line["training/rollout_mismatch"] < BFLOAT16.mismatch_stop / 8  # above zero: it is bfloat16
+        assert 1e-5 < line["training/rollout_mismatch"] < BFLOAT16.mismatch_stop / 8  # above zero because of bfloat16
         assert line["training/rollout_mismatch"] < line["training/rollout_mismatch_limit"] / 4
         assert line["training/rollout_mismatch_left_out"] == 0.0
         assert line["sync/check_probs_diff_mean"] < BFLOAT16.probs_stop / 4
@@ -91,7 +91,7 @@ def test_ppo_raises_the_sentiment_and_keeps_the_text_varied(tmp_path: Path) -> N
     assert 0.02 < steps[-1]["actor/reward_kl_penalty"] < 0.3
     assert max(line["training/rollout_probs_diff_max"] for line in steps) < 1e-3
 
-    answers = read_jsonl(run_dir / "val_generations.jsonl")
-    first, last = ([row["response"] for row in answers if row["step"] == step] for step in (0, STEPS))
+    rows = read_jsonl(run_dir / "val_generations.jsonl")
+    first, last = ([row["response"] for row in rows if row["step"] == step] for step in (0, STEPS))
     assert len(set(last)) >= 0.9 * len(last)
     assert distinct_bigrams(last) >= 0.6 * distinct_bigrams(first)

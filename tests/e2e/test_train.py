@@ -1,6 +1,6 @@
 """The main job from its command line: trained, stopped, resumed, exported and evaluated, under every launcher.
 
-Launches are what costs time here, so each serves several tests.
+Launches cost time, so each serves several tests.
 """
 
 import json
@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from megarl import evaluate, export, train
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.rollout.config import SyncSection
@@ -23,6 +24,7 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
+from tests.support.forked import run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
 from tests.support.programs import PYTHON, ROOT, TORCHRUN, succeed
 from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
@@ -41,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """TinyZero's own script on its own kind of data, with small sizes: its run directory, and what it printed."""
+    """Run TinyZero's script on its kind of data with small sizes; return the run directory and what it printed."""
     root = tmp_path_factory.mktemp("small")
     data = root / "data"
     data.mkdir()
@@ -111,7 +113,7 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     assert score.step == 2
     mean, best = (run.data.metrics[f"val/countdown/bare/{name}"] for name in ("mean_at_2", "best_at_2/mean"))
     assert best >= mean == score.value
-    assert mean <= run.data.metrics["val/countdown/bare/maj_at_2"] <= best  # of two different answers one is drawn
+    assert mean <= run.data.metrics["val/countdown/bare/maj_at_2"] <= best  # one of two different answers is drawn
     bfloat16 = Limits.of(SyncSection(), "bfloat16")
     assert 0.0 < run.data.metrics["training/rollout_mismatch"] < bfloat16.mismatch_stop / 8
     assert run.data.metrics["sync/check_probs_diff_mean"] < bfloat16.probs_stop / 8
@@ -137,7 +139,7 @@ def test_the_small_script_is_in_wandb_without_a_server(small_run: tuple[Path, st
 def resumed_run(
     workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[int, dict[str, Any]]]:
-    """A run of two steps that died while it saved the second, and went on to the third; and its metrics before that."""
+    """Run two steps, damage the second save, resume to step 3; return directory and metrics before the resume."""
     run_dir = tmp_path_factory.mktemp("ppo") / "run"
     arguments = ppo_arguments(workspace, run_dir)
     succeed(*TORCHRUN, "megarl.train", *arguments, "trainer.total_training_steps=2", timeout_s=LAUNCH_S)
@@ -162,13 +164,13 @@ def test_ppo_over_a_pipeline(resumed_run: tuple[Path, dict[int, dict[str, Any]]]
     assert max(steps[step]["training/rollout_probs_diff_max"] for step in (1, 2)) < 1e-5
 
 
-def test_a_run_that_died_goes_on_as_if_it_had_not(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
+def test_a_run_that_died_resumes_as_if_it_had_not(resumed_run: tuple[Path, dict[int, dict[str, Any]]]) -> None:
     run_dir, before = resumed_run
     after = metrics_of(run_dir)
     assert list(after) == [0, 1, 2, 3]
     validation = "val/test_score/countdown/bare"
     assert validation in after[3]
-    assert validation in before[2]  # then it was the last step
+    assert validation in before[2]  # there it was the last step
     for step in (0, 1, 2):
         expected = {name: value for name, value in before[step].items() if step == 0 or not name.startswith("val/")}
         assert after[step] == expected, f"step {step}"
@@ -183,7 +185,7 @@ def test_a_run_that_died_goes_on_as_if_it_had_not(resumed_run: tuple[Path, dict[
 
 
 def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
-    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]]
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
     samples = run_dir / "samples"
@@ -196,7 +198,7 @@ def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
 
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     arguments = [*ppo_arguments(workspace, run_dir), "trainer.total_training_steps=3", "trainer.resume_mode=disable"]
-    succeed(*PYTHON, "megarl.train", *arguments, "--replay", samples, timeout_s=LAUNCH_S)
+    run_job(2, train.main, *arguments, "--replay", samples, log=tmp_path / "replay", timeout_s=LAUNCH_S)
     again = metrics_of(run_dir / "replay")
     assert list(again) == [1, 2, 3]
     for step, metrics in again.items():
@@ -211,11 +213,11 @@ def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
 @pytest.fixture(scope="module")
 def exported(resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported")
-    succeed(*PYTHON, "megarl.export", resumed_run[0], out, timeout_s=LAUNCH_S)
-    return out
+    run_job(1, export.main, resumed_run[0], out / "model", log=out / "export", timeout_s=LAUNCH_S)
+    return out / "model"
 
 
-def test_the_exported_actor_has_learnt_and_answers_as_the_engine_did(
+def test_the_exported_actor_has_learnt_and_responds_as_the_engine(
     workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], exported: Path
 ) -> None:
     actor = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -232,19 +234,20 @@ def test_the_exported_actor_has_learnt_and_answers_as_the_engine_did(
         output = actor.generate(
             inputs["input_ids"], do_sample=False, max_new_tokens=MAX_RESPONSE_LENGTH, eos_token_id=2, pad_token_id=0
         )
-        answer = output[0, inputs["input_ids"].shape[1] :]
-        assert row["response"] == tokenizer.decode(answer, skip_special_tokens=True)
+        response = output[0, inputs["input_ids"].shape[1] :]
+        assert row["response"] == tokenizer.decode(response, skip_special_tokens=True)
 
 
 def test_evaluate_scores_the_checkpoint_under_another_split(
-    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]]
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
-    output = succeed(
-        *(*PYTHON, "megarl.evaluate", *ppo_arguments(workspace, run_dir)),
+    output = run_job(
+        *(2, evaluate.main, *ppo_arguments(workspace, run_dir)),
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        log=tmp_path / "evaluate",
         timeout_s=LAUNCH_S,
     )
     [line] = [line for line in output.splitlines() if line.startswith("{")]
@@ -258,7 +261,7 @@ def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Pat
     succeed(
         *(*MPIRUN, "megarl.train", *train_arguments(workspace, tmp_path)),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update a step: in the first there is no divergence yet
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update per step: the first has no divergence yet
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.kl_loss_type=full",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
@@ -275,20 +278,20 @@ def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Pat
     assert max(step["training/rollout_probs_diff_max"] for step in (first, second)) < 1e-5
 
 
-def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_answer_more(
+def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_response_more(
     workspace: Workspace, tmp_path: Path
 ) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(PARITY_REWARD)
-    prompts = tmp_path / "prompts.jsonl"  # messages for a tokenizer without a template, and nothing for a rule
+    prompts = tmp_path / "prompts.jsonl"  # messages for a tokenizer without a template; no data for a rule
     with prompts.open("w") as file:
         for row in pq.read_table(workspace.train).to_pylist():
             target = {"target": row["reward_model"]["ground_truth"]["target"]}
             chat = [{"role": "user", "content": row["prompt"]}]
             file.write(json.dumps({"prompt": chat, "extra_info": json.dumps(target)}) + "\n")
     run_dir = tmp_path / "run"
-    output = succeed(
-        *(*PYTHON, "megarl.train", *train_arguments(workspace, run_dir)),
+    output = run_job(
+        *(2, train.main, *train_arguments(workspace, run_dir)),
         f"data.train_files={prompts}",
         "data.val_files=null",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
@@ -301,6 +304,7 @@ def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_ans
         "trainer.val_before_train=false",
         "trainer.save_freq=1",
         "trainer.total_training_steps=2",
+        log=tmp_path / "train",
         timeout_s=LAUNCH_S,
     )
     assert output.count("the first prompt as the model reads it") == 1
@@ -310,7 +314,7 @@ def test_dynamic_sampling_draws_until_a_batch_tells_apart_and_remax_a_greedy_ans
         counts = {name: metrics[f"train/num_groups_{name}"] for name in ("kept", "alike", "surplus")}
         assert counts["kept"] == 8
         assert sum(counts.values()) == 8 * metrics["train/num_gen_batches"]
-        assert metrics["train/num_gen_batches"] > 1  # a third of the problems never tell apart
+        assert metrics["train/num_gen_batches"] > 1  # the responses to a third of the problems always score alike
         of = {name: (metrics[f"critic/{name}/min"], metrics[f"critic/{name}/max"]) for name in ("score", "baselines")}
         assert 0.0 <= of["baselines"][0] <= of["baselines"][1]
         assert metrics["critic/advantages/max"] <= of["score"][1] - of["baselines"][0] + 1e-6

@@ -1,16 +1,16 @@
-"""A reward model from preferences, by its command: it learns an easy taste, and transformers reads what it writes."""
+"""The command that trains a reward model: the model learns an easy preference, and transformers reads it."""
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from megarl import train_reward
 from megarl.data.parquet import write_rows
 from megarl.tracking.jsonl import read_jsonl
-from tests.support.programs import succeed
+from tests.support.forked import run_job
 from tests.support.workspace import Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ STEPS = 16
 
 
 def write_pairs(path: Path, number: int, seed: int) -> list[dict[str, str]]:
-    """Sums are preferred to products, whatever their numbers."""
+    """Write pairs in which a sum is preferred to a product; return the pairs."""
     rng = random.Random(seed)
     rows = []
     for _ in range(number):
@@ -33,8 +33,8 @@ def test_it_learns_saves_and_writes_a_classifier(workspace: Workspace, tmp_path:
     write_pairs(tmp_path / "train.parquet", 128, seed=1)
     held_out = write_pairs(tmp_path / "val.parquet", 32, seed=2)
     run_dir = tmp_path / "run"
-    succeed(
-        *(sys.executable, "-m", "megarl.train_reward"),
+    run_job(
+        *(2, train_reward.main),
         f"data.train_files={tmp_path / 'train.parquet'}",
         f"data.val_files={tmp_path / 'val.parquet'}",
         "data.train_batch_size=16",
@@ -50,11 +50,12 @@ def test_it_learns_saves_and_writes_a_classifier(workspace: Workspace, tmp_path:
         "trainer.save_freq=8",
         "trainer.n_gpus_per_node=2",
         "trainer.logger=[jsonl]",
+        log=tmp_path / "train",
         timeout_s=300,
     )
     lines = read_jsonl(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-3)  # a new head says 0 of everything
+    assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-3)  # a new head scores everything 0
     assert lines[0]["reward_model/accuracy"] == 0.5
     assert lines[-1]["val/accuracy"] >= 0.8
     assert (run_dir / f"global_step_{STEPS}" / "reward_model" / ".metadata").is_file()
@@ -64,8 +65,8 @@ def test_it_learns_saves_and_writes_a_classifier(workspace: Workspace, tmp_path:
     differences = []
     for row in held_out:
         scores = []
-        for answer in (row["chosen"], row["rejected"]):
-            ids = tokenizer.encode(row["prompt"] + answer)
+        for response in (row["chosen"], row["rejected"]):
+            ids = tokenizer.encode(row["prompt"] + response)
             with torch.no_grad():
                 scores.append(float(model(torch.tensor([ids])).logits[0, 0]))
         differences.append(scores[0] - scores[1])

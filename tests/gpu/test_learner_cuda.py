@@ -35,14 +35,14 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
 
 
 def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient() -> None:
-    with RankPool(1) as pool:
+    with RankPool() as pool:
         [numbers] = pool.run(1, in_bfloat16, "cuda")
     assert_not_rounded(*numbers)
 
 
 def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path) -> None:
     policy, reference = (write_checkpoint(tmp_path / f"{seed}", "qwen3-tied", seed=seed) for seed in (0, 1))
-    with RankPool(1) as pool:
+    with RankPool() as pool:
         [(kl, metrics)] = pool.run(1, diverge, policy, reference, False)
         [(kl_again, metrics_again)] = pool.run(1, diverge, policy, reference, True)
     assert kl.max() > 0.01

@@ -20,7 +20,7 @@ TOLERANCE = 0.1  # bfloat16 against float32; the two checkpoints differ by more 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(1) as pool:
+    with RankPool() as pool:
         yield pool
 
 

@@ -1,4 +1,4 @@
-"""What tests on ranks share: the processes, and the checkpoints that a module names."""
+"""Fixtures that tests of ranks share: the processes, and the checkpoints that a module names."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,18 +8,18 @@ import pytest
 from tests.support.ranks import RankPool
 
 
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """As many processes as the module's NUM_RANKS says."""
-    with RankPool(request.module.NUM_RANKS) as pool:
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Processes for worlds of any size."""
+    with RankPool() as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random weights for every entry of the module's CHECKPOINTS: name -> (variant, what its config has instead)."""
+    """Random weights for every entry of the module's CHECKPOINTS: name -> (variant, replaced fields of its config)."""
     from tests.support.tiny import write_checkpoint  # slow to import, and not all modules have checkpoints
 
     root = tmp_path_factory.mktemp("checkpoints")
     named = request.module.CHECKPOINTS.items()
-    return {name: write_checkpoint(root / name, variant, **instead) for name, (variant, instead) in named}
+    return {name: write_checkpoint(root / name, variant, **changes) for name, (variant, changes) in named}

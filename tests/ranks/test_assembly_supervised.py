@@ -19,8 +19,6 @@ from tests.support.sentencepieces import train_sentencepiece
 from tests.support.supervised import here, train
 from tests.support.tiny import write_checkpoint
 
-NUM_RANKS = 2
-
 
 def refused(argv: list[str]) -> str:
     with pytest.raises(ValueError, match="models") as error:

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from megarl.checkpoint.background import Background, Task
 from tests.support.ranks import RankPool
 
-NUM_RANKS = 2
-
 
 def count(diary: list[object], *, wait: Event | None = None) -> Task:
     """Two pieces of work, the first of which waits; says in the end what all ranks answered."""

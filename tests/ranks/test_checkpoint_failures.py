@@ -14,7 +14,6 @@ from tests.support.learners import ACTOR, make_test_learner, sizes
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 
-NUM_RANKS = 2
 CHECKPOINTS = {"llama": ("llama", {})}
 
 
@@ -73,6 +72,7 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
     one before the weights for others, whose room is not kept, of one before their config.json, and of one with room.
     """
     from megarl.checkpoint import store
+    from megarl.checkpoint.failures import require_space
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
@@ -109,7 +109,7 @@ def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[
         return find_checkpoint(disk.path, mode="auto", path=None), run.advance(), left
 
     diary = [save(1)]
-    room, finish = store.require_space, files._finish
+    room, finish = require_space, files._finish
     for step, (module, name, instead) in enumerate(
         [
             (store, "require_space", lambda *args: (room(*args), on_first_rank(disk.fill))),

@@ -17,7 +17,6 @@ from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
 
-NUM_RANKS = 2
 RESPONSE = 8
 
 
@@ -96,7 +95,7 @@ def test_transformers_reads_actor_and_critic(saved: tuple[Path, tuple[Any, Any]]
     assert AutoTokenizer.from_pretrained(checkpoint / "huggingface").eos_token_id == 2
     batch = experience()
     for number, length in enumerate(batch.mask.sum(-1).tolist()):
-        prompt, response = batch.prompts[batch.groups[number]], batch.responses[number, :length]
+        prompt, response = batch.prompt_of(number), batch.responses[number, :length]
         found = log_probs(policy, prompt, response.tolist(), temperature=1.0)
         torch.testing.assert_close(found, log_probs_of_actor[number, :length], rtol=1e-4, atol=1e-4)
         tokens = torch.tensor([[*prompt.token_ids, *response.tolist()]])

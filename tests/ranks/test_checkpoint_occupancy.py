@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.assembly.resume import entered_checkpoint
+from megarl.assembly.resume import prepare_checkpoint
 from megarl.checkpoint import occupancy
 from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.find import find_checkpoint
@@ -25,7 +25,6 @@ from tests.support.programs import ROOT
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
-NUM_RANKS = 2
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -132,7 +131,7 @@ def start_again(run_dir: Path) -> Path | None:
     run.save(State(step=2))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(dist.get_rank()))
-        return entered_checkpoint(TrainerSection(default_local_dir=str(run_dir), resume_mode="disable"))
+        return prepare_checkpoint(TrainerSection(default_local_dir=str(run_dir), resume_mode="disable"))
 
 
 def test_a_launcher_need_not_tell_all_ranks_that_they_are_started_again(pool: RankPool, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The first look at all rows, shared out among ranks, finds what one rank finds, and what one finds ends all."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from tests.support.ranks import RankPool
 from tests.support.sentencepieces import train_sentencepiece
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Ranks that believe different things refuse to go on, all of them, and say who believes what."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,6 @@ from tests.support.ranks import RankPool
 pytestmark = pytest.mark.ranks
 
 RUN = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
 
 
 def believe(facts_of_ranks: list[dict[str, Any]]) -> str:

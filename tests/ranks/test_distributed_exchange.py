@@ -10,8 +10,6 @@ from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 3
-
 
 class TwoPartError(Exception):
     """Like many of other libraries: it pickles, but cannot be made again from its one argument."""

@@ -70,7 +70,7 @@ def test_a_rank_that_fails_fails_the_job_and_is_heard(command: list[str]) -> Non
     process = start(command, "fail=1")
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "ValueError: rank 1 was told to fail" in stderr + stdout
+    assert "ValueError: rank 1 was asked to fail" in stderr + stdout
 
 
 @pytest.mark.faults

@@ -1,6 +1,7 @@
 """What one rank of a node does for the others, over real processes."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,7 @@ from tests.support.tiny import write_checkpoint
 pytestmark = pytest.mark.ranks
 
 
-NUM_RANKS = 3
-
-
-def answers() -> tuple[str, int, list[tuple[int, str | None]]]:
+def answers() -> tuple[str, int, list[str | None]]:
     """The work is slow on the only rank that does it: the answer, whose it is, and what the watchdogs were told."""
     from unittest.mock import patch
 
@@ -23,7 +21,7 @@ def answers() -> tuple[str, int, list[tuple[int, str | None]]]:
 
     told: list[str | None] = []
 
-    def work(count: nodes.Count) -> tuple[str, int]:
+    def work(count: Callable[[int], None]) -> tuple[str, int]:
         import time
 
         for _ in range(4):
@@ -35,7 +33,7 @@ def answers() -> tuple[str, int, list[tuple[int, str | None]]]:
         told.append(phase)
         return "before"
 
-    with patch.object(nodes.watchdog, "note", note), patch.object(nodes, "TURN_S", 0.1):
+    with patch("megarl.distributed.watchdog.note", note), patch.object(nodes, "TURN_S", 0.1):
         answer, pid = nodes.once_a_node(work, phase="fetch")
     return answer, pid, told
 

@@ -18,7 +18,6 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.shards import tensors_of
 
-NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2")}
 OPTIM = OptimSection(lr=1e-3, lr_warmup_steps=4)
 

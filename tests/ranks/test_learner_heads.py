@@ -1,7 +1,5 @@
 """Vocabulary-parallel log-probabilities, entropies and divergences against the plain softmax, with their gradients."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,12 +8,6 @@ from megarl.algorithms.kl import full_kl
 from megarl.learner import heads
 from tests.support.heads import HIDDEN, ROWS, TEMPERATURE, TOKENS, VOCAB, assert_not_rounded, example, in_bfloat16
 from tests.support.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
@@ -29,6 +21,7 @@ def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
     )
     (torch.stack([log_probs, entropy]) * upstream).sum().backward()
     dist.all_reduce(hidden.grad)  # what Megatron's region does in the backward pass
+    assert hidden.grad is not None and mine.grad is not None
     return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
 
 
@@ -48,6 +41,7 @@ def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_
         torch.testing.assert_close(answer[1], entropy.detach())
         torch.testing.assert_close(answer[2], hidden.grad)
     gathered = torch.cat([answer[3] for answer in answers])
+    assert weight.grad is not None
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 
@@ -94,6 +88,7 @@ def sharded_kl(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
     )
     (divergence * upstream).sum().backward()
     dist.all_reduce(hidden.grad)
+    assert hidden.grad is not None and mine.grad is not None
     return divergence.detach(), hidden.grad, mine.grad
 
 
@@ -112,6 +107,7 @@ def test_divergence_is_that_of_plain_softmaxes(pool: RankPool, world_size: int, 
         torch.testing.assert_close(answer[0], divergence.detach())
         torch.testing.assert_close(answer[1], hidden.grad)
     gathered = torch.cat([answer[2] for answer in answers])
+    assert weight.grad is not None
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 

@@ -16,7 +16,6 @@ from tests.support.learners import TOLERANCE, learner_outputs
 from tests.support.ranks import RankPool
 from tests.support.references import reference_outputs
 
-NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("qwen3-tied", {"num_hidden_layers": 4}),
     "reference": ("qwen3-tied", {"num_hidden_layers": 4, "seed": 1}),

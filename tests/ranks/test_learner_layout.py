@@ -18,7 +18,6 @@ from megarl.reshard.layout import Piece
 from tests.support.learners import make_test_learner
 from tests.support.ranks import RankPool
 
-NUM_RANKS = 4
 PARALLEL = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",

@@ -1,4 +1,4 @@
-"""No split shows in any policy loss: each `loss_mode` with each `loss_agg_mode`, against autograd and one rank alone.
+"""No split shows in any policy loss: each `loss_mode` and each `loss_agg_mode`, against autograd and one rank alone.
 
 An update of two mini-batches runs through the real learner cut in every way. Metrics, gradient norm and every updated
 weight must be those of one rank with one micro-batch, whose first mini-batch must be that of `transformers`.
@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms.config import PolicyLossSection
-from megarl.algorithms.losses import LossAggregation
+from megarl.algorithms.config import LossAggregation, PolicyLossSection
 from megarl.batch import Experience
 from megarl.config.policy import ActorSection
 from megarl.models.architecture import hf_shapes, read_architecture
@@ -26,7 +25,6 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
 
-NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
 MODES = get_args(PolicyLossSection.__annotations__["loss_mode"])
 LOSSES = {
@@ -44,6 +42,7 @@ LOSSES = {
         entropy_coeff=0.01,
     )
     for loss_mode, agg_mode in product(MODES, get_args(LossAggregation))
+    if loss_mode == "vanilla" or agg_mode == "token-mean"  # aggregation does not know what it sums
 }
 SPLITS = {  # world size, section, balanced by length, tokens of a micro-batch
     "micro-batches": (1, {}, True, 24),

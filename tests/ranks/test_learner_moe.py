@@ -19,7 +19,6 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
 
-NUM_RANKS = 4
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
@@ -120,13 +119,13 @@ def expected_gradients(checkpoint: Path) -> list[Tensor]:
     for sample in range(len(batch)):
         model(torch.tensor([[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)][:-1]]))
     total = torch.zeros(())
-    for logits in map(torch.cat, seen):
-        num_experts = logits.shape[1]
-        probabilities = logits.softmax(-1)
+    for logits_of_gate in map(torch.cat, seen):
+        num_experts = logits_of_gate.shape[1]
+        probabilities = logits_of_gate.softmax(-1)
         chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, num_experts).float()
         fractions, means = chosen.mean((0, 1)), probabilities.mean(0)
         total = total + LOSSES["moe_aux_loss_coeff"] * num_experts * (fractions * means).sum()
-        total = total + LOSSES["moe_z_loss_coeff"] * logits.logsumexp(-1).square().mean()
+        total = total + LOSSES["moe_z_loss_coeff"] * logits_of_gate.logsumexp(-1).square().mean()
     total.backward()
     return [gate.weight.grad for gate in gates]
 

@@ -18,7 +18,6 @@ from megarl.training.objectives import ActorObjective
 from tests.support.learners import learn_twice, learner_outputs
 from tests.support.ranks import RankPool, fresh_mesh
 
-NUM_RANKS = 4
 CHECKPOINTS = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {"num_hidden_layers": 4}),

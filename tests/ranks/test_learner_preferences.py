@@ -15,7 +15,6 @@ from tests.support.learners import make_test_learner, sizes
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_classifier
 
-NUM_RANKS = 4
 OBJECTIVE = PreferenceObjective(centering=0.1)
 MARGINS = torch.tensor([0.0, 0.5, -0.2, 1.0, 0.1])
 LENGTHS = (4, 8, 2, 5, 6, 2, 18, 23, 3, 7)

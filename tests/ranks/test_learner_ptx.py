@@ -17,7 +17,6 @@ from tests.support.ranks import RankPool
 from tests.support.records import answer, experience, prompts
 from tests.support.references import gradient_norm, outputs_of
 
-NUM_RANKS = 4
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {}),

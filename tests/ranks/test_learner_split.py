@@ -19,7 +19,6 @@ from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.references import reference_outputs
 
-NUM_RANKS = 4
 CHECKPOINTS = {variant: (variant, {}) for variant in ("llama", "qwen2", "qwen3-tied")}
 SPLITS = {  # (TP, PP, DP): world size
     (1, 1, 1): 1,

@@ -15,7 +15,6 @@ from megarl.planning.states import States, copied_bytes, frozen_states, trained_
 from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.tiny import SIZES, VARIANTS
 
-NUM_RANKS = 2
 SPLITS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},

@@ -17,12 +17,13 @@ from tests.support.layouts import architecture, blank, engine_layouts, filled, i
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.ranks
-NUM_RANKS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Watched(TensorDestination):
     """Notes how many local tensors are open at once, and that each is opened and closed once, in that order."""
+
+    log: list[tuple[str, str]]
 
     def __init__(self, pieces, tensors):
         super().__init__(pieces, tensors)

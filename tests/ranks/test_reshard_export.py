@@ -13,8 +13,6 @@ from tests.support.layouts import blank, trainer_layouts
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 4
-
 
 def load_and_export(source, target, tp, pp, dtype, max_shard_bytes):
     rank = dist.get_rank()

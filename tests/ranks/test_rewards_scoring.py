@@ -1,7 +1,7 @@
 """The reward, spread over ranks: every rank has every score, whoever called the reward, and whatever became of it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ def compute_score(solution_str, ground_truth, **_):
         {on_sample_3}
     return {{"score": len(solution_str.split()), "acc": 1, "pred": solution_str, "process": os.getppid()}}
 """
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def words(ids: Sequence[int]) -> str:

@@ -40,7 +40,6 @@ from tests.support.tiny import VARIANTS
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 2
 SAMPLED = SamplingSection(n=2, do_sample=True, temperature=0.7)
 GREEDY = SamplingSection()
 RESPONSE = 12

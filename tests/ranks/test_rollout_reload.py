@@ -23,7 +23,6 @@ patches.prepare_environment()
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 1
 Fault = Callable[[pytest.MonkeyPatch, Any], None]
 RESPONSE = 8
 # vLLM's own latent attention computes on CPU at one size only; see CPU_ENVIRONMENT in rollout/patches/process.py.
@@ -134,7 +133,7 @@ def test_gates_that_vllm_joins_once_follow_every_sync() -> None:
 
     from megarl.rollout import reload
 
-    runner = nn.Module()
+    runner: Any = nn.Module()
     runner.gate, runner.shared_expert_gate = nn.Linear(4, 8, bias=False), nn.Linear(4, 1, bias=False)
     runner._combined_gate_weight = None
     with torch.no_grad():

@@ -23,7 +23,6 @@ from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 2
 FLIPPED = "flipped bit"
 DISAGREE = "give the same tokens probabilities that differ by"
 SIGNS = {

@@ -1,8 +1,8 @@
-"""A fault between two syncs is caught in the iteration in which it happens, before anything learns.
+"""A fault between two syncs is caught in its own step, before anything learns.
 
-A real trainer and a real engine, tensor-parallel over two ranks, run the loop's own iteration. Weights change by a real
-update in between. As a failing iteration changes nothing, one start serves all faults, one after the other, and in the
-end a sound iteration passes. Self-checks are off: the gate is alone.
+A real learner and a real engine, tensor-parallel over two ranks, take the loop's own steps, and a real update changes
+the weights in between. A step that fails changes nothing, so that one start serves all faults, and a sound step passes
+at the end. Self-checks are off: only the gate looks.
 """
 
 import json
@@ -26,12 +26,11 @@ from tests.support.tiny import write_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-NUM_RANKS = 2
-# More than a block of the prefix cache, so that keys which outlive a sync are met.
+# More than a block of the prefix cache, so that keys which outlive a sync are read.
 PROMPTS = [prompt(number, [*range(3 + number, 133 + number)]) for number in range(8)]
 DRAWN = {"n": 4, "response_length": 24, "tensor_model_parallel_size": 2}
 FAULTS = (
-    "kept prefix cache",  # first: its keys are of the weights before the update
+    "kept prefix cache",  # first, because its keys belong to the weights before the update
     "stale layer",
     "stale shard",
     "experts exchanged",
@@ -41,7 +40,7 @@ FAULTS = (
 
 
 class Data:
-    """The same prompts again and again; a response is as good as its tokens are even."""
+    """The same prompts in every step; the score of a response is its share of even tokens."""
 
     def take(self, position: Position) -> tuple[Prompts, Position]:
         return Prompts(prompts=PROMPTS), position
@@ -57,7 +56,7 @@ def snapshot(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def sending(old: dict[str, torch.Tensor], is_stale: Callable[[str], bool]) -> AbstractContextManager[Any]:
-    """Some of what a rank sends is from before the update."""
+    """Make a rank send old tensors for the names that `is_stale` accepts."""
     from megarl.learner.learner import Learner
 
     weights = Learner.weights
@@ -72,79 +71,80 @@ def sending(old: dict[str, torch.Tensor], is_stale: Callable[[str], bool]) -> Ab
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw."""
+    """Results of one rank."""
 
     complaints: dict[str, str]  # by fault
-    learnt: list[str]  # faults after whose iteration the weights were others
-    first: dict[str, float]  # metrics of the sound iterations
+    learnt: list[str]  # faults after whose step the weights had changed
+    first: dict[str, float]  # metrics of the sound steps
     last: dict[str, float]
 
 
-def iterations(checkpoint: Path, dtype: str) -> Seen:
-    from megarl.algorithms.config import AlgorithmSection
-    from megarl.algorithms.kl import FixedKL
-    from megarl.config.policy import ActorSection
-    from megarl.learner.batching import Budget
-    from megarl.learner.config import MegatronSection, OptimSection
-    from megarl.learner.factory import make_learner
-    from megarl.models.architecture import read_architecture
-    from megarl.rollout.config import RolloutSection, SyncSection
-    from megarl.rollout.limits import Limits
-    from megarl.tracking.timers import Timers
-    from megarl.tracking.tracker import NullTracker
-    from megarl.training.collect import Collector
-    from megarl.training.gate import Gate, MismatchError
-    from megarl.training.loop import Job, Progress, take_step
-    from megarl.training.objectives import ActorObjective
-    from megarl.training.roles import EngineSampler, Model, Updates
-    from megarl.training.steps import Schedule
+class World:
+    """A learner and an engine over both ranks, and the jobs that use them."""
 
-    engine = start(checkpoint, tensors_of(checkpoint), tp_size=2, dtype=dtype, max_num_seqs=32, free_cache_engine=False)
-    megatron = MegatronSection(dtype=dtype, tensor_model_parallel_size=2)
-    learner = make_learner(
-        checkpoint,
-        read_architecture(json.loads((checkpoint / "config.json").read_text())),
-        megatron,
-        fresh_mesh(megatron),
-        role="policy",
-        device=torch.device("cpu"),
-        training=(OptimSection(lr=1e-3), 1.0, 10),
-    )
-    pair, budget, algorithm = (
-        Pair(learner, engine),
-        Budget(max_tokens=2000, max_sequences=None),
-        AlgorithmSection(adv_estimator="grpo", use_kl_in_reward=False),
-    )
-    section = RolloutSection(dtype=dtype, **DRAWN)
+    def __init__(self, checkpoint: Path, dtype: Any) -> None:
+        from megarl.algorithms.config import AlgorithmSection
+        from megarl.learner.config import MegatronSection, OptimSection
+        from megarl.learner.factory import make_learner
+        from megarl.models.architecture import read_architecture
+        from megarl.rollout.config import RolloutSection
 
-    def sampler(new_name: Callable[[str], str] = lambda name: name, temperature: float = 1.0) -> Any:
+        settings = {"dtype": dtype, "max_num_seqs": 32, "free_cache_engine": False}
+        self.engine = start(checkpoint, tensors_of(checkpoint), tp_size=2, **settings)
+        megatron = MegatronSection(dtype=dtype, tensor_model_parallel_size=2)
+        self.learner = make_learner(
+            checkpoint,
+            read_architecture(json.loads((checkpoint / "config.json").read_text())),
+            megatron,
+            fresh_mesh(megatron),
+            role="policy",
+            device=torch.device("cpu"),
+            training=(OptimSection(lr=1e-3), 1.0, 10),
+        )
+        self.section = RolloutSection(dtype=dtype, **DRAWN)
+        self.algorithm = AlgorithmSection(adv_estimator="grpo", use_kl_in_reward=False)
+
+    def sampler(self, new_name: Callable[[str], str] = lambda name: name, temperature: float = 1.0) -> Any:
+        """Return a sampler whose syncs are not checked."""
+        from megarl.training.roles import EngineSampler
+
         return EngineSampler(
-            engine=engine,
-            sync=pair.sync(new_name, check=Mock(is_due=Mock(return_value=False))),
-            section=replace(section, temperature=temperature),
+            engine=self.engine,
+            sync=Pair(self.learner, self.engine).sync(new_name, check=Mock(is_due=Mock(return_value=False))),
+            section=replace(self.section, temperature=temperature),
             finished=lambda prompt, token_ids: None,
         )
 
-    def job(sampler: Any) -> Job:
-        return Job(
-            samples=Collector(prompts=Data(), sampler=sampler, scorer=Data(), algorithm=algorithm),
-            actor=Model(
-                name="actor",
-                learner=learner,
-                budget=budget,
-                updates=Updates(
-                    objective=ActorObjective(ActorSection(), horizon=24),
-                    budget=budget,
-                    num_prompts=2,
-                    num_epochs=1,
-                    shuffle=False,
-                    seed=1,
-                ),
-            ),
+    def updates(self, budget: Any) -> Any:
+        """Return real updates of two prompts each."""
+        from megarl.config.policy import ActorSection
+        from megarl.training.objectives import ActorObjective
+        from megarl.training.roles import Updates
+
+        objective = ActorObjective(ActorSection(), horizon=24)
+        return Updates(objective=objective, budget=budget, num_prompts=2, num_epochs=1, shuffle=False, seed=1)
+
+    def step(self, progress: Any, step: int, **sampler: Any) -> tuple[dict[str, float], Any]:
+        """Take the loop's own step with a sampler of these settings."""
+        from megarl.learner.batching import Budget
+        from megarl.rollout.config import SyncSection
+        from megarl.rollout.limits import Limits
+        from megarl.tracking.timers import Timers
+        from megarl.tracking.tracker import NullTracker
+        from megarl.training.collect import Collector
+        from megarl.training.gate import Gate
+        from megarl.training.loop import Job, take_step
+        from megarl.training.roles import Model
+        from megarl.training.steps import Schedule
+
+        budget, data = Budget(max_tokens=2000, max_sequences=None), Data()
+        job = Job(
+            samples=Collector(prompts=data, sampler=self.sampler(**sampler), scorer=data, algorithm=self.algorithm),
+            actor=Model(name="actor", learner=self.learner, budget=budget, updates=self.updates(budget)),
             reference=None,
             critic=None,
-            gate=Gate(limits=Limits.of(SyncSection(), dtype)),
-            algorithm=algorithm,
+            gate=Gate(limits=Limits.of(SyncSection(), self.section.dtype)),
+            algorithm=self.algorithm,
             critic_warmup=0,
             schedule=Schedule(first_step=0, last_step=2, test_freq=-1, save_freq=-1),
             validation=None,
@@ -152,16 +152,29 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
             tracker=NullTracker(),
             num_ranks=2,
         )
+        return take_step(job, progress, Timers(), step=step)
 
-    old = snapshot(learner)
-    first, progress = take_step(job(sampler()), Progress(kl=FixedKL(0.0), position=Position(0, 0)), Timers(), step=0)
-    before, complaints, learnt = snapshot(learner), {}, []
+    def has_weights(self, expected: dict[str, torch.Tensor]) -> bool:
+        """Return whether the learner's weights are these."""
+        return all(torch.equal(tensor, expected[name]) for name, tensor in snapshot(self.learner).items())
+
+
+def steps(checkpoint: Path, dtype: str) -> Seen:
+    """On each rank: a sound step, a step with each fault, and a sound step again."""
+    from megarl.algorithms.kl import FixedKL
+    from megarl.training.gate import MismatchError
+    from megarl.training.loop import Progress
+
+    world = World(checkpoint, dtype)
+    old = snapshot(world.learner)
+    first, progress = world.step(Progress(kl=FixedKL(0.0), position=Position(0, 0)), 0)
+    before, complaints, learnt = snapshot(world.learner), {}, []
     plants = {
-        "kept prefix cache": lambda: patch.object(engine._llm, "reset_prefix_cache", return_value=True),
+        "kept prefix cache": lambda: patch.object(world.engine._llm, "reset_prefix_cache", return_value=True),
         "stale layer": lambda: sending(old, lambda name: "layers.1." in name),
         "stale shard": lambda: sending(old, lambda name: dist.get_rank() == 1),
     }
-    samplers = {
+    samplers: dict[str, dict[str, Any]] = {
         "experts exchanged": {"new_name": swap(".experts.0.", ".experts.1.")},
         "q and k exchanged": {"new_name": swap("q_proj", "k_proj")},
         "another temperature": {"temperature": 0.7},
@@ -169,24 +182,24 @@ def iterations(checkpoint: Path, dtype: str) -> Seen:
     for fault in FAULTS:
         with plants.get(fault, nullcontext)():
             try:
-                metrics, _ = take_step(job(sampler(**samplers.get(fault, {}))), progress, Timers(), step=1)
+                metrics, _ = world.step(progress, 1, **samplers.get(fault, {}))
                 complaints[fault] = f"passed with {metrics['training/rollout_mismatch']}"
             except MismatchError as error:
                 complaints[fault] = str(error)
-        if not all(torch.equal(tensor, before[name]) for name, tensor in snapshot(learner).items()):
+        if not world.has_weights(before):
             learnt.append(fault)
-    last, _ = take_step(job(sampler()), progress, Timers(), step=1)
-    assert not all(torch.equal(tensor, before[name]) for name, tensor in snapshot(learner).items()), "it learns again"
-    tear_down(engine)
+    last, _ = world.step(progress, 1)
+    assert not world.has_weights(before), "it learns again"
+    tear_down(world.engine)
     return Seen(complaints, learnt, first, last)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fault_is_caught_in_its_own_iteration_and_nothing_learns_from_it(
+def test_a_fault_is_caught_in_its_own_step_and_nothing_learns_from_it(
     pool: RankPool, tmp_path: Path, dtype: str
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "qwen3_moe", num_key_value_heads=4)
-    for seen in pool.run(NUM_RANKS, iterations, checkpoint, dtype):
+    for seen in pool.run(2, steps, checkpoint, dtype):
         for fault in FAULTS:
             assert seen.complaints[fault].startswith("the engine did not draw the samples of step 2"), fault
         assert seen.learnt == []

@@ -23,7 +23,6 @@ from tests.support.ranks import RankPool, fresh_mesh
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint, write_classifier
 
-NUM_RANKS = 4
 SPLITS = {(1, 1): 2, (2, 1): 2, (1, 2): 2, (2, 2): 4}  # (TP, PP): world size
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 

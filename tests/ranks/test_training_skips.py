@@ -22,7 +22,6 @@ from tests.support.records import experience
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.supervised import train
 
-NUM_RANKS = 2
 CHECKPOINTS = {variant: (variant, {}) for variant in ("qwen2", "deepseek_v3")}
 POISON = 7.0  # the score of a sample that spoils its micro-batch
 SPLITS = {

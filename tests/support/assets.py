@@ -1,4 +1,4 @@
-"""Real models and data, used where they are present: `MEGARL_ASSETS`, by default `../shared/assets` of the checkout."""
+"""Real models and data for tests that have them: in `MEGARL_ASSETS`, by default `../shared/assets` of the checkout."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(os.environ.get("MEGARL_ASSETS", Path(__file__).parents[3] / "shared"
 
 
 def asset(name: str) -> Path:
-    """The path of an asset, e.g. `models/stories260K-hd32`; the test is skipped where it is absent."""
+    """Return the path of an asset, e.g. `models/stories260K-hd32`; skip the test if it is absent."""
     path = ROOT / name
     if not path.exists():
         pytest.skip(f"{path} is absent")

@@ -1,4 +1,4 @@
-"""Disks that are really full or read-only, for tests that run as root and may mount."""
+"""Disks that are really full or read-only, for tests that may mount file systems."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ class Disk:
         self._ballast = path / "ballast"
 
     def fill(self, *, leave: int = 0) -> None:
-        """Let no more than `leave` bytes be written, rounded down to pages."""
+        """Leave room for `leave` bytes, rounded down to pages."""
         with self._ballast.open("ab", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 16)):
@@ -31,7 +31,7 @@ class Disk:
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Refuse to write for a while."""
+        """Refuse writes inside the context."""
         subprocess.run(["mount", "-o", "remount,ro", self.path], check=True)
         try:
             yield
@@ -41,7 +41,7 @@ class Disk:
 
 @contextmanager
 def small_disk(path: Path, num_bytes: int) -> Iterator[Disk]:
-    """A file system of that size at `path`, which is made. Skips the test where it may not be mounted."""
+    """Mount a file system of `num_bytes` at the new directory `path`; skip the test if that is not permitted."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "megarl-test", path]
     try:

@@ -41,7 +41,7 @@ PROMPTS = [
 
 
 def write_two_checkpoints(root: Path, variant: str) -> list[Path]:
-    """Two checkpoints with different weights, and a directory with nothing but their config; written once."""
+    """Return two checkpoints with different weights and a directory that has only their config; write them once."""
     first, second, bare = (root / f"{variant}-{name}" for name in ("first", "second", "bare"))
     if not bare.exists():
         write_checkpoint(first, variant, seed=1)
@@ -56,7 +56,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def writer(tensors: dict[str, Tensor]) -> Sync:
-    """A sync that copies from full tensors what the engine's layout asks for."""
+    """Return a sync that copies the pieces of the engine's layout from full tensors."""
 
     def sync(weights: Any) -> None:
         pieces = defaultdict(list)
@@ -64,7 +64,7 @@ def writer(tensors: dict[str, Tensor]) -> Sync:
             pieces[piece.param].append(piece)
         for param, parts in pieces.items():
             target = weights.open(param)
-            target.fill_(float("nan"))  # whatever is not written must show
+            target.fill_(float("nan"))  # what a sync leaves out must show
             for part in parts:
                 part.view(target).copy_(tensors[part.name][slices(part.box)])
             weights.close(param)
@@ -73,7 +73,7 @@ def writer(tensors: dict[str, Tensor]) -> Sync:
 
 
 def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the same shapes in which every element has another value, exact in float32."""
+    """Return tensors of the same shapes whose elements all differ and are exact in float32."""
     starts = accumulate((tensor.numel() for tensor in tensors.values()), initial=1)
     valued = {
         name: torch.arange(first, first + tensor.numel(), dtype=torch.float32).view(tensor.shape)
@@ -84,7 +84,7 @@ def index_valued(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The engine's parameters as vLLM's own reload fills them, before they are packed; spoils the engine."""
+    """Return the engine's parameters as vLLM's own reload fills them, before they are packed; spoil the engine."""
     placed: dict[str, Tensor] = {}
 
     def note(name: str, module: Any) -> None:
@@ -107,7 +107,7 @@ def placed_by_vllm(llm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_against_vllm(llm: Any, layout: Layout, tensors: dict[str, Tensor]) -> None:
-    """The layout puts every element where vLLM's own reload puts it, and nothing else; spoils the engine's weights."""
+    """Check that the layout and vLLM's own reload place every element alike; spoil the engine's weights."""
     numbered = index_valued(tensors)
     placed = placed_by_vllm(llm, numbered)
     expected = {piece.param: torch.zeros(placed[piece.param].numel()) for piece in layout}
@@ -118,7 +118,7 @@ def check_against_vllm(llm: Any, layout: Layout, tensors: dict[str, Tensor]) -> 
 
 
 def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **settings: Any) -> None:
-    """The layout is what `megarl.models.engine` says of this rank, in parameters, places and types too."""
+    """Check that the layout equals the one that `megarl.models.engine` computes for this rank."""
     architecture = read_architecture(json.loads((model_dir / "config.json").read_text()))
     settings = {"expert_parallel": False, "dtype": torch.float32, "latent_fused": False} | settings
     rules = engine_layout(architecture, tp_rank=dist.get_rank() % tp_size, tp_size=tp_size, **settings)
@@ -138,7 +138,7 @@ def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settin
 
 
 def load_as_published(model_dir: Path) -> Any:
-    """vLLM with the weights that lie in a directory."""
+    """Return a vLLM that loaded the weights of a directory itself."""
     from vllm import LLM
 
     section = RolloutSection(dtype="float32", max_num_seqs=16, load_format="auto")
@@ -148,7 +148,7 @@ def load_as_published(model_dir: Path) -> Any:
 
 
 def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
-    """vLLM as the engine starts it, with whole experts on every rank; on CPU it must not compute."""
+    """Return a vLLM as the engine starts it, with complete experts on every rank. On CPU it must not compute."""
     from vllm import LLM
 
     section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
@@ -159,7 +159,7 @@ def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
 
 
 def tear_down(engine: RolloutEngine) -> None:
-    """Let another engine start in this process, in another world."""
+    """Close an engine so that another can start in this process, in another world."""
     tear_down_vllm(engine._llm)
 
 
@@ -169,17 +169,17 @@ def tear_down_vllm(llm: Any) -> None:
 
 
 def forget_parallel_state() -> None:
-    """Also where an engine did not get to its end."""
+    """Remove the state of vLLM from this process, also after an engine that failed."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
-    # vLLM counts the groups of a process, and ranks that were in different worlds before would not meet by name.
+    # vLLM numbers the groups of a process, and ranks of earlier worlds would not meet by name.
     parallel_state._group_name_counter.clear()
 
 
 def log_probs(model: Any, prompt: Prompt, response: list[int], temperature: float) -> Tensor:
-    """[len(response)]: log-probability of each response token by `transformers`."""
+    """Return the log-probability of each response token by `transformers`, [len(response)]."""
     tokens = torch.tensor([[*prompt.token_ids, *response]])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]

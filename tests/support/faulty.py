@@ -1,8 +1,7 @@
-"""Training that meets with faults: `python -m tests.support.faulty FAULTS.json ARGUMENTS...` as for megarl.train.
+"""Training with planted faults: `python -m tests.support.faulty FAULTS.json ARGUMENTS...` as for megarl.train.
 
-The faults come in their order, one in the life of a job: one that is started again meets the first that no earlier one
-has met. `FAULTS.met/NUMBER.json` says where each came. Nothing in megarl knows of this: what it tells its watchdog is
-overheard.
+Each life of a job meets the first fault that no earlier life met, and `FAULTS.met/NUMBER.json` records its place.
+megarl knows nothing of this module, which listens to what megarl reports to its watchdog.
 """
 
 import json
@@ -16,16 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl import train
 from megarl.distributed import watchdog
 from megarl.entry import run
-from tests.support.programs import ROOT
 
 
 def break_engine() -> None:
-    """Have vLLM fail at its next step, on this rank alone."""
+    """Make vLLM fail at its next step on this rank."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def execute_model(*_: Any, **__: Any) -> None:
@@ -34,62 +30,62 @@ def break_engine() -> None:
     GPUModelRunner.execute_model = execute_model
 
 
-START = "start"  # the watchdog's word for all that comes before the first step
+START = "start"  # the phase before the first step
 KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(3600),
     "engine": break_engine,
-    "none": lambda: None,  # but for the others' patience
+    "none": lambda: None,  # only `patience_s` acts
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a rank in a phase, at the latest when it leaves it."""
+    """A fault of a rank in a phase; it comes at the latest when the rank leaves the phase."""
 
     rank: int
     phase: str
-    step: int = 0  # the first in which it may come, counted from 0
+    step: int = 0  # the earliest, counted from 0
     kind: str = "kill"
     delay_s: float = 0.0  # after the phase has begun
-    patience_s: float | None = None  # what a phase may take from then on; None: trainer.phase_timeout_s
+    patience_s: float | None = None  # limit of phases after the fault; None: trainer.phase_timeout_s
 
 
 class Faults:
-    """A list of faults and what became of them, in files."""
+    """A list of faults and records of where they came, in files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._met = path, path.with_suffix(".met")
 
     def write(self, faults: Sequence[Fault]) -> None:
-        """Begin anew, with these."""
+        """Write a new list."""
         self._met.mkdir()
         self.path.write_text(json.dumps([asdict(fault) for fault in faults], indent=1))
 
     def next(self) -> tuple[int, Fault | None]:
-        """How many have been met, and the one after those."""
+        """Return the number of faults that were met, and the next fault."""
         faults, number = json.loads(self.path.read_text()), len(self.met())
         return number, Fault(**faults[number]) if number < len(faults) else None
 
     def is_met(self, number: int) -> bool:
-        """Whether this one has come."""
+        """Return whether fault `number` was met."""
         return (self._met / f"{number}.json").exists()
 
     def meet(self, number: int, **place: Any) -> None:
-        """This one comes now, at `place`."""
+        """Record that fault `number` comes now, at `place`."""
         self._tell(f"{number}.json", number=number, **place)
 
     def begin(self, number: int, *, step: int) -> None:
-        """The job that has this one before it begins with `step`."""
+        """Record that the life before fault `number` begins with `step`."""
         self._tell(f"{number}.begun", number=number, step=step)
 
     def met(self) -> list[dict[str, Any]]:
-        """Where those came that have come, in their order."""
+        """Return the records of all faults that were met, in order."""
         return self._read("*.json")
 
     def begun(self) -> list[dict[str, Any]]:
-        """The numbers that were to come when a job began, with its first step and the time."""
+        """Return for each life the number of its fault, its first step and the time."""
         return self._read("*.begun")
 
     def _tell(self, name: str, **news: Any) -> None:
@@ -103,18 +99,18 @@ class Faults:
 
 
 class Overhearing:
-    """A rank that hears what the watchdog hears, and falls to the fault if it is its own."""
+    """A listener on a rank that hears what the watchdog hears, and executes the fault of this rank."""
 
     def __init__(self, faults: Faults, number: int, fault: Fault | None, *, tells: bool) -> None:
         self._faults, self._number, self._fault = faults, number, fault
         self._note, self._lock = watchdog.note, threading.Lock()
-        self._is_due, self._tells = False, tells  # the first step of the job
+        self._is_due, self._tells = False, tells  # rank 0 records the first step
         watchdog.note = self.note
         if fault and fault.phase == START:
             self._come_due(fault)
 
     def note(self, **news: Any) -> str | None:
-        """Go on in the watchdog's eyes; meet the fault if the phase is over, or begins."""
+        """Pass the report on; execute the fault when its phase ends or begins."""
         if self._fault and self._is_due:
             self._fall(self._fault)
         before = self._note(**news)
@@ -122,7 +118,7 @@ class Overhearing:
             self._tells = False
             self._faults.begin(self._number, step=news["step"])
         if self._fault:
-            # Sampling begins with a sync, a phase of its own; after it the rows are told.
+            # Sampling begins with a sync, which is a phase of its own; then the rows are reported.
             begins = "rows" in news if self._fault.phase == "gen" else "phase" in news
             step, phase = place()
             if begins and phase == self._fault.phase and step >= self._fault.step:
@@ -147,13 +143,13 @@ class Overhearing:
 
 
 def place() -> tuple[int, str]:
-    """Step and phase of this rank."""
+    """Return the step and phase of this rank."""
     watching = watchdog._watchdog
-    return (watching._place.step, watching._place.phase) if watching else (0, START)
+    return (watching._report.step, watching._report.phase) if watching else (0, START)
 
 
 def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
-    """Once the fault has come, have the watchdog wait no longer than `patience_s`. Honest phases have their time."""
+    """Shorten the limit of the watchdog to `patience_s` when the fault has come, and not before."""
     while not faults.is_met(number):
         time.sleep(0.1)
     if watchdog._watchdog:
@@ -161,8 +157,8 @@ def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Train on every rank of the job; prepare this one for the fault."""
-    if (rank := os.environ.get("RANK")) is not None:  # else a launcher's process
+    """Train on every rank of the job; prepare this rank for its fault."""
+    if (rank := os.environ.get("RANK")) is not None:  # a launcher has no rank
         faults = Faults(Path(argv[0]))
         number, fault = faults.next()
         its_own = fault if fault and fault.rank == int(rank) else None
@@ -175,23 +171,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.Arguments:
-    """What is said after the faults."""
+    """Read the arguments that follow the file of faults."""
     return train.read_arguments(argv[1:], world_size=world_size)
-
-
-def serve(rank: int, world_size: int, port: int, log: Path, argv: Sequence[str]) -> None:
-    """Be a rank of a job in a forked process; the store of the job is at `port`, what is printed goes to `log`."""
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"},
-        **{"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    os.chdir(ROOT)
-    torch.set_num_threads(1)
-    main(argv)
 
 
 if __name__ == "__main__":

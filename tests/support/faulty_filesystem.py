@@ -1,4 +1,4 @@
-"""A file system on this machine's disk that fails where a test wants it to: `faulty:///path`."""
+"""A file system on this machine's disk that fails as a test asks: `faulty:///path`."""
 
 from collections import Counter
 from threading import Event
@@ -9,7 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """fsspec's own for local files; `arm` says what fails from now on."""
+    """fsspec's local file system; `arm` says what fails from then on."""
 
     protocol = "faulty"
     cachable = False
@@ -17,11 +17,11 @@ class FaultyFileSystem(LocalFileSystem):
     shortened: Counter[str] = Counter()  # end of a path -> how often it still is said to be smaller than it is
     undeletable = False
     written: list[str] = []  # what was written, in order
-    gate = Event()  # closed, it holds up who wants to write
+    gate = Event()  # while it is closed, writers wait
 
     @classmethod
     def arm(cls, *, faults: dict[str, int] | None = None, shortened: dict[str, int] | None = None) -> None:
-        """Forget what was, and fail as told."""
+        """Forget earlier faults, and plant these."""
         cls.faults, cls.shortened = Counter(faults), Counter(shortened)
         cls.undeletable, cls.written = False, []
         cls.gate.set()

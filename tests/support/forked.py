@@ -1,6 +1,6 @@
-"""Entry points run for real, but in processes forked from one that has imported everything: seconds, not half a minute.
+"""Real entry points in processes forked from one that has imported everything: seconds instead of half a minute.
 
-The processes are the ranks of a job, as a launcher would have made them; what they print goes into files.
+The processes are the ranks of a job, as a launcher would have started them. They print to files.
 """
 
 import os
@@ -17,13 +17,13 @@ from torch.distributed import TCPStore
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
 
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port: nobody else has to find it
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port: no other rank needs to find it
 
 
 def run_forked(function: Callable[..., Any], *args: Any, log: Path, timeout_s: float) -> Any:
-    """Call `function(*args)`, which must be importable, in such a process and return its answer.
+    """Call `function(*args)`, which must be importable, in such a process and return its result.
 
-    Raises AssertionError with the end of what it printed where it did not answer.
+    Raises AssertionError with the end of what the process printed if there is no result.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
@@ -36,7 +36,7 @@ def run_forked(function: Callable[..., Any], *args: Any, log: Path, timeout_s: f
             return ours.recv()
         cause = f"did not end within {timeout_s} s"
     except EOFError:
-        cause = "ended without an answer"
+        cause = "ended without a result"
     finally:
         process.join(10)
         if process.is_alive():
@@ -46,12 +46,12 @@ def run_forked(function: Callable[..., Any], *args: Any, log: Path, timeout_s: f
 
 
 class Job:
-    """The ranks of a job on this machine, each of which calls `function(*args)`; both must be importable."""
+    """The ranks of a job on this machine. Each calls `function(*args)`, which must be importable."""
 
     def __init__(self, num_ranks: int, function: Callable[..., Any], *args: Any, log: Path) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preloaded"])
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # what an agent would keep
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent keeps it
         agent = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
@@ -67,37 +67,51 @@ class Job:
             self._ranks.append(process)
 
     def finish(self, *, timeout_s: float) -> str:
-        """Wait for all ranks; returns what the first printed. Raises AssertionError where one fails."""
-        self._wait(lambda: all(rank.exitcode is not None for rank in self._ranks), timeout_s=timeout_s)
-        codes = [rank.exitcode for rank in self._ranks]
-        assert codes == [0] * len(codes), f"exit codes {codes}\n{self._printed()}"
+        """Wait for all ranks and return what the first printed. Raises AssertionError if a rank fails."""
+        code = self.end(timeout_s=timeout_s)
+        assert code == 0, f"exit code {code}\n{self.printed()}"
         return self.logs[0].read_text()
 
-    def kill_when(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait for the condition, then end all ranks by SIGKILL. Raises AssertionError where one ends before."""
-        self._wait(condition, timeout_s=timeout_s)
-        assert all(rank.exitcode is None for rank in self._ranks), self._printed()
+    def end(self, *, timeout_s: float) -> int:
+        """Wait until a rank fails or all succeed, kill what is left, and return the exit code of the failure or 0."""
+        code = self._wait(lambda: all(rank.exitcode is not None for rank in self._ranks), timeout_s=timeout_s)
         self.kill()
+        return code
+
+    def kill_when(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait for the condition, then kill all ranks. Raises AssertionError if a rank ends before."""
+        self._wait(condition, timeout_s=timeout_s)
+        ended = [rank.exitcode for rank in self._ranks if rank.exitcode is not None]
+        self.kill()
+        assert not ended, f"exit codes {ended}\n{self.printed()}"
 
     def kill(self) -> None:
-        """End what is left of the ranks by SIGKILL."""
+        """Kill what is left of the ranks."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.join()
 
-    def _wait(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+    def printed(self) -> str:
+        """Return the end of what every rank printed."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-SHOWN_CHARACTERS:]}" for path in self.logs)
+
+    def _wait(self, condition: Callable[[], bool], *, timeout_s: float) -> int:
+        """Wait for the condition or for a rank that fails; return its exit code or 0."""
         deadline = time.monotonic() + timeout_s
-        while not condition() and not any(rank.exitcode for rank in self._ranks):
+        while not condition():
+            if failed := [rank.exitcode for rank in self._ranks if rank.exitcode]:
+                return failed[0]
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"not done within {timeout_s} s\n{self._printed()}")
+                raise AssertionError(f"not done within {timeout_s} s\n{self.printed()}")
             time.sleep(0.05)
-        if any(rank.exitcode for rank in self._ranks):  # the others wait for it in vain
-            self.kill()
+        return next((rank.exitcode for rank in self._ranks if rank.exitcode), 0)
 
-    def _printed(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()[-SHOWN_CHARACTERS:]}" for path in self.logs)
+
+def run_job(num_ranks: int, main: Callable[..., Any], *arguments: object, log: Path, timeout_s: float) -> str:
+    """Run `main(arguments)` on every rank of a job that must succeed, and return what the first rank printed."""
+    return Job(num_ranks, main, list(map(str, arguments)), log=log).finish(timeout_s=timeout_s)
 
 
 def _call(environ: dict[str, str], log: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that have every tensor in their headers, and zeros that take no room on the disk in their files."""
+"""Checkpoints whose headers name every tensor, and whose zeros take no room on the disk."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""A custom reward whose functions do what a reward must not: the response says which one is called.
+"""A custom reward whose functions do what a reward must not; the response names the function to call.
 
-The ground truth is how long processes that escape sleep, in seconds: they are found by it.
+The ground truth is how many seconds escaped processes sleep. Tests find these processes by the number.
 """
 
 import ctypes
@@ -190,7 +190,7 @@ def says_many_numbers() -> dict[str, Any]:
 
 
 def ends_what_it_starts() -> float:
-    """How many of its programs and forks end by the signals that this process does not heed."""
+    """Return how many of its programs and forks end by the signals that this process ignores."""
     ended = 0
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         with subprocess.Popen(["sleep", "1000"]) as program:

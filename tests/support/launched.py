@@ -1,7 +1,7 @@
-"""The smallest entry point, for the tests of the launchers: sums 2**rank over all ranks and prints one line a rank.
+"""The smallest entry point for tests of launchers: sum 2**rank over all ranks and print one line per rank.
 
-`fail=R` raises on rank R after the ranks have met, while the others wait in a collective; `kill=R` kills that rank;
-`once=yes` fails only before the first restart, after which rank 0 comes late; `hang=yes` has every rank wait for ever.
+`fail=R` raises on rank R after the ranks have met, while the others wait in a collective. `kill=R` kills that rank.
+`once=yes` fails only before the first restart, after which rank 0 comes late. `hang=yes` makes every rank wait forever.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megarl.distributed.launch import init_process_groups, join_or_launch
 
-LATE_S = 2.0  # long enough to find the address of a rank that is dead, were it still there
+LATE_S = 2.0  # long enough to find the stale address of a dead rank
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     sys.stdout.write(f"rank {place} env {exported} sum {total.item()}\n")  # one write: ranks share the pipe
     sys.stdout.flush()
     if options.get("fail") == str(launch.rank):
-        raise ValueError(f"rank {launch.rank} was told to fail")
+        raise ValueError(f"rank {launch.rank} was asked to fail")
     if options.get("kill") == str(launch.rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if "hang" in options:

@@ -12,7 +12,7 @@ from megarl.reshard.layout import Box, Layout
 
 
 def architecture(**sizes) -> Architecture:
-    """A Qwen3-like architecture with the given sizes."""
+    """Return a Qwen3-like architecture with the given sizes."""
     return Architecture(
         **{
             "family": "qwen3",
@@ -36,7 +36,7 @@ def architecture(**sizes) -> Architecture:
 
 
 def index_valued(model: Architecture) -> dict[str, torch.Tensor]:
-    """The checkpoint whose every element is its own number (exact in float32), modulo 251 (exact in bfloat16)."""
+    """Return a checkpoint whose elements count up (exact in float32), modulo 251 (exact in bfloat16)."""
     tensors, first = {}, 0
     for name, shape in hf_shapes(model).items():
         tensors[name] = (torch.arange(first, first := first + math.prod(shape)) % 251).float().view(shape)
@@ -46,7 +46,7 @@ def index_valued(model: Architecture) -> dict[str, torch.Tensor]:
 def trainer_layouts(
     model: Architecture, *, tp: int, pp: int, dp: int = 1, dtype: torch.dtype = torch.float32, **grid: int
 ) -> list[Layout]:
-    """What each rank of a trainer holds; the first stage has the layers that do not divide."""
+    """Return the layout of each rank of a trainer; the first stage has the layers that do not divide."""
     first = model.num_layers - model.num_layers // pp * (pp - 1)
     ranks = Grid(num_ranks=tp * dp * pp, tp=tp, pp=pp, num_layers_in_first_stage=first, **grid)
     return [trainer_layout(model, ranks, rank, dtype=dtype, vocab_multiple=5) for rank in range(ranks.num_ranks)]
@@ -60,7 +60,7 @@ def engine_layouts(
     dtype: torch.dtype = torch.float32,
     expert_parallel: bool = False,
 ) -> list[Layout]:
-    """What each rank of `replicas` engines needs."""
+    """Return the layout of each rank of `replicas` engines."""
     return [
         engine_layout(
             model,
@@ -75,7 +75,7 @@ def engine_layouts(
 
 
 def blank(layout: Layout, value: float = math.nan) -> dict[str, torch.Tensor]:
-    """Flat local tensors large enough for a layout, filled with `value`."""
+    """Return flat local tensors for a layout, filled with `value`."""
     sizes: dict[str, int] = {}
     dtypes = {}
     for piece in layout:
@@ -86,12 +86,12 @@ def blank(layout: Layout, value: float = math.nan) -> dict[str, torch.Tensor]:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
+    """Return the box as an index."""
     return tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
 
 
 def filled(layout: Layout, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The local tensors of a layout: plain slices of the full checkpoint."""
+    """Return the local tensors of a layout: slices of the full checkpoint."""
     tensors = blank(layout)
     for piece in layout:
         piece.view(tensors[piece.param]).copy_(checkpoint[piece.name][slices(piece.box)])

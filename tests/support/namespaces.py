@@ -20,13 +20,13 @@ exec ip netns exec "$host" unshare --uts --mount sh -c '
 
 @dataclass(frozen=True)
 class Hosts:
-    """Their names, and how to run something there."""
+    """The names of two hosts, and a way to run commands there."""
 
     names: tuple[str, str]
-    agent: Path  # runs a command on a host; in place of ssh
+    agent: Path  # runs a command on a host, like ssh
 
     def start(self, name: str, command: Sequence[object], environ: Mapping[str, str]) -> "subprocess.Popen[str]":
-        """Start a command on the host `name`; both its outputs are read as one."""
+        """Start a command on the host `name`; merge its two outputs."""
         return subprocess.Popen(
             [self.agent, name, *map(str, command)],
             cwd=ROOT,
@@ -38,7 +38,7 @@ class Hosts:
 
 
 def unavailable() -> str:
-    """Return why there can be no such hosts here; empty where there can."""
+    """Return why such hosts cannot exist here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "only root on Linux makes network namespaces"
     probe = f"megarl-probe-{os.getpid()}"

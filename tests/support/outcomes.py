@@ -1,4 +1,4 @@
-"""What a run leaves, and how two runs that should be the same are held against each other."""
+"""Results of runs in files, and a comparison of two runs that should be the same."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.metrics import describe
 
 PASSING = ("time", "timing_s/", "perf/", "sync/check", "reward/slowest_s")
-"""How names begin of what the clock says, and of the checks that a run begins with."""
+"""Prefixes of metrics that differ between equal runs: those of the clock, and of the checks when a run starts."""
 LINE = {"step", "time"}  # keys of a line that are no metrics
-PARTS = ("actor", "critic", "rng")  # of a checkpoint: weights, optimizers, schedules, generators
+PARTS = ("actor", "critic", "rng")  # of a checkpoint: weights, optimizers, schedules, random generators
 INDEX = ".metadata"  # of the files of a part; torch gives every save an id of its own
 
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """What was logged at each step, but for PASSING."""
+    """Return the metrics of each step except PASSING."""
     lines = read_jsonl(run_dir / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == len(lines)
     assert [name for name in {name for line in lines for name in line} - LINE if describe(name) is None] == []
@@ -27,7 +27,7 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def differences(expected: Path, found: Path, *, step: int) -> list[str]:
-    """In what two run directories differ: metrics, kept samples (in `samples/`), and the models after `step` steps."""
+    """Return how two run directories differ in metrics, samples (in `samples/`) and models after `step` steps."""
     said, metrics, others = [], metrics_of(expected), metrics_of(found)
     if list(metrics) != list(others):
         said.append(f"there are metrics of steps {list(others)}, not {list(metrics)}")
@@ -52,7 +52,7 @@ def _same(mine: Path, other: Path) -> bool:
 
 
 def wandb_records(run_dir: Path) -> Iterator[Any]:
-    """Yield W&B's offline records of all parts of a run, in the order in which `wandb sync` reads them."""
+    """Yield W&B's offline records of all parts of a run in the order of `wandb sync`."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -66,7 +66,7 @@ def wandb_records(run_dir: Path) -> Iterator[Any]:
 
 
 def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics that W&B has of a run that was recorded offline."""
+    """Return the metrics that W&B recorded offline, a row per step."""
     rows = [record.history for record in wandb_records(run_dir) if record.WhichOneof("record_type") == "history"]
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
 

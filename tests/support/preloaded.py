@@ -1,4 +1,4 @@
-"""What the ranks of tests need, imported once: they are forked from a process that has it."""
+"""Imports that the ranks of tests need. A process makes them once, and the ranks are forked from it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Programs run the way a user runs them: as processes, by default from the root of the checkout."""
+"""Programs as users run them: processes, by default in the root of the checkout."""
 
 import os
 import pty
@@ -15,9 +15,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run_program(*command: object, timeout_s: float, cwd: Path = ROOT) -> tuple[int, str]:
-    """Run a command; returns its exit code and what it printed, errors included.
+    """Run a command and return its exit code and all that it printed, errors included.
 
-    Whatever happens, none of the processes that the program started outlives it.
+    No process that the program starts outlives this call.
     """
     process = subprocess.Popen(
         list(map(str, command)),
@@ -38,9 +38,9 @@ def run_program(*command: object, timeout_s: float, cwd: Path = ROOT) -> tuple[i
 
 
 def succeed(*command: object, timeout_s: float, cwd: Path = ROOT) -> str:
-    """Run a command that must succeed, and return what it printed.
+    """Run a command that must succeed and return what it printed.
 
-    Raises AssertionError with the end of that where the exit code is not 0.
+    Raises AssertionError with the end of what it printed if the exit code is not 0.
     """
     code, output = run_program(*command, timeout_s=timeout_s, cwd=cwd)
     assert code == 0, f"{' '.join(map(str, command))} ended with {code}:\n{output[-SHOWN_CHARACTERS:]}"
@@ -51,7 +51,7 @@ CTRL_C = b"\x03"
 
 
 class AtTerminal:
-    """A command with a terminal of its own, which sends it a signal when somebody types Ctrl-C."""
+    """A command with its own terminal, which sends a signal when somebody types Ctrl-C."""
 
     def __init__(self, command: Sequence[object], environ: Mapping[str, str]) -> None:
         self.pid, self._terminal = pty.fork()
@@ -65,13 +65,13 @@ class AtTerminal:
         os.write(self._terminal, keys)
 
     def read_until(self, words: str) -> str:
-        """Return what is shown up to `words`, or up to the end of the command."""
+        """Return what the command shows until `words` appear or the command ends."""
         while words.encode() not in self._output and (more := self._read()):
             self._output += more
         return self._output.decode(errors="replace")
 
     def end(self) -> tuple[int, str]:
-        """Return the command's exit code, as a shell counts it, and all that it showed, when it has ended."""
+        """Wait for the end of the command; return its exit code as a shell counts it, and all that it showed."""
         while more := self._read():
             self._output += more
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -86,5 +86,5 @@ class AtTerminal:
 
 
 def run_python(*arguments: object, timeout_s: float) -> str:
-    """`succeed` with `python ARGUMENTS...`."""
+    """Call `succeed` with `python ARGUMENTS...`."""
     return succeed(sys.executable, *arguments, timeout_s=timeout_s)

@@ -1,9 +1,9 @@
-"""Real processes for distributed tests: started once per module, used for worlds of any size up to theirs.
+"""Processes that serve as the ranks of tests, and stay alive from test to test.
 
-    with RankPool(4) as pool:
-        answers = pool.run(2, function, argument)   # on ranks 0 and 1, each in a fresh gloo world of two
+    with RankPool() as pool:
+        results = pool.run(2, function, argument)  # on ranks 0 and 1 of a new gloo world
 
-`function` must be importable. An exception on a rank is raised in the test with the rank's traceback.
+`function` must be importable. An exception on a rank is raised in the test with the traceback of the rank.
 """
 
 import os
@@ -25,6 +25,7 @@ TIMEOUT_S = 300
 def _serve(rank: int, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    environ = dict(os.environ)
     while (order := _next_order(connection)) is not None:
         world_size, store, function, args = order
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -36,19 +37,21 @@ def _serve(rank: int, connection: Any) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
-            answer = ("ok", function(*args))
+            result = ("ok", function(*args))
         except BaseException:
-            answer = ("error", traceback.format_exc())
+            result = ("error", traceback.format_exc())
         if dist.is_initialized():
-            if answer[0] == "ok":
+            if result[0] == "ok":
                 dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
             dist.destroy_process_group()
-        connection.send(answer)
+        os.environ.clear()
+        os.environ.update(environ)  # the next test must not see what this one set
+        connection.send(result)
 
 
 @contextmanager
 def world_of_one() -> Iterator[None]:
-    """This process as the only rank."""
+    """Make this process the only rank of a world."""
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
         try:
@@ -58,7 +61,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def fresh_mesh(section: Any) -> Any:
-    """Megatron's mesh over the world of this run; that of an earlier one is forgotten."""
+    """Return Megatron's mesh over the world of this test, and forget the mesh of an earlier test."""
     from megatron.core import parallel_state
 
     from megarl.learner.parallel import build_mesh
@@ -75,42 +78,62 @@ def _next_order(connection: Any) -> Any:
 
 
 class RankPool:
-    """Processes that wait for functions to run as the ranks of a world."""
+    """Processes that wait for functions to run as the ranks of a world. They start when a world first needs them."""
 
-    def __init__(self, num_processes: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preloaded"])
-        self._connections, self._processes = [], []
-        for rank in range(num_processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs))
-            process.start()
-            self._connections.append(ours)
-            self._processes.append(process)
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.preloaded"])
+        self._ranks: list[tuple[Any, Any]] = []  # connection and process of each rank
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(*args)` on the ranks of a new world and return their answers, in rank order."""
+        """Call `function(*args)` on the ranks of a new world and return the results in rank order.
+
+        After a failure all processes are replaced, so that it does not reach the next test.
+        """
+        while len(self._ranks) < world_size:
+            self._start()
+        try:
+            return self._run(world_size, function, args)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        results = []
         with tempfile.TemporaryDirectory() as directory:
-            connections = self._connections[:world_size]
+            connections = [connection for connection, _ in self._ranks[:world_size]]
             for connection in connections:
                 connection.send((world_size, Path(directory) / "store", function, args))
-            answers = []
             for rank, connection in enumerate(connections):
                 if not connection.poll(TIMEOUT_S):
-                    raise TimeoutError(f"rank {rank} of {world_size} did not answer {function.__name__}")
-                answers.append(connection.recv())
-        for rank, (state, answer) in enumerate(answers):
+                    raise TimeoutError(f"rank {rank} of {world_size} did not finish {function.__name__}")
+                results.append(connection.recv())
+        for rank, (state, result) in enumerate(results):
             if state == "error":
-                raise AssertionError(f"rank {rank} of {world_size} failed in {function.__name__}:\n{answer}")
-        return [answer for _, answer in answers]
+                raise AssertionError(f"rank {rank} of {world_size} failed in {function.__name__}:\n{result}")
+        return [result for _, result in results]
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(len(self._ranks), theirs))
+        process.start()
+        theirs.close()  # so that `recv` notices a process that died
+        self._ranks.append((ours, process))
+
+    def kill(self) -> None:
+        """End all processes; new ones start when they are needed."""
+        for connection, process in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        for connection, process in self._ranks:
             if process.is_alive():
                 connection.send(None)
             process.join(10)
-            if process.is_alive():
-                process.kill()
+        self.kill()

@@ -1,4 +1,4 @@
-"""Small hand-made records: tokens count up, so that each is recognised wherever it turns up."""
+"""Small records made by hand. Tokens count up, so that a test recognises each of them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from megarl.batch import Experience, Prompt, Prompts, Rollouts
 
 
 def prompts(lengths: Sequence[int]) -> Prompts:
-    """Prompts of the given lengths: the tokens of prompt `i` are `100 * (i + 1)` and what follows."""
+    """Return prompts of the given lengths; the tokens of prompt `i` count up from `100 * (i + 1)`."""
     return Prompts(
         prompts=[
             Prompt(
@@ -26,9 +26,9 @@ def prompts(lengths: Sequence[int]) -> Prompts:
 
 
 def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollouts:
-    """Equally many responses to each prompt, of the given lengths; those of sample `i` count up from `10 * (i + 1)`.
+    """Return equally many responses to each prompt, of the given lengths, by weights of `version`.
 
-    `version` is that of the weights that drew them.
+    The tokens of sample `i` count up from `10 * (i + 1)`.
     """
     per_prompt = len(lengths) // len(asked.prompts)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -45,7 +45,7 @@ def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollo
 
 
 def experience() -> Experience:
-    """Four prompts with two samples each, of very different lengths."""
+    """Return four prompts with two samples each, of very different lengths."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         Prompt(

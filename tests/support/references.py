@@ -1,4 +1,4 @@
-"""What one unsharded model of `transformers` computes with plain autograd: learners are compared with it."""
+"""Results of one unsharded `transformers` model with plain autograd, to compare learners with."""
 
 from pathlib import Path
 from typing import Any

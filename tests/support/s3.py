@@ -9,7 +9,7 @@ import pytest
 
 @contextmanager
 def s3_server(*buckets: str) -> Iterator[dict[str, str]]:
-    """The environment in which `s3://` leads to a server that has these buckets; without moto the test is skipped."""
+    """Yield an environment in which `s3://` reaches a server with these buckets; skip the test without moto."""
     moto = pytest.importorskip("moto.server", reason="moto, a local S3 server, is not installed")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -29,7 +29,7 @@ def s3_server(*buckets: str) -> Iterator[dict[str, str]]:
 
 
 class Objects:
-    """What lies under a path (BUCKET/PREFIX) of the server of `environ`."""
+    """The objects under a path (BUCKET/PREFIX) of the server of `environ`."""
 
     def __init__(self, path: str, environ: Mapping[str, str]) -> None:
         self._path, self._client = path, _client(environ)

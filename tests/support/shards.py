@@ -1,4 +1,4 @@
-"""What the sharded files of a model hold, read without ranks and without the model."""
+"""Tensors of a sharded checkpoint, read without ranks and without the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a model in a checkpoint: weights, master weights, moments."""
+    """Return every tensor of a model in a checkpoint: weights, master weights, moments."""
     state: dict[str, Any] = {}
     reader = FileSystemReader(directory)
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)

@@ -23,7 +23,7 @@ from megarl.tracking.config import TrainerSection
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an entry point needs to be told."""
+    """The configuration of an entry point."""
 
     directory: Path
     how: str

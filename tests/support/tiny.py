@@ -75,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random float32 checkpoint with weights large enough to matter; returns `directory`."""
+    """Write a random float32 checkpoint with weights large enough to matter, and return `directory`."""
     settings = SIZES | VARIANTS[variant] | overrides
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
@@ -85,7 +85,7 @@ def write_checkpoint(directory: Path, variant: str, *, seed: int = 0, **override
 
 
 def write_classifier(directory: Path, variant: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random float32 checkpoint that gives a sequence one score; returns `directory`."""
+    """Write a random float32 checkpoint that gives a sequence one score, and return `directory`."""
     settings = SIZES | VARIANTS[variant] | {"num_labels": 1, "pad_token_id": 0} | overrides
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def _save_random(model: Any, directory: Path) -> None:
 
 
 def plant_code(directory: Path) -> Path:
-    """Give a checkpoint Python code of its own for config and model; returns the file that it makes where it is run."""
+    """Give a checkpoint its own Python code for config and model; return the file that it creates when it runs."""
     witness = directory / "code_was_run"
     (directory / "modeling_planted.py").write_text(
         f"from pathlib import Path\nPath({str(witness)!r}).touch()\n"

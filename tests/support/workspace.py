@@ -1,4 +1,4 @@
-"""A whole small world for tests that run programs: Countdown problems, a SentencePiece tokenizer, a random Llama."""
+"""Files for tests that run programs: Countdown problems, a SentencePiece tokenizer and a random Llama."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Where its files are."""
+    """The paths of the files."""
 
     model: Path  # Hugging Face directory, the tokenizer as `tokenizer.model` in it
     train: Path  # 48 problems
     val: Path  # 8 problems
     pairs: Path  # 12 problems with solutions
-    reward: Path  # a reward function that random text earns something of
+    reward: Path  # a reward function that gives random text some reward
 
 
 def make_workspace(root: Path) -> Workspace:
-    """Make everything under `root`."""
+    """Make all files under `root`."""
     data = root / "data"
     run_python(
         *("-m", "megarl.data.prepare", "countdown", "--out", data),
@@ -43,7 +43,7 @@ def make_workspace(root: Path) -> Workspace:
 
 
 def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
-    """Two float32 ranks and a reward that random weights earn something of; how models are cut is left open."""
+    """Return arguments for two float32 ranks and a reward that random weights earn; splits are left to the caller."""
     return [
         f"data.train_files={workspace.train}",
         f"data.val_files={workspace.val}",
@@ -64,7 +64,7 @@ def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
 
 
 def ppo_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
-    """A pipeline of two stages beside an engine of tensor-parallel size 2, and every part of PPO that has a memory."""
+    """Return arguments of a two-stage pipeline, a tensor-parallel engine, and every part of PPO that keeps state."""
     return [
         *train_arguments(workspace, run_dir),
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",

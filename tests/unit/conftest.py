@@ -1,4 +1,4 @@
-"""Property tests are judged by their answers: no deadline, and the same examples on every run."""
+"""Settings of property tests: no deadline, and the same examples in every run."""
 
 from hypothesis import settings
 

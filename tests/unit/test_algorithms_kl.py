@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl import AdaptiveKL, FixedKL, SampledKL, full_kl, kl_penalty
+from megarl.algorithms.config import SampledKL
+from megarl.algorithms.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 
 D = math.log(2.0)
 

@@ -6,15 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.losses import (
-    LossAggregation,
-    Totals,
-    aggregate,
-    entropy,
-    lm_cross_entropy,
-    ppo_clip,
-    value_clip,
-)
+from megarl.algorithms.config import LossAggregation
+from megarl.algorithms.losses import Totals, aggregate, entropy, lm_cross_entropy, ppo_clip, value_clip
 
 NAN = float("nan")
 TRUE = torch.tensor([[True]])
@@ -129,8 +122,8 @@ def test_masked_tokens_never_matter(seed: int) -> None:
     clean = [torch.randn(3, 4, generator=generator) for _ in range(3)]
     dirty = [x.masked_fill(~mask, NAN) for x in clean]
     for loss in (
-        lambda x: ppo_clip(*x, mask, clip_low=0.2, clip_high=0.2, clip_c=3.0).sums,
-        lambda x: value_clip(*x, mask, clip_range=0.2).sums,
+        lambda x: ppo_clip(x[0], x[1], x[2], mask, clip_low=0.2, clip_high=0.2, clip_c=3.0).sums,
+        lambda x: value_clip(x[0], x[1], x[2], mask, clip_range=0.2).sums,
         lambda x: entropy(x[0], mask) + lm_cross_entropy(x[0], mask),
     ):
         with_garbage = [x.clone().requires_grad_() for x in dirty]

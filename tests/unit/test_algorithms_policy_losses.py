@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.losses import (
-    LossAggregation,
-    PolicyLoss,
-    Totals,
-    aggregate,
-    cispo,
-    clip_cov,
-    gpg,
-    gspo,
-    kl_cov,
-    ppo_clip,
-)
+from megarl.algorithms.config import LossAggregation
+from megarl.algorithms.losses import PolicyLoss, Totals, aggregate, cispo, clip_cov, gpg, gspo, kl_cov, ppo_clip
 
 NAN = float("nan")
 NUM_SAMPLES, NUM_TOKENS = 6, 5

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -18,9 +19,7 @@ ROOT = Path(__file__).parents[2]
 def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.delitem(sys.modules, "chaos", raising=False)
-    import chaos
-
-    return chaos
+    return import_module("chaos")
 
 
 def test_kills_come_in_order_in_all_phases_and_before_the_last_save(chaos: ModuleType) -> None:

@@ -146,7 +146,7 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     ROW | {"prompt": chat("1 + 2"), "extra_info": {"deep": [{"a": [1.5, None]}], "text": "é漢"}},
     ROW | {"prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": "漢 1"}]},
     ROW | {"prompt": chat("a\nb"), "reward_model": {"ground_truth": "3", "style": "rule"}},

@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -40,7 +41,7 @@ def test_shapes_are_those_of_the_checkpoint_transformers_writes(variant, tmp_pat
     assert layers == sorted(layers)
 
 
-FAMILY_NEEDS = {
+FAMILY_NEEDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -50,7 +51,7 @@ FAMILY_NEEDS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_silence_means_what_transformers_assumes(family):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    config = {key: SIZES[key] for key in required} | {"model_type": family, "num_attention_heads": 32}
+    config: dict[str, Any] = {key: SIZES[key] for key in required} | {"model_type": family, "num_attention_heads": 32}
     config |= FAMILY_NEEDS.get(family, {})
     theirs = CONFIG_MAPPING[family](**config)
     assert read_architecture(config) == read_architecture(theirs.to_dict() | FAMILY_NEEDS.get(family, {}))

@@ -4,7 +4,7 @@ import json
 import os
 import urllib.request
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,7 +162,7 @@ def test_a_file_that_arrives_with_other_bytes_is_no_copy(
     uri = bucket.put(model, "flipped")
     download = RemoteDirectory.download
 
-    def flipped(self: RemoteDirectory, name: str, file: Path, count: cache.Count) -> str:
+    def flipped(self: RemoteDirectory, name: str, file: Path, count: Callable[[int], None]) -> str:
         digest = download(self, name, file, count)
         return digest if name != "model.safetensors" else digest[::-1]
 

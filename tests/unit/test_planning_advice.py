@@ -36,7 +36,7 @@ def changes(remedies: Sequence[Remedy]) -> list[tuple[str, ...]]:
 
 def test_what_fits_needs_no_remedy() -> None:
     found = plan("actor_rollout_ref.model.enable_gradient_checkpointing=true")
-    assert found.shortfalls == found.remedies == []
+    assert not found.shortfalls and not found.remedies
     assert found.memory.peak <= 80 * GB
 
 

@@ -161,7 +161,7 @@ def test_where_nothing_locks_the_first_to_be_done_wins(
     def refuse(*_: object) -> None:
         raise OSError("no locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr("megarl.platform.cache.fcntl.flock", refuse)
     download = RemoteDirectory.download
     other: list[Path] = []
 
@@ -181,7 +181,7 @@ def test_where_nothing_locks_the_first_to_be_done_wins(
 def test_what_does_not_fit_is_said_before_anything_is_copied(
     there: Path, copied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("megarl.platform.cache.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(ValueError, match=r"needs 300,002 more bytes in .*cache, which has 1,000 free: .*MEGARL_CACHE"):
         bring(f"local://{there}")
     assert copied == []

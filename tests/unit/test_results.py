@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.delitem(sys.modules, "results", raising=False)
-    import results
-
-    return results
+    return import_module("results")
 
 
 def load(*argv: str) -> Config:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -133,7 +132,8 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
     scored, _ = scorer.score(answer(prompts([1]), [1, 1]))
     assert scored.scores.isfinite().all()
     with pytest.raises(FloatingPointError, match=r"reward_model.weights: the weighted scores of sample 1 come to inf"):
-        replace(scorer, weight=1e31).score(answer(prompts([1]), [1, 1]))
+        scorer = ModelScorer(model=cast(Any, Model()), weight=1e31, rules=None, tokenizer=cast(Any, Ids()))
+        scorer.score(answer(prompts([1]), [1, 1]))
 
 
 def test_of_a_giant_response_a_bounded_piece_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,8 @@ def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: 
     kept = collected.judged()
     judged, baselines = kept.scored, kept.baselines
     assert baselines is not None
-    assert (judged.texts, baselines.tolist()) == (["20", "21"], pytest.approx([0.2, 0.2]))
+    assert judged.texts == ["20", "21"]
+    assert baselines.tolist() == pytest.approx([0.2, 0.2])
 
     world = World(lambda row, batch: (math.nan, 1.0) if row == 2 else (0.0, 1.0))
     world.odd_baselines = [3]

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from megarl.algorithms.config import (
     AlgorithmSection,
+    LossAggregation,
     OverlongBufferSection,
     PolicyLossSection,
     RolloutCorrectionSection,
 )
-from megarl.algorithms.losses import LossAggregation, PolicyOutputs, Totals
+from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Rollouts, Scored
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.data.order import Position

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.config import PolicyLossSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Prompt
+from megarl.batch import Experience, Marked, Prompt
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
 
@@ -192,9 +192,11 @@ def test_each_loss_goes_by_its_own_name_and_keys(loss_mode: str, loss: float, cl
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
 def test_weights_of_the_correction_do_not_change_which_tokens_a_loss_chooses(loss_mode: str) -> None:
     section, whole = actor_section(loss_mode, "token-mean"), experience()
-    chosen = [
-        mark(replace(whole, weights=scale * whole.mask), section).marked for scale in (1.0, torch.rand(6, 5), 0.0)
-    ]
+    chosen = []
+    for scale in (1.0, torch.rand(6, 5), 0.0):
+        marked = mark(replace(whole, weights=scale * whole.mask), section)
+        assert isinstance(marked, Marked)
+        chosen.append(marked.marked)
     assert chosen[0].any()
     assert torch.equal(chosen[0], chosen[1])
     assert torch.equal(chosen[0], chosen[2])

@@ -101,7 +101,8 @@ def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_th
     actor = Model(name="actor", learner=learner, budget=BUDGET, updates=updates)  # type: ignore[arg-type, var-annotated]
     for step in (3, 0):
         actor.update(experience(), step=step)
-    assert [term.batch for term in learner.extra_terms] == [12, 13, 14, 15, 0, 1, 2, 3]
+    numbers: list[Any] = [term.batch for term in learner.extra_terms]
+    assert numbers == [12, 13, 14, 15, 0, 1, 2, 3]
     assert {(term.objective, term.temperature, term.against) for term in learner.extra_terms} == {
         (objective, 1.0, None)
     }

@@ -1,0 +1,133 @@
+"""Stand-ins for the interfaces of the loop. They write into a diary how the loop calls them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.checkpoint.state import State
+from megarl.data.order import Position
+from megarl.tracking.timers import Timers
+from megarl.tracking.tracker import NullTracker
+from tests.support.records import answer, prompts
+
+LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
+
+
+class Diary:
+    """What was called, in order, and what was logged and saved at which step."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logged: dict[int, Mapping[str, float]] = {}
+        self.saved: dict[int, State] = {}
+        self.advances = 0
+
+    def steps_of(self, call: str) -> list[int]:
+        return [int(entry.split()[-1]) for entry in self.calls if entry.startswith(call)]
+
+
+class World:
+    """Prompts, engine and reward: two prompts, two answers to each, the score of a sample is its number."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        self.diary.calls.append(f"take {position.offset}")
+        return prompts([4, 6]), Position(position.epoch, position.offset + 1)
+
+    def batches(self) -> Iterator[Prompts]:
+        yield prompts([4, 6])
+
+    @contextmanager
+    def awake(self, timers: Timers, *, step: int) -> Iterator[dict[str, float]]:
+        self.diary.calls.append("wake")
+        yield {"sync/check_probs_diff_mean": step / 100}
+        self.diary.calls.append("sleep")
+
+    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+        self.diary.calls.append(f"generate {step}")
+        return answer(prompts, LENGTHS, version=step)
+
+    def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"greedy {step}")
+        return answer(prompts, [1, 2])
+
+    def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
+        self.diary.calls.append(f"validate {step}")
+        return answer(prompts, LENGTHS)
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        self.diary.calls.append("score")
+        scores = torch.arange(float(len(rollouts)))
+        scored = rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores)
+        return scored, {"reward/error_rate": 0.25}
+
+
+class OneFails(World):
+    """The reward fails on the second sample."""
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        scored, metrics = super().score(rollouts)
+        scores = scored.scores.where(scored.scores != 1.0, math.nan)
+        return replace(scored, scores=scores, accuracies=scores, failures=[None, "timeout", None, None]), metrics
+
+
+class Learner:
+    """A model that only says what it was asked, and that it says `says` of every token."""
+
+    def __init__(self, diary: Diary, name: str, says: float) -> None:
+        self.diary, self.name, self.says = diary, name, says
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        self.diary.calls.append(f"{self.name}.update {step}")
+        return {f"{self.name}/lr": 0.5}
+
+
+class Policy(Learner):
+    exact_kl: float | None = None
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        self.diary.calls.append(f"{self.name}.infer")
+        kl = None if self.exact_kl is None else self.exact_kl * batch.mask
+        return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask, kl=kl)
+
+
+class Measured(Policy):
+    """Knows how far it is from the reference."""
+
+    exact_kl = 0.5
+
+
+class Critic(Learner):
+    def infer(self, batch: Rollouts) -> Tensor:
+        self.diary.calls.append(f"{self.name}.infer")
+        return self.says * batch.mask
+
+
+class Records(NullTracker):
+    """Tracker and checkpoints."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        assert step not in self.diary.logged, "a step is logged once"
+        self.diary.logged[step] = metrics
+
+    def save(self, state: State) -> None:
+        self.diary.calls.append(f"save {state.step}")
+        self.diary.saved[state.step] = state
+
+    def advance(self) -> dict[str, float]:
+        self.diary.advances += 1
+        return {"advances": float(self.diary.advances)}
+
+    def close(self, *_: object, **__: object) -> None:
+        self.diary.calls.append("close")

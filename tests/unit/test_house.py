@@ -1,0 +1,76 @@
+"""The guards have no holes: tools see every file, functions and files stay short, test modules stand alone."""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mypy.main import process_options
+
+from tests.support.programs import ROOT, succeed
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu")
+
+
+def listed(*command: str) -> set[Path]:
+    """Return the Python files that a command prints, relative to the root of the checkout."""
+    return {Path(os.path.relpath(line, ROOT)) for line in succeed(*command, timeout_s=60).splitlines()}
+
+
+@pytest.fixture(scope="module")
+def tracked() -> set[Path]:
+    try:
+        return {path for path in listed("git", "ls-files", "*.py") if (ROOT / path).exists()}
+    except (AssertionError, FileNotFoundError):
+        pytest.skip("not a checkout of git")
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of all modules that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_ruff_sees_every_file(tracked: set[Path]) -> None:
+    assert tracked - listed(sys.executable, "-m", "ruff", "check", "--show-files") == set()
+
+
+def test_mypy_sees_every_file(tracked: set[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sources, _ = process_options(["--config-file", "pyproject.toml"])
+    assert tracked - {Path(source.path) for source in sources if source.path} == set()
+
+
+def test_files_and_functions_are_short(tracked: set[Path]) -> None:
+    long = []
+    for path in tracked:
+        text = (ROOT / path).read_text()
+        if (lines := text.count("\n")) > MAX_FILE_LINES:
+            long.append(f"{path} has {lines} lines, more than {MAX_FILE_LINES}")
+        for function in functions(ast.parse(text)):
+            assert function.end_lineno
+            if (lines := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES:
+                long.append(f"{path}: {function.name} has {lines} lines, more than {MAX_FUNCTION_LINES}")
+    assert long == []
+
+
+def test_no_test_module_imports_another(tracked: set[Path]) -> None:
+    """What test modules share is in tests/support."""
+    found = {
+        f"{path} imports {name}"
+        for path in tracked
+        if path.parts[0] == "tests"
+        for name in imported(ast.parse((ROOT / path).read_text()))
+        if name.startswith(TESTS)
+    }
+    assert found == set()
