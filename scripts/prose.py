@@ -30,7 +30,7 @@ HABITS = {
     "where for if": (r"\b[Ww]here\b(?!,)", "if, unless, when; `where` for places"),
     "what, who as a subject": (rf"{SENTENCE}(?:What|Who|Whose|Whoever|Whatever)\b(?![^.]*\?)", "a verb or a noun"),
     "chains of pronouns": (
-        r"\b(?:of|for|from|with|by|to|in|on|at|as) (?:which|whom)\b"
+        r"\b(?:of|for|from|with|by|to|on|at|as) (?:which|whom)\b"
         r"|\b(?:one|those|that|them|it) (?:of|that|which|whose) (?:it|one|them|those|these)\b",
         "the noun",
     ),
