@@ -1,7 +1,7 @@
 """The records that flow through one step: `Prompts < Rollouts < Scored < Experience < Marked`.
 
-A record only ever gains fields: each later stage is a new type built from the one before by `extend`, and nothing is
-written twice. Every record is the same on every rank and lives in host memory; what is sharded is the models.
+A record only gains fields: each later stage is a new type that `extend` builds from the stage before, and no field is
+written twice. Every record is the same on every rank and lives in host memory; only models are sharded.
 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
 `T` tokens of the longest response in the record. `[B, T]` tensors hold response tokens only; where `mask` is False
@@ -25,14 +25,14 @@ S = TypeVar("S", bound="Rollouts")
 class Prompt:
     """One row of the data set, ready for the engine."""
 
-    index: int  # position in the data set: names the row in messages and seeds its sampling
+    index: int  # position in the data set; names the row in messages and seeds its sampling
     token_ids: Sequence[int]
-    text: str  # what the model sees, for people
-    data_source: str  # picks the rule-based reward
+    text: str  # the text that the model sees, for people
+    data_source: str  # selects the rule-based reward
     ground_truth: Any
     extra_info: dict[str, Any]
-    raw_prompt: Any = None  # the column as it was read: a text or messages, for whoever has another chat template
-    prompt_id: str | None = None  # names the prompt in logs and dumps, where the data have such a column
+    raw_prompt: Any = None  # the column as it was read, a text or messages, for models with another chat template
+    prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,73 +42,73 @@ class Prompts:
     prompts: Sequence[Prompt]  # length P
 
     def extend(self, record: type[R], **new_fields: Any) -> R:
-        """Return a `record` that has this one's fields and `new_fields`."""
+        """Return a `record` with the fields of this record and `new_fields`."""
         return record(**{field.name: getattr(self, field.name) for field in fields(self)}, **new_fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Prompts):
-    """What the engine answered."""
+    """Prompts with the responses that the engine generated."""
 
-    groups: Tensor  # [B] int64: which of `prompts` this sample answers; equal values are neighbours
+    groups: Tensor  # [B] int64: the sample's prompt, a position in `prompts`; equal values are neighbours
     responses: Tensor  # [B, T] int64 token ids, end-of-sequence token included
     mask: Tensor  # [B, T] bool: True on response tokens
-    rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: not asked
-    truncated: Tensor  # [B] bool: the response met the length limit before a stop token
-    weight_versions: Tensor | None = None  # [B] int64: the steps that were finished when a sync brought the weights
-    # which drew the sample; None: no engine drew it
-    sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, one more
-    # behind them; None: the model reads the tokens that were written
-    places: Tensor | None = None  # [B, T] int64: the last token of `sequences` that a reader has seen before each token
+    rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: unknown
+    truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
+    weight_versions: Tensor | None = None  # [B] int64: finished steps at the sync of the weights that drew the
+    # sample; None: no engine drew it
+    sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
+    # token more; None: the model reads the tokens of `prompts` and `responses`
+    places: Tensor | None = None  # [B, T] int64: the last position in `sequences` that a reader sees before each token
 
     def __len__(self) -> int:
         return self.mask.shape[0]
 
     def prompt_of(self, sample: int) -> Prompt:
-        """The prompt that sample number `sample` answers."""
+        """Return the prompt of a sample."""
         return self.prompts[int(self.groups[sample])]
 
     def response_ids(self, sample: int) -> list[int]:
-        """The response tokens of one sample, without padding."""
+        """Return the response tokens of a sample, without padding."""
         return self.responses[sample][self.mask[sample]].tolist()
 
     def sequence(self, sample: int) -> Sequence[int]:
-        """Prompt and response of one sample as a model reads them; the last token predicts nothing."""
+        """Return prompt and response of a sample as a model reads them. The last token predicts nothing."""
         if self.sequences is not None:
             return self.sequences[sample]
         return [*self.prompt_of(sample).token_ids, *self.response_ids(sample)]
 
     def predictors(self) -> Tensor:
-        """[B, T] int64: the places in `sequence` that stand before each response token, ascending."""
+        """Return the position in `sequence` before each response token, ascending: `[B, T]` int64."""
         if self.places is not None:
             return self.places
         return self._prompt_lengths()[:, None] + self.mask.cumsum(-1) - 2
 
     def lengths(self) -> Tensor:
-        """[B] int64: tokens of prompt and response together."""
+        """Return the number of tokens of prompt and response together: `[B]` int64."""
         if self.sequences is not None:
             return torch.tensor([len(sequence) for sequence in self.sequences])
         return self._prompt_lengths() + self.mask.sum(-1)
 
     def select(self, samples: Tensor) -> Self:
-        """The record of the given samples (int64 indices `[b]`), in that order; prompts and `T` are kept."""
+        """Return only the given samples (int64 indices `[b]`), in that order. Prompts and `T` are kept."""
         chosen = self.sequences and [self.sequences[sample] for sample in samples.tolist()]
         return replace(self._with({name: tensor[samples] for name, tensor in self._tensors()}), sequences=chosen)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
-        """The record of the prompts at `places`, ascending, with their samples and nothing else; `T` is kept."""
+        """Return only the prompts at `places`, ascending, with their samples. `T` is kept."""
         number = torch.full((len(self.prompts),), -1)
         number[list(places)] = torch.arange(len(places))
         chosen = self.select((number[self.groups] >= 0).nonzero()[:, 0])
         return replace(chosen, prompts=[self.prompts[place] for place in places], groups=number[chosen.groups])
 
     def without_responses(self, samples: Tensor) -> Self:
-        """The record in which the given samples (bool `[B]`) have no response tokens: nothing learns from them."""
+        """Mask all response tokens of the given samples (bool `[B]`), so that nothing learns from them."""
         kept = ~samples[:, None]
         return self._with({name: tensor * kept for name, tensor in self._tensors() if tensor.ndim == 2})
 
     def to(self, device: torch.device) -> Self:
-        """The record with its tensors on `device`."""
+        """Return the record with its tensors on `device`."""
         return self._with({name: tensor.to(device) for name, tensor in self._tensors()})
 
     def _prompt_lengths(self) -> Tensor:
@@ -125,9 +125,9 @@ class Rollouts(Prompts):
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences(Rollouts):
-    """Pairs of sequences to be scored, each with its prompt, the preferred one first: rows `2 i` and `2 i + 1`."""
+    """Pairs of sequences to score, each with its prompt. Row `2 i` is preferred to row `2 i + 1`."""
 
-    margins: Tensor  # [B] float32: by how much the score of the first should exceed that of the second; alike for both
+    margins: Tensor  # [B] float32: by how much the first score should exceed the second; equal in both rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +136,17 @@ class Scored(Rollouts):
 
     texts: Sequence[str]  # length B: the decoded responses, special tokens left out
     scores: Tensor  # [B] float32; NaN where the reward failed
-    accuracies: Tensor  # [B] float32: how right each response is; its score where the reward does not say (`acc`)
-    answers: Sequence[str | None] | None = None  # length B: as which it counts in a majority, '' where it has none
-    failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: every sample has one
+    accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score
+    answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none
+    failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: all have scores
 
     def judged(self) -> Tensor:
-        """[B] bool: which samples have a score."""
+        """Return which samples have a score: `[B]` bool."""
         failures = self.failures or [None] * len(self)
         return torch.tensor([failure is None for failure in failures], dtype=torch.bool)
 
     def select(self, samples: Tensor) -> Self:
-        """As for rollouts; texts, answers and failures follow."""
+        """Return only the given samples, with their texts, answers and failures."""
         chosen = samples.tolist()
         return replace(
             super().select(samples),
@@ -158,10 +158,10 @@ class Scored(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Scored):
-    """What the losses need."""
+    """Scored rollouts with everything that the losses need."""
 
     old_log_probs: Tensor  # [B, T] float32: the actor before this step's updates
-    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs where no KL is estimated from them
+    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs if no KL is estimated from it
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
     weights: Tensor  # [B, T] float32: factors of the advantages in the policy loss that correct for the engine's
@@ -171,13 +171,13 @@ class Experience(Scored):
 
 @dataclass(frozen=True, kw_only=True)
 class Marked(Experience):
-    """A mini-batch for a loss that treats some tokens differently, chosen from all of them."""
+    """A mini-batch for a loss that treats some of its tokens differently."""
 
     marked: Tensor  # [B, T] bool
 
 
 def join(parts: Sequence[S]) -> S:
-    """One record of the prompts and samples of all `parts`, in their order; `T` is the longest of theirs."""
+    """Join the prompts and samples of all `parts`, in their order. `T` is the longest `T` of the parts."""
     width = max(part.mask.shape[1] for part in parts)
     starts = accumulate((len(part.prompts) for part in parts[:-1]), initial=0)
     numbered = [replace(part, groups=part.groups + start) for part, start in zip(parts, starts, strict=True)]
@@ -186,7 +186,7 @@ def join(parts: Sequence[S]) -> S:
 
 
 def _joined(values: Sequence[Any], width: int) -> Any:
-    """What several records have in one field, one after the other."""
+    """Join the values that several records have in one field."""
     match values[0]:
         case None:
             return None

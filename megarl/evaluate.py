@@ -1,7 +1,8 @@
 """Score a checkpoint: `python -m megarl.evaluate CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Takes the configuration of the training run and validates its latest checkpoint, the one that `trainer.resume_mode` and
-`trainer.resume_from_path` choose, or the model itself where there is none. Prints one JSON line.
+Takes the configuration of the training run. Validates the checkpoint that `trainer.resume_mode` and
+`trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint. Prints one JSON
+line.
 """
 
 import json
@@ -16,7 +17,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Evaluate as the configuration says, on every rank of the job."""
+    """Evaluate as configured, on every rank of the job."""
     run("megarl.evaluate", argv, load_config, evaluate)
 
 

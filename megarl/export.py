@@ -1,8 +1,8 @@
-"""A checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
+"""Export a checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
 
-CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest; the actor is written, or the reward model that a run of
-`megarl.train_reward` made. `transformers` and vLLM load what is written. Under torchrun, mpirun or srun the model is
-cut over all ranks, for one that does not fit into a single process.
+CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint. Writes the actor, or the reward model of a
+run of `megarl.train_reward`. `transformers` and vLLM load the result. Under torchrun, mpirun or srun the model is split
+over all ranks, so it need not fit into one process.
 """
 
 import sys
@@ -19,7 +19,7 @@ from megarl.tracking.config import TrainerSection
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to export, and where to."""
+    """The checkpoint to export, and the directory to write."""
 
     checkpoint: Path
     out: Path
@@ -29,7 +29,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Write the actor of a checkpoint, or the reward model that it is of."""
+    """Write the actor, or the reward model, of a checkpoint."""
     run("megarl.export", argv, read_arguments, write)
 
 
@@ -74,10 +74,10 @@ def write(arguments: Arguments, launch: Launch) -> None:
 
 
 def intact_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the latest whole one of the run at `path`. Collective.
+    """Return the checkpoint at `path`, or the latest intact checkpoint of the run at `path`. Collective.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: there is no checkpoint, or it is damaged.
     """
     from megarl.checkpoint.contents import find_damage
     from megarl.checkpoint.find import find_checkpoint
@@ -85,7 +85,7 @@ def intact_checkpoint(path: Path) -> Path:
     if latest := find_checkpoint(path, mode="auto", path=None):
         return latest
     if not (path / "huggingface" / "config.json").is_file():
-        raise ValueError(f"{path} is no checkpoint: it has no huggingface/config.json")
+        raise ValueError(f"{path} is not a checkpoint: it has no huggingface/config.json")
     if damage := find_damage(path):
         raise ValueError(f"{path} is damaged: {damage}")
     return path

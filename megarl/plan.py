@@ -1,7 +1,7 @@
-"""What a run would need, before there are ranks or weights: `python -m megarl.plan CONFIG.yaml [a.b.c=value ...]`.
+"""Plan a run without ranks or weights: `python -m megarl.plan CONFIG.yaml [a.b.c=value ...]`.
 
-Of the models only `config.json` is read. Exit code 1: the run does not fit on the devices or in the hosts' memory, or
-a model cannot be planned; 2: the configuration is faulty.
+Reads only `config.json` of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a
+model cannot be planned. Exit code 2: the configuration is faulty.
 """
 
 import argparse
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 
 def amount(text: str) -> int:
-    """The bytes (or bytes per second) of `80GB`, `79.6GiB`, `45GB/s`."""
+    """Parse `80GB`, `79.6GiB` or `45GB/s` as bytes, or bytes per second."""
     match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(UNITS)})(/s)?\s*", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number with one of the units {', '.join(UNITS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number with one of the units {', '.join(UNITS)}")
     return int(float(match[1]) * UNITS[match[2]])
 
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host-memory",
         type=amount,
-        help="host memory of a node (default: this machine's, if the run is one node that it could be)",
+        help="host memory of a node (default: this machine's, if the run has one node that fits this machine)",
     )
     parser.add_argument(
         "--gpus-per-node", type=int, help="ranks that share a node's links (default: trainer.n_gpus_per_node)"
@@ -76,13 +76,13 @@ def _parser() -> argparse.ArgumentParser:
         "--intra-node-bandwidth",
         type=amount,
         default="400GB/s",
-        help="of one rank to the others of its node, per direction (default: %(default)s)",
+        help="bandwidth from a rank to the ranks of its node, per direction (default: %(default)s)",
     )
     parser.add_argument(
         "--inter-node-bandwidth",
         type=amount,
         default="45GB/s",
-        help="of one rank to other nodes, per direction (default: %(default)s)",
+        help="bandwidth from a rank to other nodes, per direction (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser

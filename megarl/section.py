@@ -1,7 +1,7 @@
-"""The mark every configuration section wears, and the numbers that sections are made of.
+"""The decorator of every configuration section, and the bounded numbers that sections use.
 
-Pydantic drops unknown keys of a plain dataclass silently; `section` makes a typo a fault. Every number has bounds: a
-slip of the keyboard is a fault too, and no number overflows where it is used.
+Pydantic drops unknown keys of a plain dataclass silently. `section` makes an unknown key a fault. Every number has
+bounds, so a typing error is a fault too, and no number overflows later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,25 +15,25 @@ T = TypeVar("T")
 _INT32 = 2**31 - 1
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""How many samples, ranks, processes, epochs or files: 1 to a million."""
+"""A number of samples, ranks, processes, epochs or files: 1 to a million."""
 Length = Annotated[int, Field(gt=0, le=_INT32)]
-"""How many tokens, characters or steps: 1 to 2^31 - 1."""
+"""A number of tokens, characters or steps: 1 to 2^31 - 1."""
 CountFromZero = Annotated[int, Field(ge=0, le=_INT32)]
-"""As `Length`, or 0."""
+"""A `Length` or 0."""
 Interval = Annotated[int, Field(ge=-1, le=_INT32)]
-"""How many steps lie between two events; -1 and 0 = the event never happens."""
+"""The number of steps between two events; -1 and 0 = the event never happens."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""What NumPy, torch and vLLM all take as a seed."""
+"""A seed that NumPy, torch and vLLM all accept."""
 Seconds = Annotated[float, Field(gt=0.0, le=1e8)]
-"""More than 0, and less than four years."""
+"""A duration: more than 0, less than four years."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 """A share, a probability or a discount: 0 to 1."""
 Weight = Annotated[float, Field(ge=0.0, le=1e6)]
-"""What a term of a loss or of a reward is multiplied by: 0 to a million."""
+"""The factor of a term of a loss or a reward: 0 to a million."""
 Score = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""What a response is worth; sums of scores fit float32."""
+"""The score of a response. Sums of scores fit float32."""
 Bound = Annotated[float, Field(gt=0.0, le=1e30)]
-"""What a norm, ratio, value or divergence is compared with; 1e30 bounds nothing and still fits float32."""
+"""A bound on a norm, ratio, value or divergence. 1e30 bounds nothing and still fits float32."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -44,7 +44,7 @@ def section(cls: type[T]) -> type[T]:
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and leaf values of nested mappings; an empty mapping is a leaf."""
+    """Yield dotted keys and leaf values of nested mappings. An empty mapping is a leaf."""
     for key, value in params.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

@@ -1,6 +1,6 @@
-"""Supervised learning with the same learner: `python -m megarl.sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Supervised fine-tuning: `python -m megarl.sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Ends with a Hugging Face directory, RUN_DIR/huggingface, that `megarl.train` can start from.
+Writes a Hugging Face directory at the end, RUN_DIR/huggingface, from which `megarl.train` can start.
 """
 
 import sys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Train as the configuration says, on every rank of the job."""
+    """Train as configured, on every rank of the job."""
     run("megarl.sft", argv, load_sft_config, train, remarks=unread_keys)
 
 
@@ -62,7 +62,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
 
 
 def mean_loss(learner: "Learner", *, pairs: "PairStream", budget: "Budget") -> dict[str, float]:
-    """Cross-entropy per response token, in nats."""
+    """Return the cross-entropy per response token, in nats."""
     total, num_tokens = 0.0, 0
     for batch in pairs.batches():
         watchdog.note(phase="validation")

@@ -1,7 +1,7 @@
-"""A reward model from preferences: `python -m megarl.train_reward CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Train a reward model on preferences: `python -m megarl.train_reward CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Starts from a language model, whose head is replaced, or from a classifier. Ends with RUN_DIR/huggingface, a directory
-that `AutoModelForSequenceClassification` and `reward_model.model.path` load.
+Starts from a language model, whose head is replaced, or from a classifier. Writes RUN_DIR/huggingface at the end, a
+directory for `AutoModelForSequenceClassification` and `reward_model.model.path`.
 """
 
 import sys
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Train as the configuration says, on every rank of the job."""
+    """Train as configured, on every rank of the job."""
     run("megarl.train_reward", argv, load_reward_train_config, train, remarks=unread_keys)
 
 
@@ -73,7 +73,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
 def judge(
     learner: "Learner", *, pairs: "PreferenceStream", objective: "PreferenceObjective", budget: "Budget"
 ) -> dict[str, float]:
-    """The metrics of training, as means over all held-out pairs."""
+    """Return the metrics of training, as means over all held-out pairs."""
     from megarl.algorithms.losses import Totals
 
     num_sequences, sums = 2 * len(pairs), dict[str, float]()

@@ -1,10 +1,10 @@
-"""Do the weights arrive: `python -m megarl.verify MODEL_DIR [a.b.c=value ...] [--json]`, under any launcher.
+"""Verify that weights reach the engine: `python -m megarl.verify MODEL_DIR [a.b.c=value ...] [--json]`.
 
-Loads a checkpoint into the given Megatron split, brings it to the given engine split, and compares what trainer, engine
-and `transformers` say to the same tokens; then changes every weight and does it again. MODEL_DIR may hold nothing but a
-`config.json`: the weights are random then. The keys are those of a training run for model, trainer and engine
-(`actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2`). Exit code 1: something is not as it must be; 2: the
-configuration is faulty. Types are float32 unless asked otherwise.
+Loads a checkpoint into the given Megatron split, syncs it to the given engine split, and compares the probabilities
+that trainer, engine and `transformers` give the same tokens. Then changes every weight and repeats. If MODEL_DIR holds
+only a `config.json`, the weights are random. The keys are those of a training run for model, trainer and engine
+(`actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2`); the default type is float32. Works under any
+launcher. Exit code 1: a check failed. Exit code 2: the configuration is faulty.
 """
 
 import json
@@ -33,14 +33,14 @@ from megarl.tracking.config import TrainerSection
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to verify, and for whom to print."""
+    """The configuration to verify, and the format of the report."""
 
     config: VerifyConfig
     as_json: bool
 
     @property
     def trainer(self) -> TrainerSection:
-        """How many ranks there are."""
+        """The section that gives the number of ranks."""
         return self.config.trainer
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 
 def keep_stdout_for_the_report() -> None:
-    """Send what any library prints to the standard error, whatever language it is written in."""
+    """Redirect everything that libraries print, from any language, to the standard error."""
     report = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(report, "w")
@@ -62,7 +62,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line.
 
     Raises:
-        ConfigError: naming every fault by its dotted key, with the remedy.
+        ConfigError: lists every fault with its dotted key and the remedy.
     """
     parser = Parser(prog="python -m megarl.verify", description=__doc__)
     parser.add_argument("model_dir", help="Hugging Face directory or id; a directory may hold only config.json")
@@ -74,7 +74,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def verify(arguments: Arguments, launch: Launch) -> None:
-    """Verify, print the report on rank 0, and end the program with code 1 where something is wrong."""
+    """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
     from megarl.distributed.exchange import together
     from megarl.sync.verification import Subject, look
 
@@ -84,7 +84,7 @@ def verify(arguments: Arguments, launch: Launch) -> None:
         policy = arguments.config.actor_rollout_ref
         limits = Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
         limit = limits.probs_stop
-        report = together(lambda: found.report(probability_limit=limit))[0]  # rank 0 alone has asked transformers
+        report = together(lambda: found.report(probability_limit=limit))[0]  # only rank 0 ran transformers
     if launch.rank == 0:
         if arguments.as_json:
             print(json.dumps(report), flush=True)
@@ -97,10 +97,10 @@ def verify(arguments: Arguments, launch: Launch) -> None:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """An empty directory that all ranks see, gone afterwards.
+    """Make an empty directory that all ranks see, and remove it afterwards.
 
     Raises:
-        ValueError: some rank does not see what rank 0 made.
+        ValueError: a rank does not see the directory that rank 0 made.
     """
     import torch.distributed as dist
 
@@ -125,22 +125,22 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print the report as a table, and what is wrong below it."""
-    table = Table("what", "found")
+    """Print the report as a table, and the faults below it."""
+    table = Table("check", "result")
     for pair, difference in report["differences"].items():
         one, other = pair.split("-")
         table.add_row(
             f"{one} and {other}",
-            f"log-probabilities within {difference['max_abs_logprob']:.1e}, "
-            f"probabilities {difference['mean_prob']:.1e} apart on average",
+            f"log-probabilities differ by at most {difference['max_abs_logprob']:.1e}, "
+            f"probabilities differ by {difference['mean_prob']:.1e} on average",
         )
-    table.add_row("loaded and exported again", "bit for bit the same" if report["roundtrip_exact"] else "changed")
+    table.add_row("loaded and exported again", "bit for bit equal" if report["roundtrip_exact"] else "changed")
     table.add_row(
         "bytes received by a rank",
         f"{report['bytes_received_max']:,} at most, {report['bytes_received_mean']:,.0f} on average; "
         f"lower bound {report['bytes_lower_bound']:,}",
     )
-    table.add_row("memory of a sync", f"{report['peak_extra_bytes']:,} bytes beside both models")
+    table.add_row("memory of a sync", f"{report['peak_extra_bytes']:,} bytes in addition to both models")
     table.add_row("seconds of a sync", f"{report['seconds']:.4f}")
     console = Console()
     console.print(table)

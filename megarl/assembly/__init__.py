@@ -1,0 +1,1 @@
+"""The composition root: builds a run from its configuration. Only commands import this room."""

@@ -15,7 +15,7 @@ from megarl.planning.activations import Work, inference_bytes, training_bytes
 from megarl.planning.engine import EngineMemory, engine_memory
 from megarl.planning.states import DTYPE_BYTES, States, copied_bytes, frozen_states, held_bytes, trained_states
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
-from megarl.sync.plan import engine_end
+from megarl.sync.plan import sampler_placement
 
 Phase = Literal["sync", "generate", "infer", "update"]
 PHASES: tuple[Phase, ...] = ("sync", "generate", "infer", "update")
@@ -105,7 +105,7 @@ def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
 def engine_weights(workload: Workload) -> list[int]:
     """Bytes of the engine's weights on each rank of an engine, without the padding of the vocabulary."""
     section = workload.config.actor_rollout_ref.rollout
-    placement = engine_end(workload.policy, section, num_ranks=section.tensor_model_parallel_size)
+    placement = sampler_placement(workload.policy, section, num_ranks=section.tensor_model_parallel_size)
     weights: list[int] = held_bytes(placement, section.tensor_model_parallel_size).tolist()
     return weights
 

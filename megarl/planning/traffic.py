@@ -14,7 +14,7 @@ from megarl.planning.states import held_bytes
 from megarl.planning.workload import Workload
 from megarl.reshard.layout import Holding, Place, Placement
 from megarl.reshard.planner import TransferSchedule
-from megarl.sync.plan import actor_end, engine_end
+from megarl.sync.plan import actor_placement, sampler_placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
     """
     policy, grid = workload.config.actor_rollout_ref, workload.grid
     rollout, world = policy.rollout, grid.num_ranks
-    source = actor_end(workload.policy, policy.actor.megatron, num_ranks=world)
-    destination = engine_end(workload.policy, rollout, num_ranks=world)
+    source = actor_placement(workload.policy, policy.actor.megatron, num_ranks=world)
+    destination = sampler_placement(workload.policy, rollout, num_ranks=world)
     if data_last:
         source = _renumbered(source, _ranks_with_data_last(grid))
     traffic = TransferSchedule(

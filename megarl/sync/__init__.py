@@ -1,0 +1,1 @@
+"""The sync of the actor's weights to the engines: the plan, the transfer, the self-check and the verification."""

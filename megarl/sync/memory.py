@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its worst moment, as torch's own allocators count it."""
+"""Measures the peak memory of a piece of work, as torch's allocators count it."""
 
 import os
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ MEASURED = "megarl.measured"
 
 
 class MemoryMeter:
-    """Within `recording`, each `measured` block sets `peak_bytes`: the most it held beyond what was held before.
+    """Within `recording`, each `measured` block sets `peak_bytes`: its peak, less the memory held before the block.
 
-    Memory that torch does not allocate is not seen: a library's own, gloo's for example. On CPU torch's profiler keeps
-    the books, which slows the work down. It sees a piece of memory freed only where it saw it allocated, so work that
-    replaces memory has to be done once before, in the same recording.
+    Memory that torch does not allocate, such as gloo's, is not counted. On CPU torch's profiler counts, which slows the
+    work down. The profiler sees memory freed only if it saw the allocation, so work that replaces memory must run once
+    before, in the same recording.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class MemoryMeter:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The books are kept; on CPU `peak_bytes` is there afterwards, that of the last `measured` block."""
+        """Record allocations. On CPU, `peak_bytes` is set after the block, for the last `measured` block."""
         if self._device.type == "cuda":
             yield
             return
@@ -47,7 +47,7 @@ class MemoryMeter:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """The work whose memory counts."""
+        """Measure the memory of the work in the block."""
         if self._device.type != "cuda":
             with record_function(MEASURED):
                 yield
@@ -62,7 +62,7 @@ class MemoryMeter:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Torch's allocator warns, from C++, of memory that was allocated before the profiler began."""
+    """Hide C++ warnings of torch's allocator about memory that was allocated before the profiler began."""
     kept = os.dup(2)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,4 +1,4 @@
-"""A sync as a run is configured: what every rank of the actor holds, what every rank's engine needs, and the plan."""
+"""Plans the sync of a configured run: what each rank of the actor holds, what each engine needs, and the plan."""
 
 import torch
 
@@ -14,13 +14,13 @@ from megarl.reshard.planner import make_plan
 from megarl.rollout.config import RolloutSection
 
 
-def actor_end(architecture: Architecture, section: MegatronSection, *, num_ranks: int) -> Placement:
-    """Who holds the policy."""
+def actor_placement(architecture: Architecture, section: MegatronSection, *, num_ranks: int) -> Placement:
+    """Return where the trainer holds the policy."""
     return trainer_placement(architecture, grid_of(section, num_ranks), dtype=getattr(torch, section.dtype))
 
 
-def engine_end(architecture: Architecture, section: RolloutSection, *, num_ranks: int) -> Placement:
-    """Who must hold what to sample, in as many engines as the ranks make."""
+def sampler_placement(architecture: Architecture, section: RolloutSection, *, num_ranks: int) -> Placement:
+    """Return what each engine rank must hold. The number of engines follows from the number of ranks."""
     return engine_placement(
         architecture,
         num_ranks=num_ranks,
@@ -39,14 +39,14 @@ def plan_sync(
     needed: Layout,
     launch: Launch,
 ) -> RankPlan:
-    """This rank's plan, from sizes alone but for its own two layouts.
+    """Make this rank's plan from sizes alone, except its own two layouts.
 
     Raises:
-        ValueError: the layouts are not what the sizes say of this rank, or the bucket is too small.
+        ValueError: the layouts differ from what the sizes predict for this rank, or the bucket is too small.
     """
     return make_plan(
-        actor_end(architecture, megatron, num_ranks=launch.world_size),
-        engine_end(architecture, rollout, num_ranks=launch.world_size),
+        actor_placement(architecture, megatron, num_ranks=launch.world_size),
+        sampler_placement(architecture, rollout, num_ranks=launch.world_size),
         held=held,
         needed=needed,
         rank=launch.rank,

@@ -1,7 +1,7 @@
-"""What `megarl.verify` looks at: a trainer and an engine with the same weights, and a third opinion.
+"""The measurements of `megarl.verify`: a trainer and an engine with the same weights, and `transformers` as a third.
 
-The tokens that are compared are the engine's own greedy answers to fixed prompts (see `megarl.sync.selfcheck`), so they
-are likely ones, about which wrong weights would be of another opinion.
+They compare probabilities of the engine's greedy responses to fixed prompts (see `megarl.sync.selfcheck`). Such tokens
+are likely, so wrong weights give them other probabilities.
 """
 
 import json
@@ -35,7 +35,7 @@ from megarl.reshard.planner import lower_bound
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.start import start_engine
 from megarl.sync.memory import MemoryMeter
-from megarl.sync.plan import actor_end, engine_end, plan_sync
+from megarl.sync.plan import actor_placement, plan_sync, sampler_placement
 from megarl.sync.random_weights import write_random_weights
 from megarl.sync.selfcheck import NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, ask, fixed_prompts
 from megarl.sync.transfer import send_weights
@@ -47,20 +47,20 @@ MOST_NAMED = 5  # tensors that a fault lists
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two sides are apart."""
+    """The difference between two of the three implementations."""
 
     max_abs_logprob: float
     mean_prob: float
 
     def or_larger(self, other: "Difference") -> "Difference":
-        """The larger numbers of both; what is not a number counts as the largest."""
+        """Return the larger number of both in each field. NaN counts as the largest."""
         both = torch.tensor([astuple(self), astuple(other)], dtype=torch.float64)
         return Difference(*both.amax(0).tolist())
 
 
 @dataclass(frozen=True)
 class SyncCost:
-    """What one sync moved and took, over all ranks."""
+    """The traffic, time and memory of one sync, over all ranks."""
 
     bytes_received: list[int]
     seconds: float
@@ -69,19 +69,19 @@ class SyncCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """All that was found, and what of it is wrong."""
+    """All measurements, and the faults among them."""
 
-    differences: Mapping[str, Difference]  # by pair of sides, the larger of before and after the change
-    changed_on_the_way: Sequence[str]  # tensors
+    differences: Mapping[str, Difference]  # by pair, the larger of before and after the change
+    changed_on_the_way: Sequence[str]  # names of tensors
     sync: SyncCost
     lower_bounds: Sequence[int]  # bytes, by rank
     is_float32: bool
 
     def faults(self, *, probability_limit: float) -> list[str]:
-        """One sentence per thing that is not as it must be."""
+        """Return a sentence for each fault."""
         found = []
         for pair, difference in self.differences.items():
-            if self.is_float32 and not difference.max_abs_logprob <= FLOAT32_LIMIT:  # not a number counts as too much
+            if self.is_float32 and not difference.max_abs_logprob <= FLOAT32_LIMIT:  # NaN counts as too much
                 found.append(f"{pair}: log-probabilities differ by {difference.max_abs_logprob:.2g} > {FLOAT32_LIMIT}")
             elif not difference.mean_prob <= probability_limit:
                 found.append(
@@ -92,11 +92,11 @@ class Findings:
             found.append(f"{len(self.changed_on_the_way)} tensors changed between loading and export: {named} ...")
         for rank, (received, bound) in enumerate(zip(self.sync.bytes_received, self.lower_bounds, strict=True)):
             if received != bound:
-                found.append(f"rank {rank} received {received} bytes and lacked {bound}")
+                found.append(f"rank {rank} received {received} bytes, but lacked {bound}")
         return found
 
     def report(self, *, probability_limit: float) -> dict[str, Any]:
-        """Everything in plain types."""
+        """Return everything in plain types."""
         faults, received = self.faults(probability_limit=probability_limit), self.sync.bytes_received
         return {
             "ok": not faults,
@@ -114,7 +114,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """This rank's part of trainer and engine."""
+    """This rank's part of the trainer and the engine to verify."""
 
     source: Source
     learner: Learner
@@ -125,7 +125,7 @@ class Subject:
 
     @classmethod
     def build(cls, config: VerifyConfig, scratch: Path, launch: Launch) -> "Subject":
-        """Start the engine, load the trainer, plan the sync. Collective; all ranks see `scratch`."""
+        """Start the engine, load the trainer and plan the sync. Collective. All ranks see `scratch`."""
         policy, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
         source = source_or_random(Source.read(policy.model), scratch, dtype=getattr(torch, megatron.dtype))
         architecture = source.architecture
@@ -141,21 +141,21 @@ class Subject:
         mesh = build_mesh(megatron)
         learner = make_learner(source.directory, architecture, megatron, mesh, role="policy", device=device)
         held, needed = learner.layout(), engine.weights.layout()
-        ends = (
-            actor_end(architecture, megatron, num_ranks=launch.world_size),
-            engine_end(architecture, policy.rollout, num_ranks=launch.world_size),
+        placements = (
+            actor_placement(architecture, megatron, num_ranks=launch.world_size),
+            sampler_placement(architecture, policy.rollout, num_ranks=launch.world_size),
         )
         return cls(
             source=source,
             learner=learner,
             engine=engine,
             plan=plan_sync(architecture, megatron, policy.rollout, held=held, needed=needed, launch=launch),
-            lower_bound=lower_bound(*ends, rank=launch.rank),
+            lower_bound=lower_bound(*placements, rank=launch.rank),
             launch=launch,
         )
 
     def sync_and_ask(self, *, check: bool) -> Rollouts:
-        """Bring the trainer's weights to the engine and have every replica answer the fixed prompts."""
+        """Sync the trainer's weights to the engine, and generate every replica's responses to the fixed prompts."""
         vocab_size, max_model_len = self.source.architecture.vocab_size, self.engine.max_model_len
         prompts, num_tokens = fixed_prompts(vocab_size, max_model_len=max_model_len)
 
@@ -166,7 +166,7 @@ class Subject:
             return ask(self.engine, prompts, max_tokens=num_tokens)
 
     def measure(self) -> SyncCost:
-        """Sync for the time, then for the memory, buckets included."""
+        """Measure the time of one sync, and the memory of another, buckets included."""
         reports: list[SyncReport] = []
         meter = MemoryMeter(self.learner.device)
 
@@ -193,20 +193,21 @@ class Subject:
         reshard = reshard or Reshard(self.plan, device=self.learner.device)
         return send_weights(self.learner, destination, reshard, check=check)
 
-    def compare(self, answers: Rollouts, exported: Path) -> dict[str, Difference]:
-        """How far apart the sides are about the answers, pair by pair; `transformers` speaks on rank 0 alone."""
-        budget = Budget(max_tokens=len(answers) * self.engine.max_model_len, max_sequences=None)
-        assert answers.rollout_log_probs is not None, "`ask` asks for them"
-        says = {"trainer": self.learner.infer(answers, budget).log_probs, "engine": answers.rollout_log_probs}
+    def compare(self, responses: Rollouts, exported: Path) -> dict[str, Difference]:
+        """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
+        budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
+        assert responses.rollout_log_probs is not None, "`ask` asks for them"
+        log_probs = {"trainer": self.learner.infer(responses, budget).log_probs, "engine": responses.rollout_log_probs}
         if self.launch.rank == 0:
-            says["transformers"] = transformers_log_probs(exported, answers, dtype=self.dtype)
+            log_probs["transformers"] = transformers_log_probs(exported, responses, dtype=self.dtype)
         return {
-            f"{one}-{other}": _difference(says[one], says[other], answers.mask) for one, other in combinations(says, 2)
+            f"{one}-{other}": _difference(log_probs[one], log_probs[other], responses.mask)
+            for one, other in combinations(log_probs, 2)
         }
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trainer's weights."""
+        """The type of the trainer's weights."""
         dtype: torch.dtype = self.learner.modules[0].config.params_dtype
         return dtype
 
@@ -225,7 +226,7 @@ class Subject:
             )
 
     def changed_on_the_way(self, exported: Path) -> list[str]:
-        """The tensors of an export that differ in a bit from those of the checkpoint (in the trainer's type)."""
+        """Return the tensors of an export that differ in any bit from the checkpoint's, in the trainer's type."""
         mine = list(hf_shapes(self.source.architecture).items())[self.launch.rank :: self.launch.world_size]
         ends = [CheckpointFiles(directory) for directory in (self.source.directory, exported)]
 
@@ -266,7 +267,7 @@ def look(subject: Subject, scratch: Path) -> Findings:
 
 
 def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> Source:
-    """The source itself, or random weights in `scratch` where it has none. Collective."""
+    """Return the source itself, or a source of random weights in `scratch` if it has no weights. Collective."""
     if has_weights(source.directory):
         return source
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -279,27 +280,27 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
             write_random_weights(source.architecture, directory, dtype=dtype)
             (directory / "config.json").write_text(json.dumps({"architectures": [causal_lm], **source.hf_config}))
 
-    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without a name vLLM guesses
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without this name vLLM guesses
     together(write)
-    return replace(source, directory=directory, overrides={})  # they are in its config.json
+    return replace(source, directory=directory, overrides={})  # config.json contains the overrides
 
 
-def transformers_log_probs(checkpoint: Path, answers: Rollouts, *, dtype: torch.dtype) -> Tensor:
-    """[B, T] float32: what `transformers` says about the answers, computed on the host."""
+def transformers_log_probs(checkpoint: Path, responses: Rollouts, *, dtype: torch.dtype) -> Tensor:
+    """Return the log-probabilities of the responses by `transformers`, computed on the host: `[B, T]` float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, trust_remote_code=False).eval()
-    says = torch.zeros(answers.mask.shape)
-    for sample in range(len(answers)):
-        response = answers.response_ids(sample)
-        tokens = torch.tensor([[*answers.prompt_of(sample).token_ids, *response]])
+    log_probs = torch.zeros(responses.mask.shape)
+    for sample in range(len(responses)):
+        response = responses.response_ids(sample)
+        tokens = torch.tensor([[*responses.prompt_of(sample).token_ids, *response]])
         with torch.no_grad():
             logits = model(tokens).logits[0, -len(response) - 1 : -1].float()
         picked = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-        says[sample, : len(response)] = picked
-    return says
+        log_probs[sample, : len(response)] = picked
+    return log_probs
 
 
 def _difference(one: Tensor, other: Tensor, mask: Tensor) -> Difference:
@@ -318,7 +319,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _slabs(piece: Piece) -> Iterator[Piece]:
-    """The piece in parts of so many elements at most, cut along its first dimension."""
+    """Cut the piece along its first dimension into parts of at most `CHUNK` elements."""
     lo, hi = piece.box.lo, piece.box.hi
     rows = max(1, CHUNK // (piece.box.numel // (hi[0] - lo[0])))
     for first in range(lo[0], hi[0], rows):
@@ -326,7 +327,7 @@ def _slabs(piece: Piece) -> Iterator[Piece]:
 
 
 def _places(box: Box, shape: tuple[int, ...]) -> Tensor:
-    """The number of each of the box's elements in the full tensor, float64."""
+    """Return the number of each element of the box in the full tensor, float64."""
     number = torch.zeros((), dtype=torch.float64)
     for low, high, step in zip(box.lo, box.hi, row_major(shape), strict=True):
         number = number[..., None] + torch.arange(low, high, dtype=torch.float64) * step

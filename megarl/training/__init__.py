@@ -1,0 +1,1 @@
+"""The training loops and their parts, from the samples of a step to the objectives that the models minimise."""

@@ -49,7 +49,7 @@ def test_a_checkpoint_with_experts_survives_and_is_shown_to_people(tmp_path: Pat
         log=tmp_path / "verify",
         timeout_s=350,
     )
-    assert "bit for bit the same" in output
+    assert "bit for bit equal" in output
     assert output.rstrip().endswith("ok")
     assert "not ok" not in output
 

@@ -30,7 +30,7 @@ SIGNS = {
     "gate and up": DISAGREE,
     "stale head": DISAGREE,
     "kept prefix cache": "its prefix cache was not dropped",
-    "stale packs": "those that engine replica 0 (rank 0), engine replica 1 (rank 1) computes with did not",
+    "stale packs": "the weights that engine replica 0 (rank 0), engine replica 1 (rank 1) computes with did not",
     "spoilt byte": f"engine replica 1 (rank 1) and the trainer {DISAGREE}",
     "expert off by one": DISAGREE,
 }

@@ -320,7 +320,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 
 
 def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no checkpoint: it has no huggingface/config\.json"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: it has no huggingface/config\.json"):
         intact_checkpoint(tmp_path)
     for step in (1, 2):
         checkpoints(tmp_path).save(State(step=step, kl_coef=0.5))

@@ -12,7 +12,7 @@ import torch
 
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
-from megarl.sync.selfcheck import Seen, SelfCheck, fixed_prompts, probability_differences, stale_replicas
+from megarl.sync.selfcheck import CheckResult, SelfCheck, fixed_prompts, probability_differences, stale_replicas
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
@@ -27,8 +27,8 @@ def test_differences_are_those_of_probabilities_and_of_each_replica_alone() -> N
     torch.testing.assert_close(largest, torch.stack([torch.zeros(()), gap]))
 
 
-def seen(engine: list[list[float]], trainer: list[list[float]]) -> Seen:
-    return Seen([([7, 8], numbers) for numbers in engine], [([7, 8], numbers) for numbers in trainer])
+def seen(engine: list[list[float]], trainer: list[list[float]]) -> CheckResult:
+    return CheckResult([([7, 8], numbers) for numbers in engine], [([7, 8], numbers) for numbers in trainer])
 
 
 OLD = seen([[-1.0, -2.0]] * 4, [[-1.0, -2.0]] * 4)  # two prompts, two replicas
@@ -51,7 +51,7 @@ def test_a_replica_is_stale_that_stands_still_while_the_trainer_moves(
 
 
 def test_other_tokens_are_not_the_same_answer() -> None:
-    now = Seen([([7, 9], [-1.0, -2.0])] * 4, [([7, 9], [-1.1, -2.1])] * 4)
+    now = CheckResult([([7, 9], [-1.0, -2.0])] * 4, [([7, 9], [-1.1, -2.1])] * 4)
     assert stale_replicas(OLD, now, num_replicas=2) == []
 
 

@@ -37,7 +37,7 @@ def test_a_sound_report_says_what_was_measured() -> None:
         ({"differences": {"trainer-engine": Difference(float("nan"), 0.0)}}, "trainer-engine: log-probabilities"),
         ({"differences": {"a-b": Difference(0.5, 0.02)}, "is_float32": False}, "a-b: probabilities differ by 0.02"),
         ({"changed_on_the_way": ["model.norm.weight"]}, "1 tensors changed between loading and export: model.norm"),
-        ({"lower_bounds": [8, 1]}, "rank 1 received 0 bytes and lacked 1"),
+        ({"lower_bounds": [8, 1]}, "rank 1 received 0 bytes, but lacked 1"),
     ],
 )
 def test_each_thing_that_is_wrong_is_said_and_fails(changes: dict, fault: str) -> None:
