@@ -4,8 +4,8 @@ A record only gains fields: each later stage is a new type that `extend` builds 
 written twice. Every record is the same on every rank and lives in host memory; only models are sharded.
 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
-`T` tokens of the longest response in the record. `[B, T]` tensors hold response tokens only; where `mask` is False
-(after the end of a response) they are zero.
+`T` tokens of the longest response in the record. `[B, T]` tensors hold response tokens only, and zeros if `mask` is
+False (after the end of a response).
 """
 
 from collections.abc import Iterator, Sequence
@@ -135,7 +135,7 @@ class Scored(Rollouts):
     """Rollouts with their rewards."""
 
     texts: Sequence[str]  # length B: the decoded responses, special tokens left out
-    scores: Tensor  # [B] float32; NaN where the reward failed
+    scores: Tensor  # [B] float32; NaN if the reward failed
     accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score
     answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none
     failures: Sequence[str | None] | None = None  # length B: why a sample has no score; None: all have scores

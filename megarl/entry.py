@@ -33,7 +33,7 @@ class Configuration(Protocol):
 
     @property
     def trainer(self) -> TrainerSection:
-        """The section of the run as a whole."""
+        """The section of the entire run."""
 
 
 C = TypeVar("C", bound=Configuration)
@@ -98,7 +98,7 @@ def run(
 
 
 def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
-    """Return the sentence that names the command with which a run resumes from its last checkpoint."""
+    """Return the sentence that names the command for resuming a run from its last checkpoint."""
     changed = "" if trainer.resume_mode == "auto" else " trainer.resume_mode=auto"
     changed += " trainer.resume_from_path=null" if trainer.resume_from_path else ""
     if command := environ.get(COMMAND):

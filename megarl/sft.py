@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `python -m megarl.sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Writes a Hugging Face directory at the end, RUN_DIR/huggingface, from which `megarl.train` can start.
+Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl.train` can start from it.
 """
 
 import sys

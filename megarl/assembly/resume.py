@@ -41,7 +41,7 @@ RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The point from which a run starts."""
+    """The start of a run: a checkpoint or the beginning."""
 
     checkpoint: Path | None  # None: the run starts from the beginning
     state: State
@@ -143,7 +143,7 @@ def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
 
 
 def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | None) -> None:
-    """Set aside the checkpoints of `run_dir`, saved at `steps`, that do not lead to `checkpoint`. Print where to."""
+    """Set aside and report the checkpoints of `run_dir`, saved at `steps`, that do not lead to `checkpoint`."""
     step = step_in(run_dir, checkpoint) if checkpoint else None
     last_kept = step if step is not None and step in steps else -1  # a copy from elsewhere has no earlier steps here
     others = [other for other in steps if other > last_kept]

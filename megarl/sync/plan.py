@@ -15,12 +15,12 @@ from megarl.rollout.config import RolloutSection
 
 
 def actor_placement(architecture: Architecture, section: MegatronSection, *, num_ranks: int) -> Placement:
-    """Return where the trainer holds the policy."""
+    """Return the trainer ranks that hold each part of the policy."""
     return trainer_placement(architecture, grid_of(section, num_ranks), dtype=getattr(torch, section.dtype))
 
 
 def sampler_placement(architecture: Architecture, section: RolloutSection, *, num_ranks: int) -> Placement:
-    """Return what each engine rank must hold. The number of engines follows from the number of ranks."""
+    """Return the engine ranks that need each part of the policy. The ranks form as many engines as fit."""
     return engine_placement(
         architecture,
         num_ranks=num_ranks,

@@ -27,7 +27,7 @@ from megarl.rollout.limits import Limits
 logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.sync"
-WINDOW = 8  # steps of which the median is taken
+WINDOW = 8  # healthy steps that the limit follows
 FAR_OUT = 4.0
 FREE_TOKENS = 2
 LEAST = 0.1  # of `mismatch_stop`: a policy that was sure of every token may become less sure, and then rounding shows

@@ -19,7 +19,7 @@ class PromptSource(Protocol):
     """Prompts as a pure function of a position."""
 
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
-        """Return the next `count` prompts, by default those of one step, and the position after them."""
+        """Return the next `count` prompts, by default as many as a step needs, and the position after them."""
 
     def batches(self) -> Iterator[Prompts]:
         """Yield every prompt once, for validation."""

@@ -44,7 +44,7 @@ class RewardModel:
         """
         sequences = _of_each(len(rollouts), lambda sample: self._read(rollouts, sample))
         longest = max(map(len, sequences)) + 1  # scoring_batch adds a token
-        # A sequence may be longer in this vocabulary than in the policy's, for which the budget was checked.
+        # The budget was checked for the policy's vocabulary. A sequence may be longer in this vocabulary.
         max_tokens = max(self._budget.max_tokens, -(-longest // self._learner.mesh.cp_size))
         values: Tensor = self._learner.infer(scoring_batch(sequences), replace(self._budget, max_tokens=max_tokens))
         scores = values[:, 0]

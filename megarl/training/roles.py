@@ -38,7 +38,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
-    against: Learner | None = None  # the model from which the objective takes the exact divergence
+    against: Learner | None = None  # another policy, if the objective uses the exact divergence from it
     extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
@@ -63,7 +63,7 @@ class Model(Generic[Outputs]):
             learner: the model.
             budget: the size of a forward pass in `infer`.
             updates: how the model learns; None if it never does.
-            against: the model from which `infer` reports the exact divergence.
+            against: another policy; `infer` then reports the exact divergence from it.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
         """
         self.name, self.learner, self.translate = name, learner, translate

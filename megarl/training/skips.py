@@ -94,7 +94,7 @@ class Skips:
         return (
             f"the {self._model}'s loss or gradient was not finite in {self._in_a_row} updates in a row, more than "
             f"trainer.max_skipped_updates={self._most_in_a_row}; the last time: {why.describe()}. Nothing was learnt "
-            f"from them, and {good}. What was not finite, and the samples, are in {record} and the parquet beside it. "
-            "Look there for an odd reward or log-probability; else lower the learning rate (optim.lr) or "
-            "grad_clip, and start again"
+            f"from them, and {good}. {record} lists the numbers that were not finite, and the parquet file of the same "
+            "name has the samples. Look there for an odd reward or log-probability. Otherwise lower the learning rate "
+            "(optim.lr) or grad_clip, and start again"
         )

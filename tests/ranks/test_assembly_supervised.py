@@ -1,4 +1,4 @@
-"""A run that learns from files goes on from its checkpoint as if it had not stopped, and its checkpoint is exported."""
+"""A run that learns from files resumes from its checkpoint as if it had not stopped, and exports its model."""
 
 import json
 import os

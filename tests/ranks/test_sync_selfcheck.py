@@ -46,7 +46,7 @@ def metrics_of(sync: Any, *, step: int) -> dict[str, float]:
 
 
 def complaint(sync: Any, *, step: int) -> str:
-    """What the check of a sync says, before anything is sampled."""
+    """Return the message of the check of a sync, before anything is sampled."""
     from megarl.tracking.timers import Timers
 
     try:
@@ -78,7 +78,7 @@ def flipping_a_bit() -> AbstractContextManager[Any]:
 
 @contextmanager
 def writing_astray(engine: Any) -> Iterator[None]:
-    """What is written to the engine's weights never reaches those that its kernels read."""
+    """Writes to the engine's weights never reach the weights that its kernels read."""
     from megarl.rollout import reload
 
     kind = type(engine.weights)
@@ -107,7 +107,7 @@ def spoiling_a_byte(engine: Any) -> Iterator[None]:
 
 
 def planted(fault: str, engine: Any) -> AbstractContextManager[Any]:
-    """The engine with a fault in it; nothing, where the fault is in the names of the trainer's parameters."""
+    """Plant a fault in the engine, unless the fault is in the names of the trainer's parameters."""
     if fault == "stale head":
         return patch.object(engine.weights, "_layout", replace(engine.weights._layout, tied=frozenset()))
     if fault == "kept prefix cache":
@@ -145,7 +145,7 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
             if fault == "kept prefix cache":
                 metrics_of(sync, step=1)  # whose keys stay
             said[fault] = complaint(pair.sync(lies[fault]) if fault in lies else sync, step=2)
-        engine.weights._unwritten.clear()  # where a sync did not get to its end
+        engine.weights._unwritten.clear()  # a sync may have stopped midway
     tear_down(engine)
     return said
 

@@ -31,7 +31,7 @@ SAMPLING = {"n": 2, "temperature": 0.7, "response_length": 12}
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank saw after one sync."""
+    """The records of a rank after one sync."""
 
     rollouts: Rollouts
     log_probs: Tensor  # [B, T] of the trainer
@@ -40,7 +40,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one sync moves to a rank."""
+    """The bytes that one sync moves to a rank."""
 
     received: int
     missing: int  # bytes that the engine's shard needs and the trainer's shard has not
@@ -95,7 +95,7 @@ def sync_one_split(checkpoint: Path, engine: Any, tp: int, pp: int) -> tuple[Tra
             answers = [
                 (rollouts.prompt_of(number).index, rollouts.response_ids(number)) for number in range(len(rollouts))
             ]
-            assert sorted(everywhere) == sorted(answers), "one rank is told of each"
+            assert sorted(everywhere) == sorted(answers), "each response is reported on one rank"
             if step == 0:
                 again, greedy = sampler.generate(asked, step=step, batch=1), sampler.greedy(asked, step=step)
                 assert not torch.equal(again.responses, rollouts.responses)

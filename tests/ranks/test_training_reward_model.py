@@ -28,14 +28,14 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 
 
 def sequences() -> list[list[int]]:
-    """Eight sequences of very different lengths, none of which ends in the pad token 0."""
+    """Eight sequences of very different lengths. None ends in the pad token 0."""
     generator = torch.Generator().manual_seed(3)
     lengths = [3, 17, 1, 9, 30, 4, 5, 12]
     return [torch.randint(1, 200, (length,), generator=generator).tolist() for length in lengths]
 
 
 def classifier_scores(checkpoint: Path, ids: Sequence[Sequence[int]]) -> Tensor:
-    """What `transformers` says of a batch that is padded on the right."""
+    """Return the scores by `transformers` of a batch that is padded on the right."""
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     rows = [torch.tensor(sequence) for sequence in ids]
     batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
@@ -80,7 +80,7 @@ def tokenizers(root: Path) -> tuple[Path, Path]:
 
 
 def conversations(policy: Any, prompt: Any) -> Rollouts:
-    """Three answers of the policy to one prompt, each with its end-of-sequence token."""
+    """Three responses of the policy to one prompt, each with its end-of-sequence token."""
     ids = [[*policy.encode(answer, add_special_tokens=False), policy.eos_token_id] for answer in ANSWERS]
     responses = torch.nn.utils.rnn.pad_sequence([torch.tensor(answer) for answer in ids], batch_first=True)
     mask = torch.arange(responses.shape[1]) < torch.tensor([len(answer) for answer in ids])[:, None]
@@ -157,7 +157,7 @@ def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: Ra
 
 
 def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
-    """What a run on these checkpoints is told of the answers to a text: scores, texts and metrics."""
+    """Return scores, texts and metrics of responses to a text, in a run on these checkpoints."""
     from megarl.config.root import RewardModelSection
     from megarl.learner.batching import Budget
     from megarl.training.reward_model import make_reward

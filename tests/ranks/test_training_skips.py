@@ -39,7 +39,7 @@ SPLITS = {
 def spoilt(
     outputs: PolicyOutputs, micro: Experience, totals: Totals, *, fault: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The actor's objective, with a fault where a sample is poisoned."""
+    """The actor's objective, with a fault in poisoned samples."""
     loss, metrics = ACTOR(outputs, micro, totals)
     if not bool((micro.scores == POISON).any()):
         return loss, metrics
@@ -170,7 +170,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
 
 
 def many(run_dir: Path) -> None:
-    """On one rank: more mini-batches than are kept, the last one with pairs beside it."""
+    """On one rank: more mini-batches than are kept, the last with an extra term."""
     from megarl.learner.finite import NotFinite
     from megarl.learner.learner import LossTerm
     from megarl.tracking.config import TrainerSection

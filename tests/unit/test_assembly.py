@@ -1,4 +1,4 @@
-"""What a configuration and a checkpoint say about the course of a run, and about its records."""
+"""The course of a run and its records follow from a configuration and a checkpoint."""
 
 from pathlib import Path
 

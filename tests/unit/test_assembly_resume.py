@@ -1,4 +1,4 @@
-"""Where a run stands when it starts, from real checkpoints of runs without models."""
+"""The resume points of runs, from real checkpoints without models."""
 
 import json
 from collections.abc import Iterator

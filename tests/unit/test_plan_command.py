@@ -10,7 +10,7 @@ import pytest
 from megarl.plan import amount, main
 from tests.support.hollow import write_hollow
 
-EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # from the root of the repository, where pytest runs
+EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # relative to the root of the repository, the directory of pytest
 SMALL = (EXAMPLE, "trainer.nnodes=1", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1")
 LLAMA_8B = "actor_rollout_ref.model.path=configs/models/llama-3-8b"
 
@@ -51,7 +51,7 @@ def test_a_reward_model_is_planned_for(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*SMALL, LLAMA_8B, *model, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     states = plan["memory"]["states"]
-    # Of the same family and cut, but for the output layer.
+    # Equal in family and split, except for the output layer.
     assert states["reward model"]["weights"] == states["reference"]["weights"] - 2 * (128_512 // 8 - 1) * 4096
     assert "reward model" in {moment["worker"] for moment in plan["memory"]["moments"]}
     assert "reward model micro-batches" in {row["stage"] for row in plan["batch"]}

@@ -128,8 +128,10 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
         def decode(self, ids: Sequence[int]) -> str:
             return ""
 
-    scorer = ModelScorer(model=cast(Any, Model()), weight=1e30, rules=None, tokenizer=cast(Any, Ids()))
-    scored, _ = scorer.score(answer(prompts([1]), [1, 1]))
+    def scorer(weight: float) -> ModelScorer:
+        return ModelScorer(model=cast(Any, Model()), weight=weight, rules=None, tokenizer=cast(Any, Ids()))
+
+    scored, _ = scorer(1e30).score(answer(prompts([1]), [1, 1]))
     assert scored.scores.isfinite().all()
     with pytest.raises(FloatingPointError, match=r"reward_model.weights: the weighted scores of sample 1 come to inf"):
         scorer = ModelScorer(model=cast(Any, Model()), weight=1e31, rules=None, tokenizer=cast(Any, Ids()))

@@ -1,4 +1,4 @@
-"""What the self-check makes of numbers: differences per replica, replicas that stand still, and when it is due."""
+"""The self-check's numbers: differences per replica, stale replicas, and the steps in which a check is due."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ from tests.support.records import answer, prompts
 
 
 def test_differences_are_those_of_probabilities_and_of_each_replica_alone() -> None:
-    # Two replicas answer one prompt with 1 and 2 tokens; the record says log-probability -1 of every token.
+    # Two replicas respond to one prompt with 1 and 2 tokens, each with log-probability -1.
     answers = answer(prompts([3]), [1, 2])
-    says = torch.tensor([[-1.0, 9.0], [-1.0, -2.0]])  # what stands behind the end of an answer must not count
+    says = torch.tensor([[-1.0, 9.0], [-1.0, -2.0]])  # numbers after the end of a response must not count
     means, largest = probability_differences(answers, says, num_replicas=2)
     gap = torch.exp(torch.tensor(-1.0)) - torch.exp(torch.tensor(-2.0))
     torch.testing.assert_close(means, torch.stack([torch.zeros(()), gap / 2]))
@@ -39,7 +39,7 @@ OLD = seen([[-1.0, -2.0]] * 4, [[-1.0, -2.0]] * 4)  # two prompts, two replicas
     [
         ([[-1.0, -2.0]] * 4, [[-1.1, -2.1]] * 4, [0, 1]),
         ([[-1.0, -2.0], [-1.0, -2.1]] * 2, [[-1.1, -2.1]] * 4, [0]),  # the second has moved
-        ([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [-1.1, -2.0]], [[-1.1, -2.1]] * 4, [0]),  # in one answer
+        ([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [-1.1, -2.0]], [[-1.1, -2.1]] * 4, [0]),  # in one response
         ([[-1.0, -2.0]] * 4, [[-1.0, -2.0]] * 4, []),  # so has nobody: a step of size zero
         ([[-1.0, -2.0]] * 4, [[-1.0, -2.1], [-1.0, -2.0]] * 2, []),  # hardly: it may round away
     ],
@@ -88,7 +88,7 @@ def test_the_first_two_different_weights_are_checked_whenever_they_come(check_ev
         for step in range(5):
             if step >= 3:  # the actor learns, after a warm-up of the critic
                 trainer.tensor[0] += 1.0
-            for _ in range(2):  # a validation, and the iteration
+            for _ in range(2):  # a validation, and the step
                 if check.is_due(step):
                     check.ask(step=step)
                     due.append(step)

@@ -23,7 +23,7 @@ from tests.support.records import answer, prompts
 
 
 def scored(lengths: list[int], *, seed: int = 0) -> Scored:
-    """Two answers to each prompt, with log-probabilities and scores that no decimal number is equal to."""
+    """Two responses to each prompt, with log-probabilities and scores that no decimal number equals."""
     generator = torch.Generator().manual_seed(seed)
     asked = prompts([3, 5][: len(lengths) // 2])
     truths: list[Any] = [{"target": 24, "numbers": [1, 2]}, "été ≤ 7"]
@@ -174,7 +174,7 @@ TOKEN_COLUMNS = [name for name, column in COLUMNS.items() if pa.types.is_list(co
 
 
 def kept(directory: Path) -> tuple[Path, pa.Table]:
-    """A file with every column, no value of which is null."""
+    """A file with every column and no null value."""
     record = replace(
         scored([2, 1, 4, 3]), answers=["7", "", "5", "8"], weight_versions=torch.zeros(4, dtype=torch.int64)
     )
@@ -183,7 +183,7 @@ def kept(directory: Path) -> tuple[Path, pa.Table]:
 
 
 def read_spoilt(path: Path, table: pa.Table) -> str:
-    """What is said of a file with this table."""
+    """Return the message about a file with this table."""
     pq.write_table(table, path)
     with pytest.raises(Damage) as damage:
         read_samples(path)

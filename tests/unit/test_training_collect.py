@@ -1,4 +1,4 @@
-"""What an iteration learns from: real prompts in order, among an engine and a reward that write down their calls."""
+"""The samples of a step: real prompts in order, with an engine and a reward that record their calls."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from megarl.training.collect import Collected, Collector
 from tests.support.sentencepieces import train_sentencepiece
 
 NUM_SAMPLES = 2
-Says = Callable[[int, int], tuple[float, float]]  # (row, batch of the iteration) -> the scores of the two samples
+Says = Callable[[int, int], tuple[float, float]]  # (row, batch of the step) -> the scores of the two samples
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def five(tmp_path: Path, tokenizer: Tokenizer) -> PromptStream:
 
 class World:
     """Engine and reward: in batch `b` sample `s` of row `r` is `b + 1` tokens `100 b + 10 r + s`,
-    its greedy answer three tokens `-r` of score `r / 10`."""
+    its greedy response three tokens `-r` of score `r / 10`."""
 
     def __init__(self, says: Says, accuracies: Says | None = None) -> None:
         self.says, self.accuracies = says, accuracies or says
@@ -246,7 +246,7 @@ def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
         def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
             rollouts = super().generate(prompts, step=step, batch=1)
             mask = rollouts.mask.clone()
-            mask[::2, 1:] = False  # of each prompt one answer has one token, the other two
+            mask[::2, 1:] = False  # one response to each prompt has one token, the other two
             return replace(rollouts, mask=mask)
 
     buffer = OverlongBufferSection(enable=True, len=1, max_resp_len=2)

@@ -1,4 +1,4 @@
-"""What the gate lets pass: rounding and a few strange tokens, and nothing that engine and trainer disagree about."""
+"""The gate lets rounding and a few strange tokens pass, and nothing that engine and trainer disagree about."""
 
 import json
 from dataclasses import asdict
@@ -28,7 +28,7 @@ def samples(num: int = 40, length: int = 24) -> Rollouts:
 
 
 def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
-    """What a trainer says that differs from the engine by `scale` on average."""
+    """Return a trainer's log-probabilities that differ from the engine's by `scale` on average."""
     generator = torch.Generator().manual_seed(seed)
     assert rollouts.rollout_log_probs is not None
     return rollouts.rollout_log_probs + scale * torch.randn(rollouts.mask.shape, generator=generator)
@@ -90,7 +90,7 @@ def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
     rollouts = samples()
     says = noise(rollouts, scale)
     healthy = judge(rollouts, says, limits, healthy=()).healthy
-    says[7] += 0.5  # as where one engine's shard is corrupt
+    says[7] += 0.5  # as if one engine's shard were corrupt
     with world_of_one():
         verdict = judge(rollouts, says, limits, healthy=healthy)
     assert verdict.rows.tolist() == [row for row in range(40) if row != 7]

@@ -1,4 +1,4 @@
-"""The loop itself, among interfaces that write down how they are called."""
+"""The loop itself, with interfaces that record their calls."""
 
 import math
 import os
@@ -62,7 +62,7 @@ def run(
     return diary
 
 
-def test_an_iteration_of_ppo_in_order() -> None:
+def test_a_step_of_ppo_in_order() -> None:
     diary = run(last_step=1)
     assert diary.calls == [
         *("wake", "take 0", "generate 0", "sleep", "score"),
@@ -209,7 +209,7 @@ def test_a_divergence_that_is_not_finite_spoils_no_later_step_and_no_checkpoint(
 
 
 class Drifting(Policy):
-    """Thinks otherwise than the engine of `drifted` samples, from its second reading on."""
+    """Disagrees with the engine about `drifted` samples, from its second reading on."""
 
     def __init__(self, diary: Diary, drifted: slice) -> None:
         super().__init__(diary, "actor", says=-1.0)
@@ -288,7 +288,7 @@ def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> No
 
 
 class Interrupted(Policy):
-    """Its process is told to end while it learns."""
+    """Its process receives a signal to end while it learns."""
 
     def update(self, experience: Experience, *, step: int) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -311,7 +311,7 @@ def test_a_run_that_is_told_to_end_finishes_and_saves_its_step() -> None:
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), first_step=1, test_freq=2)
     assert stopped.value.step == 2
     assert diary.steps_of("validate") == list(diary.logged) == list(diary.saved) == [2]
-    assert diary.calls[-1] == "close"  # what is written beside training is whole
+    assert diary.calls[-1] == "close"  # asynchronous saves are complete
 
 
 @pytest.mark.usefixtures("listening")

@@ -23,7 +23,7 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 def experience(*, garbage: float = 0.0) -> Experience:
-    """Six samples of two prompts; `garbage` stands where the mask is False."""
+    """Six samples of two prompts; `garbage` fills the positions outside the mask."""
     randn = partial(torch.randn, NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(NUM_TOKENS) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
     prompts = [
@@ -53,7 +53,7 @@ def experience(*, garbage: float = 0.0) -> Experience:
 
 
 def outputs(*, garbage: float = 0.0) -> Tensor:
-    """What a model could have put out: log-probabilities or values."""
+    """Return possible outputs of a model: log-probabilities or values."""
     x = torch.randn(NUM_SAMPLES, NUM_TOKENS, generator=torch.Generator().manual_seed(1))
     return x.masked_fill(~experience().mask, garbage)
 

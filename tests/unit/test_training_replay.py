@@ -1,4 +1,4 @@
-"""Which kept iterations a replay takes, and that it takes them as they were."""
+"""A replay takes the right files of a directory, and reads their samples unchanged."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.support.records import answer, prompts
 
 
 def keep(directory: Path, *steps: int) -> None:
-    """Files of iterations, whose scores are their numbers."""
+    """Files of steps. The scores of a step are its number."""
     rollouts = answer(prompts([1, 1]), [1, 2, 1, 1])
     for step in steps:
         scores = torch.full((4,), float(step))

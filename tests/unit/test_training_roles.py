@@ -1,4 +1,4 @@
-"""What a role does around its learner, which here only writes down what it is given."""
+"""A role prepares the data for its learner, which here only records them."""
 
 from collections.abc import Iterable
 from functools import partial

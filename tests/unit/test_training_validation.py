@@ -26,7 +26,7 @@ ANSWERS = {4: "5", 5: "5", 6: "7"}  # the reward of the second data source tells
 
 
 class World(NullTracker):
-    """Three prompts in batches of two and one, `num` answers to each, whose scores are the first of SCORES."""
+    """Three prompts in batches of two and one, `num` responses to each, with the first of SCORES."""
 
     def __init__(self, num: int, ids: Sequence[str | None], failed: Sequence[int]) -> None:
         self.failed = failed
@@ -99,7 +99,7 @@ def test_several_answers_are_judged_together_by_data_source() -> None:
     assert metrics["val/math/best@4/mean"] == 1.0
     assert metrics["val/math/best@2/mean"] == pytest.approx((5 * 1.0 + 1 * 0.5) / 6)
     assert metrics["val/math/maj@4"] == 0.5
-    assert "val/gsm8k/maj@4" not in metrics  # nobody told the answers
+    assert "val/gsm8k/maj@4" not in metrics  # the reward extracts no answers
 
 
 def test_samples_without_a_score_are_in_no_number() -> None:
