@@ -128,8 +128,8 @@ def _naming(directory: Path) -> Iterator[None]:
 
 
 def _is_of_file(error: BaseException) -> bool:
-    said = str(error)
-    return isinstance(error, OF_FILES) or said.startswith("PytorchStreamReader") or "metadata read failed" in said
+    message = str(error)
+    return isinstance(error, OF_FILES) or message.startswith("PytorchStreamReader") or "metadata read failed" in message
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any, *, num_steps: int) -> None:

@@ -26,6 +26,6 @@ def read_objects(path: Path) -> Any:
 
 def first_words(error: Exception) -> str:
     """Return the type of an error of torch's and its message, without the advice that follows."""
-    said = str(error).rpartition("WeightsUnpickler error: ")[2].removeprefix("Weights only load failed.")
-    first, *_ = re.split(r"[.] |[.]?\n", said.replace(UNSAFE_MESSAGE, "").strip())
+    message = str(error).rpartition("WeightsUnpickler error: ")[2].removeprefix("Weights only load failed.")
+    first, *_ = re.split(r"[.] |[.]?\n", message.replace(UNSAFE_MESSAGE, "").strip())
     return f"{type(error).__name__}: {first[:200]}"

@@ -20,7 +20,7 @@ ACTOR = ActorObjective(ActorSection(use_kl_loss=True, kl_loss_type="full", kl_lo
 
 
 def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
-    """On one rank: the divergence before an update, and the metrics of the update."""
+    """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
     from megarl.learner.batching import Budget
 
     split, device = {"param_offload": param_offload}, "cuda"

@@ -1,4 +1,4 @@
-"""A learner that is saved and loaded goes on as the one that was not, also under another split."""
+"""A learner that is saved and loaded continues exactly as without the save, also under another split."""
 
 import io
 import os
@@ -39,7 +39,7 @@ def test_continues_exactly(
 
 
 def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, beside: Path) -> None:
-    """Save one state while the learner waits, and again while it goes on learning."""
+    """Save one state twice: while the learner waits, and while the learner continues."""
     from megarl.learner.batching import Budget
     from megarl.learner.checkpoint import save_learner
     from megarl.learner.staging import Staging
@@ -72,12 +72,12 @@ def test_what_is_written_beside_training_is_what_is_written_at_once(
         names = sorted(path.name for path in at_once.iterdir())
         assert names == sorted(path.name for path in beside.iterdir())
         assert len([name for name in names if name.endswith(".distcp")]) == tp  # one data-parallel rank writes
-        for name in set(names) - {".metadata"}:  # it has a number drawn for each save
+        for name in set(names) - {".metadata"}:  # it contains a random number of each save
             assert (at_once / name).read_bytes() == (beside / name).read_bytes(), name
 
 
 def save_again(source: Path, split: dict[str, Any], saved: Path, to: Path) -> None:
-    """Load what another split has saved, and save it."""
+    """Load the save of another split, and save it again."""
     from megarl.learner.checkpoint import load_learner, save_learner
     from megarl.learner.staging import Staging
 
@@ -117,7 +117,7 @@ def test_another_split(pool: RankPool, checkpoints: dict[str, Path], tmp_path: P
         torch.testing.assert_close(outputs, expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(
+def test_continues_with_the_rates_and_the_length_of_the_new_configuration(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     source = checkpoints["llama"]
@@ -126,7 +126,7 @@ def test_goes_on_with_the_rates_and_the_length_that_are_configured_now(
     pool.run(1, learn_twice, source, "policy", sizes(1, 1), saved, None, True)
     now = OptimSection(lr=2e-3, warmup_style="linear", total_training_steps=8, min_lr_ratio=0.5)
     [(metrics, _)] = pool.run(1, learn_twice, source, "policy", sizes(1, 1), None, saved, True, now)
-    assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps down to one half
+    assert metrics["lr"] == pytest.approx(2e-3 * (1 - 0.5 * 2 / 8))  # the second of 8 steps of a decay to one half
 
 
 class Planted:
@@ -148,7 +148,7 @@ def plant_in_common_state(checkpoint: Path, witness: Path) -> None:
 
 
 def plant_in_object(checkpoint: Path, witness: Path) -> None:
-    """In place of the first small object that lies among the shards."""
+    """Replace the small objects among the shards."""
     index = pickle.loads((checkpoint / ".metadata").read_bytes())
     for name, what in index.storage_data.items():
         if isinstance(index.state_dict_metadata[name.fqn], BytesStorageMetadata):
@@ -167,8 +167,8 @@ def lead_index_elsewhere(checkpoint: Path, witness: Path) -> None:
 
 
 def load_refused(source: Path, directory: Path) -> str:
-    """What a rank says of a checkpoint that it must not read."""
-    with pytest.raises(BaseException) as refused:  # torch's own is no Exception
+    """Return the error of a rank that loads a checkpoint that it must refuse."""
+    with pytest.raises(BaseException) as refused:  # CheckpointException is a BaseException
         learn_twice(source, "policy", sizes(1, 1), None, directory, True)
     return repr(refused.value)
 

@@ -20,7 +20,7 @@ def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
         hidden, mine, targets, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
     )
     (torch.stack([log_probs, entropy]) * upstream).sum().backward()
-    dist.all_reduce(hidden.grad)  # what Megatron's region does in the backward pass
+    dist.all_reduce(hidden.grad)  # as Megatron's region in the backward pass
     assert hidden.grad is not None and mine.grad is not None
     return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
 
@@ -35,12 +35,12 @@ def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_
     log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (torch.stack([log_probs, entropy]) * upstream).sum().backward()
 
-    answers = pool.run(world_size, sharded, chunk_tokens, rows)
-    for answer in answers:
-        torch.testing.assert_close(answer[0], log_probs.detach())
-        torch.testing.assert_close(answer[1], entropy.detach())
-        torch.testing.assert_close(answer[2], hidden.grad)
-    gathered = torch.cat([answer[3] for answer in answers])
+    results = pool.run(world_size, sharded, chunk_tokens, rows)
+    for result in results:
+        torch.testing.assert_close(result[0], log_probs.detach())
+        torch.testing.assert_close(result[1], entropy.detach())
+        torch.testing.assert_close(result[2], hidden.grad)
+    gathered = torch.cat([result[3] for result in results])
     assert weight.grad is not None
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
@@ -102,11 +102,11 @@ def test_divergence_is_that_of_plain_softmaxes(pool: RankPool, world_size: int, 
     log_q = (ref_hidden @ ref_weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
     divergence = full_kl(log_p, log_q)
     (divergence * upstream).sum().backward()
-    answers = pool.run(world_size, sharded_kl, chunk_tokens, rows)
-    for answer in answers:
-        torch.testing.assert_close(answer[0], divergence.detach())
-        torch.testing.assert_close(answer[1], hidden.grad)
-    gathered = torch.cat([answer[2] for answer in answers])
+    results = pool.run(world_size, sharded_kl, chunk_tokens, rows)
+    for result in results:
+        torch.testing.assert_close(result[0], divergence.detach())
+        torch.testing.assert_close(result[1], hidden.grad)
+    gathered = torch.cat([result[2] for result in results])
     assert weight.grad is not None
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 

@@ -1,7 +1,7 @@
-"""The exact divergence from a reference, in what a learner reports and in its loss, is that of whole logits.
+"""The exact divergence from a reference, as a learner reports it and in its loss, equals that of complete logits.
 
-Two checkpoints with different weights are held against each other by learners, cut in every way, and by `transformers`
-with plain autograd through all logits.
+Learners under every split, and `transformers` with plain autograd through all logits, compare two checkpoints with
+different weights.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any], int]] = {  # world size, section, t
     "tensor, context": (4, TENSOR | CONTEXT, 1000),
     "virtual pipeline, data": (4, VIRTUAL, 24),
 }
-# The divergence has most of the gradient.
+# The divergence dominates the gradient.
 ACTOR = ActorObjective(
     ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=3.0, loss_agg_mode="seq-mean-token-mean"),
     horizon=8,

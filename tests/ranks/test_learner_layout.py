@@ -1,8 +1,8 @@
-"""Every split of a model holds the same model: Megatron's own description of its shards is the judge.
+"""Every split of a model holds the same model, by Megatron's own description of its shards.
 
-A checkpoint is read into a split by our layout. Then Megatron says where each local tensor lies in the whole one
-(`sharded_state_dict`, which knows nothing of the layout), and the whole ones must be those of a single rank. What is
-said of a rank from sizes alone must be what it has.
+The layout of megarl reads a checkpoint into a split. Megatron's `sharded_state_dict`, which does not use this layout,
+gives the place of each local tensor in the complete tensor; the complete tensors must equal those of a single rank. The
+layout that follows from sizes alone must equal the layout of the rank's model.
 """
 
 from collections.abc import Iterator
@@ -43,11 +43,13 @@ SPLITS = {
     "deepseek_v3": SPARSE,
 }
 CHECKPOINTS = {variant: (variant, {"num_hidden_layers": 4}) for variant in SPLITS}
-SHARD = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]  # name, shape of the whole, first indices, values
+SHARD = tuple[
+    str, tuple[int, ...], tuple[int, ...], Tensor
+]  # name, shape of the complete tensor, first indices, values
 
 
 def shards(checkpoint: Path, split: dict[str, int]) -> list[SHARD]:
-    """On one rank: its shards of a model read from `checkpoint`, as Megatron describes them."""
+    """Return this rank's shards of a model read from `checkpoint`, as Megatron describes them."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     from megarl.learner.patches.cpu import megatron_platform
@@ -72,7 +74,7 @@ def shards(checkpoint: Path, split: dict[str, int]) -> list[SHARD]:
 
 
 def placing(piece: Piece) -> tuple[Any, ...]:
-    """Everything about a piece but the key of its tensor, which may count layers from the stage's first."""
+    """Return all of a piece except the key of its tensor, which may count layers from the first of the stage."""
     return piece.name, piece.box.lo, piece.box.hi, piece.offset, piece.stride, str(piece.dtype)
 
 
@@ -85,7 +87,7 @@ def leaves(state: Any) -> Iterator[Any]:
 
 
 def assemble(found: list[list[SHARD]], num_words: int) -> dict[str, Tensor]:
-    """The whole tensors; every element must be there, and where several ranks have one they must agree."""
+    """Return the complete tensors. Every element must be present, and ranks that share an element must agree."""
     whole: dict[str, Tensor] = {}
     for key, shape, offset, data in (shard for rank in found for shard in rank):
         target = whole.setdefault(key, torch.full(shape, torch.nan))
@@ -95,7 +97,7 @@ def assemble(found: list[list[SHARD]], num_words: int) -> dict[str, Tensor]:
         target[places] = data
     for key, tensor in whole.items():
         if key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            whole[key] = tensor[:num_words]  # what follows is padding, more of it on more ranks
+            whole[key] = tensor[:num_words]  # the rest is padding; its size depends on the split
         assert not whole[key].isnan().any(), f"{key} has holes"
     return whole
 

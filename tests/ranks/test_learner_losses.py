@@ -1,7 +1,7 @@
-"""No split shows in any policy loss: each `loss_mode` and each `loss_agg_mode`, against autograd and one rank alone.
+"""No split changes a policy loss: each `loss_mode` and each `loss_agg_mode` equals autograd and one rank alone.
 
-An update of two mini-batches runs through the real learner cut in every way. Metrics, gradient norm and every updated
-weight must be those of one rank with one micro-batch, whose first mini-batch must be that of `transformers`.
+The real learner updates on two mini-batches under every split. Metrics, gradient norm and every updated weight must
+equal those of one rank with one micro-batch; on the first mini-batch, this rank must agree with `transformers`.
 """
 
 import json
@@ -59,18 +59,18 @@ def checkpoint(checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, checkpoint: Path) -> dict[str, Any]:
-    return pool.run(1, answers, checkpoint, {}, True, 1000)[0]
+    return pool.run(1, updated, checkpoint, {}, True, 1000)[0]
 
 
 def batches(actor: ActorSection) -> list[Experience]:
-    """Two mini-batches of two prompts, as the loss wants them, and without two of the responses."""
+    """Return two mini-batches of two prompts, as the loss needs them, without two of the responses."""
     batch = experience()
     batch = batch.without_responses(torch.arange(len(batch)) % 5 == 1)
     return [mark(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
 
 
-def answers(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: int) -> dict[str, Any]:
-    """On one rank: for each loss the metrics of two mini-batches and this rank's parts of the weights afterwards."""
+def updated(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: int) -> dict[str, Any]:
+    """Return for each loss the metrics of two mini-batches, and this rank's parts of the weights after them."""
     from megarl.learner.batching import Budget
 
     found = {}
@@ -86,7 +86,7 @@ def answers(checkpoint: Path, split: dict[str, Any], balance: bool, max_tokens: 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, alone: dict[str, Any]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
-    """Metrics and whole weights of one rank."""
+    """Metrics and complete weights of one rank."""
     shapes = hf_shapes(read_architecture(json.loads((checkpoint / "config.json").read_text())))
     found = {}
     for name, (metrics, parts) in alone.items():
@@ -119,12 +119,12 @@ def test_no_split_shows(
 ) -> None:
     world_size, *arguments = SPLITS[split]
     start = load_file(checkpoint / "model.safetensors")
-    for rank, found in enumerate(pool.run(world_size, answers, checkpoint, *arguments)):
+    for rank, found in enumerate(pool.run(world_size, updated, checkpoint, *arguments)):
         for name, (metrics, parts) in found.items():
             where = f"{name}, rank {rank}"
             expected_metrics, expected_weights = expected[name]
-            # Adam's first step has the size of the learning rate also where the gradient is all but zero, and its sign
-            # is rounding: so less is asked after it, and of a tensor's steps as a whole instead of each element's.
+            # Adam's first step has the size of the learning rate even if the gradient is nearly zero; then rounding
+            # decides its sign. So the tolerance is larger after it, and applies to tensors, not to their elements.
             for ours, theirs, tolerance in zip(metrics, expected_metrics, (1e-5, 1e-3), strict=True):
                 assert ours == pytest.approx(theirs, rel=tolerance, abs=0.1 * tolerance), where
             for param, box, values in parts:

@@ -1,7 +1,7 @@
-"""Mixtures of experts and latent attention: the same function as in `transformers`, and no split of them shows.
+"""Mixtures of experts and latent attention compute the same function as in `transformers`, under every split.
 
-Log-probabilities, gradients and router losses are compared with `transformers` and plain autograd on one rank, and with
-that rank under every way to cut experts.
+One rank is compared with `transformers` and plain autograd: log-probabilities, gradients and router losses. Every split
+of the experts is compared with this rank.
 """
 
 from pathlib import Path
@@ -71,22 +71,22 @@ LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_one_rank_is_transformers(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     expected, norm, _ = reference_outputs(checkpoints[name])
-    answer = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 48)[0]
-    torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
-    torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
-    assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
+    result = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 48)[0]
+    torch.testing.assert_close(result["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+    torch.testing.assert_close(result["before"].entropy, expected.entropy.detach(), **TOLERANCE)
+    assert result["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert not torch.equal(result["after"].log_probs, result["before"].log_probs)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
 def test_no_split_shows(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
     expected = pool.run(1, learner_outputs, checkpoints[name], "policy", {}, 1000)[0]
     for split, (world_size, section) in SPLITS.items():
-        for answer in pool.run(world_size, learner_outputs, checkpoints[name], "policy", section, 48):
-            torch.testing.assert_close(answer["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
-            assert answer["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), split
+        for result in pool.run(world_size, learner_outputs, checkpoints[name], "policy", section, 48):
+            torch.testing.assert_close(result["before"].log_probs, expected["before"].log_probs, **TOLERANCE)
+            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), split
             after = {"rtol": 1e-4, "atol": 1e-4}
-            torch.testing.assert_close(answer["after"].log_probs, expected["after"].log_probs, **after)
+            torch.testing.assert_close(result["after"].log_probs, expected["after"].log_probs, **after)
 
 
 def silence(outputs: Any, micro: Experience, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,7 +98,7 @@ def silence(outputs: Any, micro: Experience, totals: Totals) -> tuple[Tensor, di
 def router_gradients(
     checkpoint: Path, split: dict[str, Any], coefficients: dict[str, float], max_tokens: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """On one rank: the gradient norm of the router losses alone, and their gradients of this rank's routers."""
+    """Return the gradient norm of the router losses alone, and the gradients of this rank's routers."""
     from megarl.learner.batching import Budget
 
     split = split | {"override_transformer_config": coefficients}
@@ -109,7 +109,7 @@ def router_gradients(
 
 
 def expected_gradients(checkpoint: Path) -> list[Tensor]:
-    """Gradients of both router losses with respect to the routers, by autograd through `transformers`."""
+    """Return the gradients of both router losses with respect to the routers, by autograd through `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     seen: list[list[Tensor]] = [[] for _ in gates]
@@ -159,7 +159,7 @@ def test_an_update_moves_the_bias_of_the_router_only_when_asked(pool: RankPool, 
 
 
 def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """On one rank: the bias of the last layer's router before and after an update."""
+    """Return the bias of the last layer's router before and after an update."""
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, cut(ep=2) | {"override_transformer_config": override})

@@ -1,4 +1,4 @@
-"""The other ways to cut a model: uneven and virtual pipelines, and sequences shared by several ranks.
+"""The other splits of a model: uneven and virtual pipelines, and sequences shared by several ranks.
 
 Everything is compared with one rank, which `test_learner_split` compares with `transformers`.
 """
@@ -34,22 +34,22 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, section
     "context-virtual": (4, CONTEXT | VIRTUAL),
     "virtual-data": (4, VIRTUAL),
 }
-# Means over sequences: a rank that has only some tokens of a sequence must still weigh them by all.
+# Means over sequences: a rank with some tokens of a sequence must still divide by the number of all its tokens.
 ACTOR = ActorObjective(ActorSection(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01), horizon=8)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints: dict[str, Path]) -> Path:
-    """Tied embeddings, and norms of queries and keys."""
+    """A checkpoint with tied embeddings, and norms of queries and keys."""
     return checkpoints["dense"]
 
 
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    return {role: pool.run(1, answers, checkpoint, role, {}, 1000)[0] for role in ("policy", "value")}
+    return {role: pool.run(1, outputs, checkpoint, role, {}, 1000)[0] for role in ("policy", "value")}
 
 
-def answers(checkpoint: Path, role: str, split: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+def outputs(checkpoint: Path, role: str, split: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     return learner_outputs(checkpoint, role, split, max_tokens, ACTOR if role == "policy" else None)
 
 
@@ -64,7 +64,7 @@ def test_no_split_shows(
 ) -> None:
     world_size, split = SPLITS[name]
     expected = alone[role]
-    runs = [pool.run(world_size, answers, checkpoint, role, split, max_tokens) for max_tokens in (24, 1000)]
+    runs = [pool.run(world_size, outputs, checkpoint, role, split, max_tokens) for max_tokens in (24, 1000)]
     for found in chain.from_iterable(runs):
         for ours, theirs in zip(numbers(found["before"]), numbers(expected["before"]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
@@ -74,7 +74,7 @@ def test_no_split_shows(
 
 
 def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
-    """On one rank: where the grid says it is and what its chunks hold, and what Megatron says."""
+    """Return this rank's coordinates and the layers of its chunks, first by the grid, then by Megatron."""
     import torch.distributed as dist
     from megatron.core import parallel_state as megatron
 
@@ -86,7 +86,7 @@ def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
     architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
     chunks = [
         build_model(architecture, section, mesh, recompute=False, chunk=chunk)
-        for chunk in range(mesh.vpp_size if mesh.grid.ep == 1 else 0)  # experts have models of their own
+        for chunk in range(mesh.vpp_size if mesh.grid.ep == 1 else 0)  # this model has no experts
     ]
     stage = mesh.grid.stage(rank)
     layers = [list(part) for part in mesh.grid.layers(stage, architecture.num_layers)] if chunks else []
@@ -126,9 +126,9 @@ def test_the_grid_is_megatrons(pool: RankPool, checkpoint: Path, split: dict[str
 def test_experts_and_chunks_and_shared_sequences_go_together(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     checkpoint = checkpoints["experts"]
     router = {"override_transformer_config": {"moe_z_loss_coeff": 0.05}}
-    [expected] = pool.run(1, answers, checkpoint, "policy", router, 1000)
+    [expected] = pool.run(1, outputs, checkpoint, "policy", router, 1000)
     split = VIRTUAL | CONTEXT | router | {"expert_model_parallel_size": 2}
-    for found in pool.run(4, answers, checkpoint, "policy", split, 24):
+    for found in pool.run(4, outputs, checkpoint, "policy", split, 24):
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         torch.testing.assert_close(found["before"].log_probs, expected["before"].log_probs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found["after"].log_probs, expected["after"].log_probs, rtol=1e-4, atol=1e-4)

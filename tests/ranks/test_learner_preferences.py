@@ -1,4 +1,4 @@
-"""A reward model learns from pairs: loss, metrics and gradient are those of one unsharded model, for every split."""
+"""A reward model learns from pairs: under every split, loss, metrics and gradient equal one unsharded model's."""
 
 from pathlib import Path
 
@@ -26,14 +26,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preferences() -> Preferences:
-    """Five pairs of very different lengths."""
+    """Return five pairs of very different lengths."""
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in LENGTHS]
     return scoring_batch(sequences).extend(Preferences, margins=MARGINS.repeat_interleave(2))
 
 
-def megatron_answers(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tuple[dict[str, float], Tensor]:
-    """On one rank: the metrics of an update, and the scores after it."""
+def megatron_outputs(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tuple[dict[str, float], Tensor]:
+    """Return the metrics of an update, and the scores after it. Runs on every rank."""
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, sizes(tp, pp), role="value")
@@ -42,8 +42,8 @@ def megatron_answers(checkpoint: Path, tp: int, pp: int, max_tokens: int) -> tup
     return metrics, learner.infer(preferences(), budget)
 
 
-def reference_answers(checkpoint: Path) -> dict[str, float]:
-    """Metrics and gradient norm by `transformers` and autograd, one sequence at a time."""
+def reference_metrics(checkpoint: Path) -> dict[str, float]:
+    """Return metrics and gradient norm by `transformers` and autograd, sequence by sequence."""
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     batch = preferences()
     scores = torch.cat([model(torch.tensor([prompt.token_ids])).logits for prompt in batch.prompts])
@@ -55,11 +55,11 @@ def reference_answers(checkpoint: Path) -> dict[str, float]:
 
 
 def test_no_split_shows(pool: RankPool, checkpoint: Path) -> None:
-    expected = reference_answers(checkpoint)
+    expected = reference_metrics(checkpoint)
     first: Tensor | None = None
     for tp, pp, world_size in [(1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 1, 4), (1, 2, 4)]:
-        for max_tokens in (43, 1000):  # the longest pair, and all of them
-            for metrics, after in pool.run(world_size, megatron_answers, checkpoint, tp, pp, max_tokens):
+        for max_tokens in (43, 1000):  # room for the longest pair, and for all pairs
+            for metrics, after in pool.run(world_size, megatron_outputs, checkpoint, tp, pp, max_tokens):
                 found = {name: metrics[name] for name in expected}
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), (tp, pp, world_size, max_tokens)
                 first = after if first is None else first

@@ -35,13 +35,13 @@ SPLITS: dict[str, tuple[int, dict[str, Any], int]] = {  # world size, section, t
 
 
 def pairs() -> Rollouts:
-    """Three, of other lengths than the samples of the experience."""
+    """Return three pairs, of other lengths than the samples of the experience."""
     known = [replace(prompt, token_ids=[id % 199 for id in prompt.token_ids]) for prompt in prompts([5, 2, 7]).prompts]
     return answer(Prompts(prompts=known), [3, 11, 6])
 
 
 def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tuple[dict[str, float], Tensor]:
-    """On one rank: the metrics of a mixed update, and what the policy says about the samples after it."""
+    """Return the metrics of a mixed update, and the policy's log-probabilities after it. Runs on every rank."""
     from megarl.learner.batching import Budget
     from megarl.learner.learner import LossTerm
 
@@ -53,12 +53,12 @@ def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tu
 
 
 def expected_metrics(checkpoint: Path) -> dict[str, float]:
-    """By `transformers`, and autograd through the sum of both losses."""
+    """Return the metrics by `transformers`, and autograd through the sum of both losses."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch, supervised = experience(), pairs()
     loss, metrics = ACTOR(outputs_of(model, batch, model), batch, Totals.of(batch.mask))
-    says = outputs_of(model, supervised, model, temperature=1.0)
-    ptx_loss = -says.log_probs.sum() / supervised.mask.sum()
+    outputs = outputs_of(model, supervised, model, temperature=1.0)
+    ptx_loss = -outputs.log_probs.sum() / supervised.mask.sum()
     (loss + 2.0 * ptx_loss).backward()
     metrics |= {"actor/ptx_loss": ptx_loss.detach(), "grad_norm": torch.tensor(gradient_norm(model))}
     return {name: float(value) for name, value in metrics.items()}
@@ -84,7 +84,7 @@ def silence(outputs: Any, micro: Rollouts, totals: Totals) -> tuple[Tensor, dict
 
 
 def router_norms(checkpoint: Path, split: dict[str, Any]) -> tuple[float, float]:
-    """On one rank: the gradient norm of the router's loss on a batch, and on the same one in two parts."""
+    """Return the gradient norm of the router's loss on a batch, and on the same batch in two parts."""
     from megarl.learner.batching import Budget
     from megarl.learner.learner import LossTerm
 

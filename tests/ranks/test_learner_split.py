@@ -1,7 +1,7 @@
-"""No split shows: log-probabilities, values, losses and gradient norms are those of one unsharded model.
+"""No split changes a result: log-probabilities, values, losses and gradient norms equal one unsharded model's.
 
-The same global batch runs through Megatron cut in every way over up to four processes; the answers are compared with
-`transformers` on the same weights and with plain autograd through it.
+The same global batch runs through Megatron under every split over up to four processes. The results are compared with
+`transformers` on the same weights, and with plain autograd through it.
 """
 
 from dataclasses import replace
@@ -36,20 +36,20 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, learner_outputs, checkpoints[variant], "policy", sizes(tp, pp), max_tokens)
-            for answer in answers:
-                torch.testing.assert_close(answer["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
-                torch.testing.assert_close(answer["before"].entropy, expected.entropy.detach(), **TOLERANCE)
-                assert answer["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            results = pool.run(world_size, learner_outputs, checkpoints[variant], "policy", sizes(tp, pp), max_tokens)
+            for result in results:
+                torch.testing.assert_close(result["before"].log_probs, expected.log_probs.detach(), **TOLERANCE)
+                torch.testing.assert_close(result["before"].entropy, expected.entropy.detach(), **TOLERANCE)
+                assert result["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
                 for name, value in metrics.items():
-                    assert answer["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-                first = first or answer
-                torch.testing.assert_close(answer["after"].log_probs, first["after"].log_probs, rtol=1e-4, atol=1e-4)
-                assert not torch.equal(answer["after"].log_probs, answer["before"].log_probs)
+                    assert result["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+                first = first or result
+                torch.testing.assert_close(result["after"].log_probs, first["after"].log_probs, rtol=1e-4, atol=1e-4)
+                assert not torch.equal(result["after"].log_probs, result["before"].log_probs)
 
 
 def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list[int]) -> tuple[dict[str, float], Any]:
-    """On one rank: an epoch in mini-batches of one prompt without the failed samples, and what is inferred then."""
+    """Update in mini-batches of one prompt, without the failed samples; return metrics and log-probabilities."""
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
@@ -63,7 +63,7 @@ def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list
 
 
 def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dict[str, float], Any]:
-    """On one rank: the same from mini-batches that are put together by hand."""
+    """Update on mini-batches of the given samples; return the same. Runs on one rank."""
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, {}, temperature=TEMPERATURE)
@@ -73,7 +73,7 @@ def updates_never_drawn(checkpoint: Path, samples: list[list[int]]) -> tuple[dic
 
 
 def test_samples_whose_reward_failed_show_in_no_split(pool: RankPool, checkpoints: dict[str, Path]) -> None:
-    """Of the four prompts one is without a sample, and one has a single sample: a data-parallel rank is without one."""
+    """One of four prompts has no sample, and one has a single sample: a data-parallel rank then has no sample."""
     ((expected, after),) = pool.run(1, updates_never_drawn, checkpoints["llama"], [[3], [4, 5], [6, 7]])
     for tp, pp, dp in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2)):
         args = (checkpoints["llama"], sizes(tp, pp), [0, 1, 2])
@@ -86,17 +86,17 @@ def test_value(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
         for max_tokens in (24, 1000):
-            answers = pool.run(world_size, learner_outputs, checkpoints["llama"], "value", sizes(tp, pp), max_tokens)
-            for answer in answers:
-                first = first or answer
-                torch.testing.assert_close(answer["before"], first["before"], **TOLERANCE)
-                assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
-                assert not torch.equal(answer["after"], answer["before"])
-                torch.testing.assert_close(answer["after"], first["after"], rtol=1e-4, atol=1e-5)
+            results = pool.run(world_size, learner_outputs, checkpoints["llama"], "value", sizes(tp, pp), max_tokens)
+            for result in results:
+                first = first or result
+                torch.testing.assert_close(result["before"], first["before"], **TOLERANCE)
+                assert result["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
+                assert not torch.equal(result["after"], result["before"])
+                torch.testing.assert_close(result["after"], first["after"], rtol=1e-4, atol=1e-5)
 
 
 def read_in_other_tokens() -> Experience:
-    """The batch as a critic with tokens of its own reads it: longer or shorter, several tokens from one state."""
+    """Return the batch in a critic's own tokens: longer or shorter; one state may precede several tokens."""
     batch, generator = experience(), torch.Generator().manual_seed(4)
     lengths = torch.randint(5, 20, (len(batch),), generator=generator).tolist()
     sequences = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in lengths]
@@ -106,7 +106,7 @@ def read_in_other_tokens() -> Experience:
 
 
 def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
-    """On one rank: the values of such a batch, those of each state read alone, and an update's metrics."""
+    """Return the values of such a batch, the values of each state read alone, and the metrics of an update."""
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, role="value")
@@ -126,9 +126,9 @@ def read_values(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
 def test_a_critic_of_other_tokens_values_the_states_it_reads(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     first: dict[str, Any] | None = None
     for (tp, pp, _), world_size in SPLITS.items():
-        for answer in pool.run(world_size, read_values, checkpoints["llama"], sizes(tp, pp)):
-            first = first or answer
-            torch.testing.assert_close(answer["values"], answer["alone"], **TOLERANCE)
-            torch.testing.assert_close(answer["values"], first["values"], **TOLERANCE)
-            assert answer["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
+        for result in pool.run(world_size, read_values, checkpoints["llama"], sizes(tp, pp)):
+            first = first or result
+            torch.testing.assert_close(result["values"], result["alone"], **TOLERANCE)
+            torch.testing.assert_close(result["values"], first["values"], **TOLERANCE)
+            assert result["metrics"] == pytest.approx(first["metrics"], rel=1e-5, abs=1e-7)
     assert first is not None and float(first["values"].std()) > 0.1

@@ -1,3 +1,5 @@
+"""A micro-batch as one row of tokens: places, padding, predictors, and the shares of context-parallel ranks."""
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_sequences_lie_end_to_end_without_their_last_tokens() -> None:
     assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert bounds(packed) == [0, 5, 8]
     assert packed.sequences.max_seqlen_q == 5
-    # each response token is predicted at the place before it
+    # the place before a response token predicts it
     assert packed.predictors.tolist() == [2, 3, 4, 6, 7]
     assert packed.targets.tolist() == [30, 31, 32, 10, 11]
     assert packed.filling is None
@@ -38,7 +40,7 @@ def test_numbers_of_tokens_come_back_to_their_samples() -> None:
     assert numbers.grad.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_row_is_filled_up_with_a_sequence_that_nobody_reads() -> None:
+def test_a_sequence_that_nothing_reads_pads_a_row() -> None:
     packed = pack_samples(BATCH, [1, 3], num_parts=4, device=CPU)
     assert packed.tokens.tolist() == [[100, 101, 200, 201, 202, 40, 0, 0]]
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1]]
@@ -58,7 +60,7 @@ def test_a_rank_without_samples_still_has_a_row() -> None:
 
 
 def test_a_sequence_is_dealt_out_from_both_ends() -> None:
-    # 200 201 202 30 31 and 100 101 10, each filled up to a multiple of 4: pieces of two tokens and of one.
+    # 200 201 202 30 31 and 100 101 10, each padded to a multiple of 4: pieces of two tokens and of one token.
     first, second = (pack_samples(BATCH, [2, 0], device=CPU, cp_rank=rank, cp_size=2) for rank in range(2))
     assert bounds(first) == bounds(second) == [0, 8, 12]
     assert first.sequences.max_seqlen_q == 8
@@ -68,15 +70,16 @@ def test_a_sequence_is_dealt_out_from_both_ends() -> None:
     assert second.positions.tolist() == [[2, 3, 4, 5, 1, 2]]
     assert first.filling is not None
     assert first.filling.tolist() == [[False, False, True, True, False, True]]
-    # 30 31 32 are predicted by 202 30 31, and 10 11 by 101 10: all on the second rank
+    # 202 30 31 predict 30 31 32, and 101 10 predict 10 11: all on the second rank
     assert first.predictors.numel() == first.targets.numel() == 0
     assert second.predictors.tolist() == [0, 1, 2, 4, 5]
     assert second.targets.tolist() == [30, 31, 32, 10, 11]
 
 
-def test_ranks_that_share_sequences_fill_up_tables_together() -> None:
+def test_context_parallel_ranks_complete_tables_together() -> None:
     parts = [pack_samples(BATCH, [3, 0, 2], device=CPU, num_parts=4, cp_rank=rank, cp_size=4) for rank in range(4)]
-    assert {part.tokens.shape[1] for part in parts} == {8}  # 3 sequences of 8, and 8 zeros for four parts of two
+    # 3 sequences of 8 tokens, and 8 zeros: four ranks with four parts of two tokens
+    assert {part.tokens.shape[1] for part in parts} == {8}
     responses = sum(part.unpack(part.targets.float()) for part in parts)
     assert torch.is_tensor(responses)
     assert responses.tolist() == [[40.0, 41.0, 0.0], [10.0, 11.0, 0.0], [30.0, 31.0, 32.0]]
@@ -96,7 +99,7 @@ def test_places_are_those_of_cutting_every_sequence(lengths: list[int], cp_size:
         assert torch.equal(positions, torch.cat([torch.arange(int(length)) for length in whole])[places])
 
 
-def test_a_sample_that_lost_its_response_is_asked_for_nothing() -> None:
+def test_a_sample_without_a_response_has_no_predictors() -> None:
     batch = BATCH.without_responses(torch.tensor([True, False, True, False]))
     packed = pack_samples(batch, [0, 1], device=CPU)
     assert packed.tokens.tolist() == [[100, 100, 101]]
@@ -105,7 +108,7 @@ def test_a_sample_that_lost_its_response_is_asked_for_nothing() -> None:
     assert packed.unpack(torch.tensor([5.0])).tolist() == [[0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
 
 
-def test_nothing_but_prompts_of_one_token_is_still_a_row() -> None:
+def test_prompts_of_one_token_alone_still_make_a_row() -> None:
     batch = answer(prompts([1, 1]), [2, 1]).without_responses(torch.tensor([True, True]))
     packed = pack_samples(batch, [0, 1], device=CPU, num_parts=2)
     assert packed.tokens.tolist() == [[0, 0]]

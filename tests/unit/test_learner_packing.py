@@ -1,4 +1,4 @@
-"""Balancing and packing: every sample once, groups whole, budgets kept, loads even."""
+"""Balancing and packing: every sample occurs once, groups stay together, budgets hold, loads are even."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def grouped_costs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def test_partition_by_hand() -> None:
-    # group costs 9, 8, 5, 4: 9 and 8 open the parts, 5 joins 8, 4 joins 9
+    # group costs 9, 8, 5, 4: the groups of 9 and 8 begin the parts, 5 joins 8, 4 joins 9
     parts = partition([3, 6, 4, 4, 5, 1, 3], [0, 0, 1, 1, 2, 3, 3], 2)
     assert parts == [[0, 1, 5, 6], [2, 3, 4]]
 
@@ -72,6 +72,6 @@ def test_pack_pads_with_empty_bins() -> None:
     assert pack([], max_tokens=8) == [[]]
 
 
-def test_pack_says_which_key_to_raise() -> None:
+def test_pack_names_the_key_to_raise() -> None:
     with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens.*at most 8.*ppo_max_token_len_per_gpu"):
         pack([1, 9], max_tokens=8)
