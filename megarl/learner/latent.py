@@ -53,7 +53,7 @@ class LatentCore(PackedAttention):
         return out.unflatten(-1, (query.shape[1], -1))[..., :size].flatten(-2)
 
 
-class DownProjection(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """A linear layer that every tensor-parallel rank holds completely and applies to its own tokens.
 
     Transformer Engine's layer does the same. Megatron's local layer splits the rows and gathers the outputs; then each

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.learner.attention import PackedAttention
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_router
-from megarl.learner.latent import DownProjection, LatentCore, latent_settings
+from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
 from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
@@ -111,12 +111,12 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
     """Return the replacements of parts of Megatron's local attention, by name."""
     if latent := architecture.latent:
-        queries = {"linear_q_down_proj": DownProjection, "q_layernorm": RMSNorm}
+        queries = {"linear_q_down_proj": ReplicatedLinear, "q_layernorm": RMSNorm}
         if latent.q_lora_rank is None:
             queries = {"q_layernorm": IdentityOp}
         return queries | {
             "core_attention": LatentCore,
-            "linear_kv_down_proj": DownProjection,
+            "linear_kv_down_proj": ReplicatedLinear,
             "kv_layernorm": RMSNorm,
         }
     qk_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}

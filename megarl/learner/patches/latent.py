@@ -23,9 +23,9 @@ QUERY_NORM = declare_megatron(
 
 def accept_whole_down_projections() -> None:
     """Pass megarl's own down-projection off as Transformer Engine's."""
-    from megarl.learner.latent import DownProjection
+    from megarl.learner.latent import ReplicatedLinear
 
-    replace(DOWN_PROJECTION, TELinear=DownProjection)
+    replace(DOWN_PROJECTION, TELinear=ReplicatedLinear)
 
 
 def leave_uncompressed_queries_alone() -> None:
