@@ -28,6 +28,11 @@ def tracked() -> set[Path]:
         pytest.skip("not a checkout of git")
 
 
+@pytest.fixture(scope="module")
+def trees(tracked: set[Path]) -> dict[Path, ast.Module]:
+    return {path: ast.parse((ROOT / path).read_text()) for path in tracked}
+
+
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -51,26 +56,25 @@ def test_mypy_sees_every_file(tracked: set[Path], monkeypatch: pytest.MonkeyPatc
     assert tracked - {Path(source.path) for source in sources if source.path} == set()
 
 
-def test_files_and_functions_are_short(tracked: set[Path]) -> None:
+def test_files_and_functions_are_short(trees: dict[Path, ast.Module]) -> None:
     long = []
-    for path in tracked:
-        text = (ROOT / path).read_text()
-        if (lines := text.count("\n")) > MAX_FILE_LINES:
+    for path, tree in trees.items():
+        if (lines := (ROOT / path).read_text().count("\n")) > MAX_FILE_LINES:
             long.append(f"{path} has {lines} lines, more than {MAX_FILE_LINES}")
-        for function in functions(ast.parse(text)):
+        for function in functions(tree):
             assert function.end_lineno
             if (lines := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES:
                 long.append(f"{path}: {function.name} has {lines} lines, more than {MAX_FUNCTION_LINES}")
     assert long == []
 
 
-def test_no_test_module_imports_another(tracked: set[Path]) -> None:
+def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
     """What test modules share is in tests/support."""
     found = {
         f"{path} imports {name}"
-        for path in tracked
+        for path, tree in trees.items()
         if path.parts[0] == "tests"
-        for name in imported(ast.parse((ROOT / path).read_text()))
+        for name in imported(tree)
         if name.startswith(TESTS)
     }
     assert found == set()
