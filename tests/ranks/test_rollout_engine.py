@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -85,6 +86,12 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
     return answers
 
 
+@pytest.fixture(scope="module")
+def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, str], list[Any]]:
+    """The responses on two ranks by variant, tensor-parallel size and type; each of these engines starts once."""
+    return cache(lambda variant, *settings: pool.run(2, answers_after_each_sync, checkpoints(variant), *settings))
+
+
 @pytest.mark.parametrize(
     ("variant", "tp_size", "dtype"),
     [
@@ -94,10 +101,9 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
     ],
 )
 def test_engine_follows_two_different_syncs(
-    pool: RankPool, checkpoints: Checkpoints, variant: str, tp_size: int, dtype: str
+    responses: Callable[[str, int, str], list[Any]], checkpoints: Checkpoints, variant: str, tp_size: int, dtype: str
 ) -> None:
-    paths = checkpoints(variant)
-    ranks = pool.run(2, answers_after_each_sync, paths, tp_size, dtype)
+    paths, ranks = checkpoints(variant), responses(variant, tp_size, dtype)
     if tp_size == 2:
         assert ranks[0] == ranks[1]
     for checkpoint, *answers in zip(paths[:2], *ranks, strict=True):
@@ -153,10 +159,11 @@ def test_whole_experts_are_traced(pool: RankPool, checkpoints: Checkpoints, vari
     pool.run(2, trace_whole_experts, checkpoints(variant))
 
 
-def test_samples_do_not_depend_on_the_number_of_replicas(pool: RankPool, checkpoints: Checkpoints) -> None:
-    paths = checkpoints("llama")
-    [alone] = pool.run(1, answers_after_each_sync, paths, 1, "float32")
-    for one, first, second in zip(alone, *pool.run(2, answers_after_each_sync, paths, 1, "float32"), strict=True):
+def test_samples_do_not_depend_on_the_number_of_replicas(
+    pool: RankPool, responses: Callable[[str, int, str], list[Any]], checkpoints: Checkpoints
+) -> None:
+    [alone] = pool.run(1, answers_after_each_sync, checkpoints("llama"), 1, "float32")
+    for one, first, second in zip(alone, *responses("llama", 1, "float32"), strict=True):
         assert first.keys().isdisjoint(second)
         tokens = {asked: generation.token_ids for asked, generation in one.items()}
         assert tokens == {asked: generation.token_ids for asked, generation in (first | second).items()}
