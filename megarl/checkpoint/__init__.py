@@ -1,0 +1,1 @@
+"""Keeps what outlives the process: saves, mirrors, finds and checks checkpoints."""

@@ -1,8 +1,16 @@
-"""Work that goes on beside training, on every rank: only the main thread joins collectives, and all ranks agree.
+"""Work that is done asynchronously to training, on every rank.
 
-A task is a generator. Up to its first `yield` it runs in the main threads of all ranks. What it yields is work for this
-rank alone; when all ranks have done theirs, the task goes on in the main threads with the answers of all of them, in
-rank order. An error in the work of one rank is raised on every rank, and ends the task.
+Only the main threads join collectives, and all ranks agree on what is done. A `Task` alternates between the two kinds
+of thread:
+
+    main thread of every rank              a thread of this rank alone
+    ---------------------------            ---------------------------
+    run the task up to a yield   --work--> work()
+    train: `advance` after each step       ...
+    have all ranks finished?     <-result- done
+    send the results of all ranks into the task, run it up to the next yield, and so on until it returns
+
+If the work of one rank raises an error, every rank raises it, and the task ends.
 """
 
 from collections.abc import Callable, Generator
@@ -12,65 +20,68 @@ from typing import Any
 
 from megarl.distributed.exchange import together
 
-Task = Generator[Callable[[], Any], list[Any], None]
+LocalWork = Callable[[], Any]
+"""Work of one rank: it joins no collective, and may run in any thread."""
+Task = Generator[LocalWork, list[Any], None]
+"""Yields the work of this rank, and receives the results of all ranks, in rank order."""
 
 
 def run_blocking(task: Task) -> None:
-    """Do a task while nothing else goes on. Collective."""
+    """Run a task to its end in the main thread. Collective."""
     work = next(task, None)
     while work:
-        work = _go_on(task, together(work))
+        work = _resume(task, together(work))
 
 
 class Background:
-    """Does one task at a time, its work in a thread of its own. Every method is collective."""
+    """Runs one task at a time, its work in a separate thread. Every method is collective."""
 
     def __init__(self) -> None:
         self._task: Task | None = None
-        self._answer: Future[Any] = Future()
+        self._result: Future[Any] = Future()
 
     def start(self, task: Task) -> None:
-        """Begin a task; one that is still under way is finished first."""
+        """Start a task, after finishing the task that is running."""
         self.finish()
-        self._hand_over(task, next(task, None))
+        self._start_thread(task, next(task, None))
 
     def advance(self) -> None:
-        """Let the task that is under way go on if all ranks have done their work.
+        """Resume the running task if all ranks have finished their work.
 
         Raises:
             Exception: the work failed on some rank; as `together` does.
         """
-        if self._task and all(together(self._answer.done)):
-            self._take_over(self._task)
+        if self._task and all(together(self._result.done)):
+            self._continue(self._task)
 
     def finish(self) -> None:
-        """Wait for the end of the task that is under way. Raises as `advance` does."""
+        """Wait for the end of the running task. Raises as `advance` does."""
         while self._task:
-            wait([self._answer])
-            self._take_over(self._task)
+            wait([self._result])
+            self._continue(self._task)
 
-    def _take_over(self, task: Task) -> None:
-        self._task = None  # a task that fails is over
-        self._hand_over(task, _go_on(task, together(self._answer.result)))
+    def _continue(self, task: Task) -> None:
+        self._task = None  # a task that fails has ended
+        self._start_thread(task, _resume(task, together(self._result.result)))
 
-    def _hand_over(self, task: Task, work: Callable[[], Any] | None) -> None:
+    def _start_thread(self, task: Task, work: LocalWork | None) -> None:
         if work is None:
             return
-        self._task, self._answer = task, Future()
-        # As a daemon it keeps no process from ending: what a failed run has begun is lost, and nothing else.
-        Thread(target=_do, args=(work, self._answer), name="megarl-background", daemon=True).start()
+        self._task, self._result = task, Future()
+        # A daemon does not keep the process alive: a run that fails loses the work it has started, and nothing else.
+        Thread(target=_run, args=(work, self._result), name="megarl-background", daemon=True).start()
 
 
-def _do(work: Callable[[], Any], answer: Future[Any]) -> None:
+def _run(work: LocalWork, result: Future[Any]) -> None:
     try:
-        answer.set_result(work())
+        result.set_result(work())
     except BaseException as error:
-        answer.set_exception(error)
+        result.set_exception(error)
 
 
-def _go_on(task: Task, answers: list[Any]) -> Callable[[], Any] | None:
-    """The work after that which had these answers, None at the end."""
+def _resume(task: Task, results: list[Any]) -> LocalWork | None:
+    """Send the results of all ranks into a task; return its next work, None at its end."""
     try:
-        return task.send(answers)
+        return task.send(results)
     except StopIteration:
         return None

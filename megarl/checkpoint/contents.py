@@ -1,6 +1,6 @@
-"""Read what a checkpoint says beside its tensors, and find out whether it is intact.
+"""The small files of a checkpoint, and the check whether a checkpoint is intact.
 
-global_step_40/state.json      what the run knows beside its models (`State`)
+global_step_40/state.json      the state of the run except its models (`State`)
               /config.yaml     its configuration
               /code.json       the user's own code, as digests
               /versions.json   the packages that matter
@@ -37,7 +37,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What the small files of a checkpoint say. None: the run did not write that file."""
+    """The content of the small files of a checkpoint. None: the run did not write that file."""
 
     state: State
     config: Mapping[str, Any] | None
@@ -48,7 +48,7 @@ class Contents:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Contents":
-        """Read every file. Raises Damage, which names the first that cannot be read."""
+        """Read every small file. Raises Damage, which names the first file that cannot be read."""
         return cls(
             state=State.read(checkpoint),
             config=_read_config(checkpoint / CONFIG_FILE),
@@ -60,7 +60,7 @@ class Contents:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Say which file of a checkpoint was altered or cannot be read, and how; None if it is intact. Collective."""
+    """Describe the first file of a checkpoint that is damaged; None if the checkpoint is intact. Collective."""
     if altered := find_altered(checkpoint):
         return altered
     try:
@@ -98,7 +98,7 @@ def _read_config(path: Path) -> Mapping[str, Any] | None:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """Refuses what a configuration never has, and a few lines can make larger than any memory."""
+    """Refuses aliases: no configuration has any, and a few lines of them can fill the memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

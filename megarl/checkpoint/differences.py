@@ -1,8 +1,8 @@
-"""What a run that goes on does otherwise than the one that saved the checkpoint, and what comes of it.
+"""Compares the configuration of a run with that of the checkpoint it resumes, and knows the effect of each key.
 
-Each key of a configuration has one of three effects. None: the results are the same bits. Rounding: they are those of
-another split, equal but for the order of sums. Curve: the run is another one from here on. The table must know every
-key; one that is new belongs to `CURVE` until somebody has looked.
+Each key of a configuration has one of three effects. None: the results are the same bits. Rounding: the results differ
+only in the order of sums, as those of another split do. Curve: the training curve differs from here on. The table must
+know every key; a new key belongs to `CURVE` until somebody has analysed it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from megarl.rewards.rules import DIGEST
 
 
 class Effect(Enum):
-    """What comes of another value."""
+    """The effect of changing a value."""
 
     NONE = "nothing"
     ROUNDING = "rounding"
@@ -24,7 +24,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDifference:
-    """A key that has another value now."""
+    """A key whose value has changed."""
 
     key: str
     was: Any
@@ -34,22 +34,22 @@ class ConfigDifference:
 
     @property
     def makes_scores_incomparable(self) -> bool:
-        """Whether validation scores do not compare with earlier ones, so that the best begins anew."""
+        """Whether validation scores cannot be compared with earlier ones, so the best score starts afresh."""
         return self.reason in (_SCORES, _REWARD, _CONTENT)
 
 
 _NAMES = "a name"
 _RECORDS = "records and checkpoints, not the training"
-_VALIDATION = "when and in which portions is validated"
-_SCORES = "validation only: its scores do not compare with earlier ones, and the best begins anew"
+_VALIDATION = "when validation runs, and the size of its batches"
+_SCORES = "validation only: its scores cannot be compared with earlier ones, and the best score starts afresh"
 _REWARD = "the reward"
 _CONTENT = "another file content"
 _SPLIT = "another split"
 _MICRO = "other micro-batches"
-_ENGINE = "the engine computes the same by other means"
+_ENGINE = "the engine computes the same in another way"
 _LENGTH = "the run's length"
 
-# The first row whose pattern fits a key. Only rows of `CURVE` may speak for keys that nobody has looked at.
+# The first row whose pattern matches a key decides. Only rows of `CURVE` may match keys that nobody has analysed.
 EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     *((f"trainer.{name}", Effect.NONE, _NAMES) for name in ("project_name", "experiment_name")),
     *(
@@ -66,12 +66,12 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("trainer.max_skipped_updates", Effect.NONE, "when a run gives up"),
     *((f"trainer.{name}", Effect.NONE, _LENGTH) for name in ("total_epochs", "total_training_steps")),
     *((f"trainer.{name}", Effect.ROUNDING, _SPLIT) for name in ("nnodes", "n_gpus_per_node", "balance_batch")),
-    ("trainer.critic_warmup", Effect.CURVE, "when the actor begins to learn"),
+    ("trainer.critic_warmup", Effect.CURVE, "when the actor starts to learn"),
     ("data.val_files", Effect.NONE, _SCORES),
     ("data.val_batch_size", Effect.NONE, _VALIDATION),
     ("data.prompt_id_key", Effect.NONE, "names of prompts in records"),
     ("data.micro_batch_size", Effect.ROUNDING, _MICRO),
-    ("data.*", Effect.CURVE, "what is learnt from, in which order"),
+    ("data.*", Effect.CURVE, "the training data and its order"),
     *(
         (f"*megatron.{name}", Effect.ROUNDING, _SPLIT)
         for name in (
@@ -80,12 +80,12 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
             *("sequence_parallel", "use_distributed_optimizer"),
         )
     ),
-    ("*megatron.*_offload", Effect.NONE, "where parts of the trainer wait"),
+    ("*megatron.*_offload", Effect.NONE, "the place where parts of the trainer are kept"),
     ("*megatron.*", Effect.CURVE, "how the model computes"),
     ("*model.trust_remote_code", Effect.NONE, "which code may be loaded"),
-    ("*model.enable_gradient_checkpointing", Effect.ROUNDING, "what is computed twice"),
+    ("*model.enable_gradient_checkpointing", Effect.ROUNDING, "what is recomputed"),
     *(
-        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen one that it is compared with")
+        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen model that it is compared with")
         for pattern in ("model.*", "*.model.*")
     ),
     *(
@@ -95,7 +95,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("*optim.*", Effect.CURVE, "the optimizer"),
     ("*grad_clip", Effect.CURVE, "the optimizer"),
     ("actor_rollout_ref.rollout.val_kwargs.*", Effect.NONE, _SCORES),
-    ("actor_rollout_ref.rollout.sync.*", Effect.NONE, "how weights travel and are checked, not which"),
+    ("actor_rollout_ref.rollout.sync.*", Effect.NONE, "how weights are transferred and checked, not their values"),
     *(
         (f"actor_rollout_ref.rollout.{name}", Effect.NONE, "a key without a choice")
         for name in ("load_format", "calculate_log_probs")
@@ -120,12 +120,12 @@ _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
 
 
 def config_differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[ConfigDifference]:
-    """The keys whose values differ, those that matter most first.
+    """Return the keys whose values differ, those with the largest effect first.
 
     Args:
-        was: the nested configuration that a checkpoint was saved under.
-        now: that of the run that goes on from it.
-        keys: dotted keys to compare; one that either does not have was made by another version, and is passed over.
+        was: the nested configuration of the run that saved the checkpoint.
+        now: the nested configuration of the run that resumes it.
+        keys: dotted keys to compare; a key that either lacks, as of another version, is skipped.
     """
     found = []
     for key in keys:
@@ -142,9 +142,9 @@ def config_differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: Ite
 def code_differences(
     was: Mapping[str, str], now: Mapping[str, str], found: Iterable[ConfigDifference]
 ) -> list[ConfigDifference]:
-    """What differs in the user's own code, as `megarl.config.report.own_code` says it, beside the keys `found`.
+    """Return the differences in the user's own code (see `megarl.config.report.own_code`), except the keys `found`.
 
-    A file is known by its digest alone: where it lies is the configuration's.
+    A file is compared by its digest alone; its path is part of the configuration.
     """
     known = {difference.key for difference in found}
     return [
@@ -155,7 +155,7 @@ def code_differences(
 
 
 def effect_of(key: str) -> tuple[Effect, str]:
-    """What comes of another value of `key`, and why."""
+    """Return the effect of changing `key`, and the reason."""
     for pattern, effect, reason in EFFECTS:
         if fnmatchcase(key, pattern):
             return effect, reason
@@ -165,27 +165,27 @@ def effect_of(key: str) -> tuple[Effect, str]:
 def size_differences(
     was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[str]]:
-    """By model the sizes in which those of a checkpoint and those of a run differ, in words; a model may be lacking.
+    """Describe by model the sizes that differ between a checkpoint (`was`) and a run (`now`), and missing models.
 
-    A model that only the checkpoint has is no fault: it is not needed any more.
+    A model that only the checkpoint has is no fault: the run does not need it.
     """
     faults: dict[str, list[str]] = {}
     for model, sizes in now.items():
         if model not in was:
             faults[model] = ["the checkpoint has no such model"]
             continue
-        said = [
+        differing = [
             f"{name} is {was[model].get(name)} in the checkpoint and {value} here"
             for name, value in sizes.items()
             if was[model].get(name) != value
         ]
-        if said:
-            faults[model] = said
+        if differing:
+            faults[model] = differing
     return faults
 
 
 class _Absent:
-    """In place of a value."""
+    """A placeholder for a missing value."""
 
 
 _ABSENT = _Absent()
@@ -200,7 +200,7 @@ def _find(tree: Any, key: str) -> Any:
 
 
 def _rates_follow_the_length(tree: Any, name: str = "") -> bool:
-    """Whether a learning rate anywhere in the configuration warms up or decays over a share of the run."""
+    """Return whether a learning rate anywhere in the configuration warms up or decays over a share of the run."""
     if not isinstance(tree, Mapping):
         return False
     if name == "optim":

@@ -1,9 +1,9 @@
-"""What a run's directory holds of checkpoints: their names, and how one that is whole gets its own.
+"""The checkpoints in a run's directory: their names, and the atomic rename that publishes a complete one.
 
-RUN_DIR/global_step_40/                     whole
-        .global_step_40.part/               being written, fetched or removed; left behind by a crash
-        latest_checkpointed_iteration.txt   the step to continue from, or an earlier one where that is damaged
-        set_aside-20260131-235959/          checkpoints, and the pointer, of a past that the run has left
+RUN_DIR/global_step_40/                     complete
+        .global_step_40.part/               being written, fetched or removed; may remain after a crash
+        latest_checkpointed_iteration.txt   the pointer: the step to resume from; an earlier step if that is damaged
+        set_aside-20260131-235959/          checkpoints, and the pointer, that the run does not continue
 """
 
 import re
@@ -20,23 +20,23 @@ STEP_PREFIX = "global_step_"
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """List the steps of which `directory` has a checkpoint, intact or not: no link to one, no copy of another name."""
+    """List the steps of the checkpoints in `directory`, intact or not, without links and without renamed copies."""
     found = {path: step_of_name(path.name) for path in directory.glob(f"{STEP_PREFIX}*")}
     return [step for path, step in found.items() if step is not None and not path.is_symlink() and path.is_dir()]
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step of the checkpoint that is called `name`; None if no checkpoint is called so."""
+    """Return the step of the checkpoint `name`; None if this is not the name of a checkpoint."""
     return parse_step(number.encode()) if (number := name.removeprefix(STEP_PREFIX)) != name else None
 
 
 def parse_step(text: bytes) -> int | None:
-    """Return the step that a text is, in decimal digits and as a run writes it; None if it is none."""
+    """Parse a step as a run writes it, in decimal digits; return None for any other text."""
     return int(text) if re.fullmatch(rb"0|[1-9][0-9]{0,17}", text) else None
 
 
 def step_in(directory: Path, checkpoint: Path) -> int | None:
-    """The step of a checkpoint of `directory`, by whatever path it is named; None for one that lies elsewhere."""
+    """Return the step of a checkpoint of `directory`, given by any path; None if it is in another directory."""
     place = checkpoint.resolve()
     return next(
         (step for step in saved_steps(directory) if (directory / f"{STEP_PREFIX}{step}").resolve() == place), None
@@ -44,10 +44,10 @@ def step_in(directory: Path, checkpoint: Path) -> int | None:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a whole checkpoint its name, in place of one that has it already."""
+    """Give a complete checkpoint its name, in place of one that has it already."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if final.exists():  # a run that was sent back before this step
+    if final.exists():  # the run resumed from before this step
         final.rename(old)
     part.rename(final)
     sync_directory(final.parent)
@@ -55,7 +55,7 @@ def publish(part: Path, final: Path) -> None:
 
 
 def remove(directory: Path, step: int) -> None:
-    """Remove a checkpoint, which from the first moment is none, even if the process dies meanwhile. Raises OSError."""
+    """Remove a checkpoint; if the process dies meanwhile, the rest is not taken for a checkpoint. Raises OSError."""
     final = directory / f"{STEP_PREFIX}{step}"
     part = final.with_name(f".{final.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -64,16 +64,16 @@ def remove(directory: Path, step: int) -> None:
 
 
 def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) -> Path | None:
-    """Move the checkpoints of `steps` to a directory of their own, which is returned; None: there was nothing to move.
+    """Move the checkpoints of `steps` to a new directory and return it; None if there is nothing to move.
 
-    The run continues from the checkpoint of `latest` then; where that is None, the pointer is set aside too.
+    The run then resumes from the checkpoint of `latest`; if that is None, the pointer is moved too.
 
     Raises:
-        WriteError: they cannot be moved.
+        WriteError: a file cannot be moved.
     """
     target = directory / f"set_aside-{datetime.now():%Y%m%d-%H%M%S}"
     with explained(str(target)):
-        if latest is not None:  # first, so that a crash amid it does not bring back what is being set aside
+        if latest is not None:  # first, so that a crash in between does not bring back what is being moved
             name_latest(directory, latest)
         names = [f"{STEP_PREFIX}{step}" for step in sorted(steps, reverse=True)]
         names += [LATEST_FILE] if latest is None and (directory / LATEST_FILE).exists() else []
@@ -87,12 +87,12 @@ def set_aside(directory: Path, steps: Collection[int], *, latest: int | None) ->
 
 
 def name_latest(directory: Path, step: int) -> None:
-    """Have the run continue from the checkpoint of `step`."""
+    """Make the run resume from the checkpoint of `step`."""
     write_whole(directory / LATEST_FILE, str(step).encode())
 
 
 def latest_step(directory: Path) -> int | None:
-    """Return the step to continue from if that checkpoint is intact; None if no readable file says it."""
+    """Return the step of the pointer; None if the pointer is missing or damaged."""
     try:
         return parse_step(read_bytes(directory / LATEST_FILE).strip())
     except Damage:

@@ -1,4 +1,4 @@
-"""A checkpoint from afar becomes one of the run's directory: whole or not at all, by all ranks together."""
+"""Copies a remote checkpoint into the run's directory: completely or not at all, by all ranks together."""
 
 import shutil
 from collections.abc import Collection, Sequence
@@ -19,34 +19,36 @@ from megarl.platform.uri import WAITS_S, persist
 
 
 def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) -> Path:
-    """Bring the checkpoint at `remote`, which is called global_step_N, into `directory`. Collective.
+    """Copy the checkpoint at `remote`, whose name is global_step_N, into `directory`; return the copy. Collective.
 
-    One that is there already is taken as it is.
+    A copy that `directory` already has is used as it is.
 
     Raises:
-        ValueError: there is none, it does not arrive as its manifest says, or another one of the same name, whole, is
-            in the way.
-        Exception: what its file system raises, when it has failed as often as there are `waits`, and once more.
+        ValueError: there is no checkpoint, the copy does not match its manifest, or `directory` has another intact
+            checkpoint of the same name.
+        Exception: the error of the file system, after one try more than there are `waits`.
     """
     manifest = on_first_rank(lambda: persist(lambda: remote.read(MANIFEST_FILE), waits))
     name = str(remote).rpartition("/")[2]
     if manifest is None or step_of_name(name) is None:
-        raise ValueError(f"{remote} is no whole checkpoint: it has no {MANIFEST_FILE}, or is not called {STEP_PREFIX}N")
+        raise ValueError(
+            f"{remote} is not a complete checkpoint: it has no {MANIFEST_FILE}, or is not named {STEP_PREFIX}N"
+        )
     final, part = directory / name, directory / f".{name}.part"
     if not find_damage(final):
         if on_first_rank(lambda: read_bytes(final / MANIFEST_FILE)) == manifest:
             return final
-        raise ValueError(f"{final} is another checkpoint than {remote}, and whole: move it away")
+        raise ValueError(f"{final} is intact, but differs from {remote}: move it away")
     files = parse_manifest(manifest, remote)
     on_first_rank(lambda: _make_empty(part, files))
     size = dist.get_world_size()
     shares = [share_of(files, rank, size) for rank in range(size)]
-    for turn in zip_longest(*shares):  # all ranks take the same turns, so that the watchdog sees all of them go on
+    for turn in zip_longest(*shares):  # all ranks take the same turns, so that the watchdog sees progress on all
         watchdog.note(phase="fetch")
         together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
     on_first_rank(lambda: (part / MANIFEST_FILE).write_bytes(manifest))
     if damage := find_damage(part):
-        raise ValueError(f"{remote} did not arrive as it was saved: {damage}")
+        raise ValueError(f"{remote} arrived damaged: {damage}")
     on_first_rank(lambda: publish(part, final))
     return final
 

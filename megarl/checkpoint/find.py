@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from: the last whole one of its directory or its mirror, or the one it is told."""
+"""The checkpoint that a run resumes from: the last intact one of its directory or its mirror, or a named one."""
 
 import logging
 import os
@@ -26,45 +26,46 @@ AFRESH = "start afresh with trainer.resume_mode=disable"
 def find_checkpoint(
     directory: Path, *, mode: str, path: str | None, mirror: str | None = None, waits: Sequence[float] = WAITS_S
 ) -> Path | None:
-    """The checkpoint to continue from, None to start afresh. Collective: every file of it is looked at.
+    """Return the checkpoint to resume from, None to start afresh. Collective: every file of it is checked.
 
-    One that lies in the `mirror` and is newer than any whole one here, or at a URI, is brought into `directory`.
+    A checkpoint at a URI, or of the `mirror` if it is newer than every intact local one, is copied into `directory`.
 
     Args:
         directory: of the run.
         mode: `trainer.resume_mode`.
         path: the checkpoint of mode resume_path, a directory or a URI.
         mirror: URI or directory with copies of the run's checkpoints; None: there are none.
-        waits: seconds between tries to reach it.
+        waits: seconds between tries to reach the mirror or the URI.
 
     Raises:
-        ValueError: the ranks do not see the same steps; there is no checkpoint at the `path` of mode resume_path or it
-            is damaged; none of those that the directory had is left whole; or there is none, and whether the mirror
-            has one cannot be said.
+        ValueError: the ranks do not see the same steps; the checkpoint of mode resume_path is missing or damaged; the
+            directory had checkpoints, but none is intact; or there is no local checkpoint and the mirror is
+            unreachable.
     """
     if mode == "resume_path":
         return _named(str(path), directory, waits)
     if mode == "disable":
         return None
-    here = last_intact(directory)
-    newer = _newer(Remote(mirror), directory, _step_of(here) if here else None, waits) if mirror else None
-    if not (newer or here) and (lost := on_first_rank(lambda: _lost(directory))):
-        raise ValueError(f"{lost}: bring it back, name another by trainer.resume_mode=resume_path, or {AFRESH}")
-    return newer or here
+    local = last_intact(directory)
+    newer = _newer(Remote(mirror), directory, _step_of(local) if local else None, waits) if mirror else None
+    if not (newer or local) and (lost := on_first_rank(lambda: _lost(directory))):
+        raise ValueError(f"{lost}: restore it, name another by trainer.resume_mode=resume_path, or {AFRESH}")
+    return newer or local
 
 
 def last_intact_during_run(directory: Path) -> Path | None:
-    """The last whole checkpoint of a run that goes on. Collective; rank 0 says which there are, as it may publish one
-    meanwhile.
+    """Return the last intact checkpoint of a running job. Collective.
+
+    Rank 0 lists the checkpoints, as it may publish another one in the meantime.
     """
     return _newest_intact(directory, on_first_rank(lambda: _resumable(latest_step(directory), saved_steps(directory))))
 
 
 def last_intact(directory: Path) -> Path | None:
-    """The last whole checkpoint of `directory` itself, None where there is none. Collective.
+    """Return the last intact checkpoint of `directory` itself, None if there is none. Collective.
 
-    None is later than the pointer says; where nothing readable is there, as after a crash before it was written or a
-    copy without it, the newest counts.
+    Checkpoints later than the pointer are ignored. If the pointer is missing or damaged, as after a crash or an
+    incomplete copy, the newest intact checkpoint counts.
 
     Raises:
         ValueError: the ranks do not see the same steps.
@@ -73,22 +74,20 @@ def last_intact(directory: Path) -> Path | None:
     is_damaged = latest is None and os.path.lexists(directory / LATEST_FILE)
     agree({str(directory / LATEST_FILE): "damaged" if is_damaged else latest, f"{directory / STEP_PREFIX}*": saved})
     if is_damaged:
-        _warn(f"{directory / LATEST_FILE} is damaged, so that the newest whole checkpoint there counts")
+        _warn(f"{directory / LATEST_FILE} is damaged: the newest intact checkpoint there counts")
     steps = _resumable(latest, saved)
     if latest is not None and latest not in steps:
-        _warn(
-            f"{directory / LATEST_FILE} says {latest}, which is not there, so that the newest checkpoint there counts"
-        )
+        _warn(f"{directory / LATEST_FILE} names step {latest}, which is missing: the newest checkpoint there counts")
     if newer := [step for step in saved if step not in steps]:
         names = ", ".join(f"{STEP_PREFIX}{step}" for step in newer)
-        _warn(f"{directory / LATEST_FILE} says {latest}, so that newer checkpoints are passed over: {names}")
+        _warn(f"{directory / LATEST_FILE} names step {latest}: newer checkpoints are ignored: {names}")
     return _newest_intact(directory, steps)
 
 
 def _resumable(latest: int | None, saved: Sequence[int]) -> list[int]:
-    """Return the latest step and the saved ones before it, in order; all saved ones if that leaves none of them.
+    """Return the latest step and the saved steps before it, in order; all saved steps if `latest` is before all.
 
-    A run names as its latest only what it has: a pointer before all that is saved is damaged.
+    A run's pointer names only a checkpoint that it has, so a pointer before all saved steps is damaged.
     """
     if latest is None or all(step > latest for step in saved):
         return sorted(saved)
@@ -96,21 +95,21 @@ def _resumable(latest: int | None, saved: Sequence[int]) -> list[int]:
 
 
 def _newest_intact(directory: Path, steps: Sequence[int]) -> Path | None:
-    """The last whole one of the directory's checkpoints of `steps`, which ascend."""
+    """Return the last intact one of the directory's checkpoints of `steps`, which ascend."""
     for step in reversed(steps):
         checkpoint = directory / f"{STEP_PREFIX}{step}"
         if not (damage := find_damage(checkpoint)):
-            return checkpoint  # an earlier one where a crash came while the last was being replaced
-        logger.warning("%s is damaged and passed over: %s", checkpoint, damage)
+            return checkpoint  # an earlier step than the pointer's after a crash that cut short a replacement
+        logger.warning("%s is damaged and skipped: %s", checkpoint, damage)
     return None
 
 
 def _lost(directory: Path) -> str | None:
-    """What says that `directory` had checkpoints, of which none is whole; None where nothing does."""
+    """Explain why `directory` once had checkpoints although none is intact; None if there is no sign of any."""
     if (latest := latest_step(directory)) is not None:
-        return f"{directory / LATEST_FILE} says {latest}, but there is no whole {STEP_PREFIX}{latest} or earlier"
+        return f"{directory / LATEST_FILE} names step {latest}, but no intact {STEP_PREFIX}{latest} or earlier exists"
     if saved_steps(directory) or os.path.lexists(directory / LATEST_FILE):
-        return f"{directory} had checkpoints, but none of them is whole"
+        return f"{directory} had checkpoints, but none of them is intact"
     return None
 
 
@@ -122,45 +121,45 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
             raise ValueError(f"trainer.resume_from_path: {error}") from error
     checkpoint = Path(path)
     if not os.path.lexists(checkpoint / STATE_FILE):  # is_file raises for names that are too long
-        raise ValueError(f"trainer.resume_from_path={path} is no checkpoint: it has no {STATE_FILE}")
+        raise ValueError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {STATE_FILE}")
     if damage := find_damage(checkpoint):
         raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
     return checkpoint
 
 
 def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[float]) -> Path | None:
-    """The last whole checkpoint of the mirror, brought here, where it is newer than step `than`.
+    """Copy the last intact checkpoint of the mirror if it is newer than step `than`; return the copy.
 
     Raises:
-        ValueError: nothing is here (`than` is None), and the mirror cannot be asked or what it has cannot be had.
+        ValueError: there is no local checkpoint (`than` is None), and the mirror or its checkpoints cannot be read.
     """
     try:
-        there = on_first_rank(lambda: persist(mirror.resumable_steps, waits))
+        steps = on_first_rank(lambda: persist(mirror.resumable_steps, waits))
     except Exception as error:  # each file system has errors of its own
         problem = str(error)
     else:
-        problem, wanted = "", [step for step in there if than is None or step > than]
+        problem, wanted = "", [step for step in steps if than is None or step > than]
         for step in reversed(wanted):
             try:
                 fetched = fetch(mirror.checkpoint(step), directory, waits=waits)
             except Exception as error:
                 problem = str(error)
-                _warn(f"{STEP_PREFIX}{step} of the mirror is passed over: {problem}")
+                _warn(f"{STEP_PREFIX}{step} of the mirror is skipped: {problem}")
             else:
                 on_first_rank(partial(_take_over, mirror, directory, step, waits))
                 return fetched
     if problem and than is None:
         raise ValueError(
-            f"{directory} has no whole checkpoint, and none can be had from the mirror {mirror}: {problem}; bring it "
-            f"back, or {AFRESH}"
+            f"{directory} has no intact checkpoint, and none can be fetched from the mirror {mirror}: {problem}; make "
+            f"the mirror reachable, or {AFRESH}"
         )
     if problem:
-        _warn(f"the mirror {mirror} may have a newer checkpoint than {STEP_PREFIX}{than}, which is taken: {problem}")
+        _warn(f"the mirror {mirror} may have a newer checkpoint than {STEP_PREFIX}{than}, which is used: {problem}")
     return None
 
 
 def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float]) -> None:
-    """Have the run go on from a checkpoint of the mirror, with the metrics that were logged before."""
+    """Make the run resume from a checkpoint of the mirror, with the metrics that were logged before it."""
     part = directory / f".{METRICS_FILE}.part"
     try:
         if persist(lambda: mirror.has(METRICS_FILE), waits):
@@ -168,7 +167,7 @@ def _take_over(mirror: Remote, directory: Path, step: int, waits: Sequence[float
             part.replace(directory / METRICS_FILE)
     except Exception as error:
         part.unlink(missing_ok=True)
-        _warn(f"{mirror}/{METRICS_FILE} cannot be had, so that the metrics of earlier steps are missing: {error}")
+        _warn(f"{mirror}/{METRICS_FILE} cannot be fetched, so the metrics of earlier steps are missing: {error}")
     name_latest(directory, step)
 
 

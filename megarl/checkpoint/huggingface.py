@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory, for transformers, vLLM and other runs."""
+"""Exports a model as a Hugging Face directory, for transformers, vLLM and other runs."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from megarl.platform.files import explained
 from megarl.reshard.files import export
 
 EXPORT_DIRECTORY = "huggingface"
-"""Where in its directory a supervised run leaves its model."""
+"""The subdirectory of a supervised run's directory with its exported model."""
 POLICY_ROLE: tuple[str, Literal["policy"]] = ("actor", "policy")
 VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
 """Name of a model in checkpoints, and its role."""
@@ -26,7 +26,7 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
     A policy is written as a language model, a value or reward model as a sequence classifier with one label.
 
     Raises:
-        ValueError: `out` cannot be written; if it was not there it is not there now.
+        ValueError: `out` cannot be written; if it did not exist before, it is removed.
     """
     if not learner.is_policy:
         source = source.as_classifier(tokenizer)
@@ -37,7 +37,7 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
         if launch.rank == 0:
             with explained(str(out)):
                 source.write_config_and_tokenizer(out, tokenizer, dtype=str(dtype).removeprefix("torch."))
-                (out / "config.json").unlink()  # whoever finds one finds weights too
+                (out / "config.json").unlink()  # `export` writes it last, so a directory that has it has weights too
 
     try:
         together(write_config_and_tokenizer)

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and checksum of every file in it, and of the manifest itself. It is written last.
 
-The files are spread over the ranks, which all see the directory. A checksum finds what disks and people damage; it is
-no signature.
+All ranks see the directory, and share the work of reading its files. A checksum detects damage by disks and people; it
+does not protect against forgery.
 """
 
 import json
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 22
 
 
 def sealing(directory: Path) -> Task:
-    """Bring every file of `directory` to the disk, and then the manifest that names them."""
+    """Flush every file of `directory` to the disk, then write the manifest that lists them."""
     names = on_first_rank(lambda: _files(directory))
     places = share(len(names))
     sealed = yield lambda: [_seal(directory / names[place]) for place in places]
@@ -37,7 +37,7 @@ def sealing(directory: Path) -> Task:
 
 
 def find_altered(directory: Path) -> str | None:
-    """Say which file of `directory` is not what its manifest says, and how; None if all are. Collective."""
+    """Describe the first file of `directory` that does not match its manifest; None if all match. Collective."""
     try:
         expected = list(on_first_rank(lambda: read_manifest(directory)).items())
     except Damage as damage:
@@ -51,15 +51,16 @@ def find_altered(directory: Path) -> str | None:
 
 
 def read_manifest(directory: Path) -> dict[str, Seal]:
-    """Return what the manifest of `directory` says of each file, by its path there. Raises Damage."""
+    """Return the seals in the manifest of `directory`, by the paths of the files in it. Raises Damage."""
     return parse_manifest(read_bytes(directory / MANIFEST_FILE), directory)
 
 
 def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
-    """Return what the manifest of `directory`, local or remote, says of each file, by its path there.
+    """Return the seals in a manifest of `directory`, local or remote, by the paths of the files in it.
 
     Raises:
-        Damage: it is no manifest, not the one that was written, names no state, or a path leads out of the directory.
+        Damage: it is not a manifest, was altered, does not list the state, or has a path that leads out of the
+            directory.
     """
     manifest = f"{directory}/{MANIFEST_FILE}"
     found = parse_json(content, dict[str, Seal], file=manifest)
@@ -68,9 +69,9 @@ def parse_manifest(content: bytes, directory: object) -> dict[str, Seal]:
         for name in found:
             inside(Path(str(directory)), name)
     if STATE_FILE not in found:
-        raise Damage.in_content(manifest, f"it does not name {STATE_FILE}")
+        raise Damage.in_content(manifest, f"it does not list {STATE_FILE}")
     if own != _own_seal(found):
-        raise Damage.in_content(manifest, "its entries are not those that were written")
+        raise Damage.in_content(manifest, "its entries were altered")
     return found
 
 
@@ -80,26 +81,26 @@ def _files(directory: Path) -> list[str]:
 
 
 def _own_seal(entries: Mapping[str, Seal]) -> Seal:
-    """Number and checksum of a manifest's entries."""
+    """Return number and checksum of a manifest's entries."""
     return len(entries), zlib.crc32(json.dumps(entries).encode())
 
 
 def _finish(directory: Path, found: dict[str, Seal]) -> None:
-    """Bring to the disk which names the directories hold, then write the manifest."""
+    """Flush the directories to the disk, then write the manifest."""
     for parent in {(directory / name).parent for name in found}:
         sync_directory(parent)
     write_whole(directory / MANIFEST_FILE, json.dumps(found | {MANIFEST_FILE: _own_seal(found)}, indent=1).encode())
 
 
 def _seal(path: Path) -> Seal:
-    """Return size and checksum of a file, which is on the disk afterwards."""
+    """Flush a file to the disk; return its size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return path.stat().st_size, _checksum(file)
 
 
 def _compare(path: Path, size: int, checksum: int) -> str | None:
-    """Say how a file differs from its seal; None if it does not."""
+    """Describe how a file differs from its seal; None if it matches."""
     try:
         with naming(path), open_file(path) as file:
             if (found := os.fstat(file.fileno()).st_size) != size:
@@ -112,7 +113,7 @@ def _compare(path: Path, size: int, checksum: int) -> str | None:
 
 
 def _checksum(file: BinaryIO) -> int:
-    """CRC-32 of what is left to read of a file."""
+    """Return the CRC-32 of the rest of an open file."""
     value = 0
     while chunk := file.read(CHUNK_BYTES):
         value = zlib.crc32(chunk, value)

@@ -1,9 +1,10 @@
-"""One job in a run's directory at a time; what an earlier one was writing when it died is removed.
+"""Locks a run's directory, so that one job uses it at a time, and removes the unfinished files of jobs that died.
 
     RUN_DIR/.lock    host and process of the job that has the directory, locked (flock) as long as that process lives
 
-The kernel, or the server of a network file system, drops the lock of a process that is gone. So a lock that can be had
-proves that what lies unfinished beside it is nobody's. Where a file system cannot lock, nothing is removed.
+The kernel, or the server of a network file system, drops the lock of a process that has ended. So a job that gets the
+lock knows that unfinished files in the directory belong to no running job. If a file system cannot lock, nothing is
+removed.
 """
 
 import fcntl
@@ -29,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 PATIENCE_S = 60.0
-"""How long a job that was killed may take to be gone: giving back the memory of a device takes seconds."""
+"""How long a job that was killed may take to end: giving back the memory of a device takes seconds."""
 VISIBLE_S = 10.0
-"""How long a file may take to be seen on other hosts."""
+"""How long a file may take to appear on other hosts."""
 _ROUND_S = 0.1
 
 
 def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContextManager[Any]:
-    """Take `directory`, made if need be, for this job alone until the block ends, and tidy it up. Collective.
+    """Lock `directory` for this job until the block ends, and tidy it up; make it if it is missing. Collective.
 
     Raises:
-        ValueError: another job has it, named with its host and process; or some ranks see another directory of this
-            name than rank 0, as on a disk of their host's own.
+        ValueError: another job has the directory, named with its host and process; or some ranks see another directory
+            of this name than rank 0, as on a local disk of their host.
     """
     held: list[TextIOWrapper] = []
 
@@ -66,12 +67,12 @@ def _require_shared(directory: Path) -> None:
         hosts = ", ".join(sorted(set(strangers.values())))
         raise ValueError(
             f"trainer.default_local_dir={directory} is not the same directory for rank 0 and for ranks "
-            f"{', '.join(map(str, strangers))} ({hosts}): name one on a file system that all hosts share"
+            f"{', '.join(map(str, strangers))} ({hosts}): name a directory on a file system that all hosts share"
         )
 
 
 def _appears(path: Path) -> bool:
-    """Whether a new file is seen: at once, or when a network file system has noticed."""
+    """Return whether a new file is visible, at once or after a network file system has noticed it."""
     until = time.monotonic() + VISIBLE_S
     while not (is_there := path.exists()) and time.monotonic() < until:
         time.sleep(_ROUND_S)
@@ -79,21 +80,21 @@ def _appears(path: Path) -> bool:
 
 
 def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
-    """The open file that holds the lock; None where there is no locking."""
+    """Return the open file that holds the lock; None if the file system cannot lock."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     lock = path.open("a+")
     try:
         is_ours = _lock(lock, patience_s)
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): nothing keeps another job out of its directory", path, error)
+        logger.warning("%s cannot be locked (%s): another job could use its directory at the same time", path, error)
         lock.close()
         return None
     if not is_ours:
         lock.close()
         raise ValueError(
-            f"trainer.default_local_dir={directory} is in use by another job: {_holder(path)}. End that one, or give "
-            f"this one a directory of its own; where that host is gone for good and its lock stays, remove {path}"
+            f"trainer.default_local_dir={directory} is in use by another job: {_holder(path)}. End that job, or give "
+            f"this one its own directory; if that host is gone for good and its lock stays, remove {path}"
         )
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -103,33 +104,33 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
 
 
 def _holder(path: Path) -> str:
-    return path.read_text() or "a process that has not said which"
+    return path.read_text() or "an unknown process"
 
 
 def _lock(file: TextIOWrapper, patience_s: float) -> bool:
-    """Whether the lock could be had within `patience_s` seconds. OSError where the file system has none."""
-    until, has_said = time.monotonic() + patience_s, False
+    """Return whether the file was locked within `patience_s` seconds. OSError if the file system has no locks."""
+    until, has_reported = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 return False
-            if not has_said:
+            if not has_reported:
                 holder, place = _holder(Path(file.name)), Path(file.name).parent
                 print(
-                    f"megarl: {place} is taken: waiting up to {patience_s:g} s for {holder}",
+                    f"megarl: {place} is in use: waiting up to {patience_s:g} s for {holder}",
                     file=sys.stderr,
                     flush=True,
                 )
-                has_said = True
+                has_reported = True
             time.sleep(_ROUND_S)
         else:
             return True
 
 
 def tidy_up(directory: Path) -> None:
-    """Remove what a dead job had not finished, and give its name back to a checkpoint that it was about to replace."""
+    """Remove the unfinished files of dead jobs, and rename back a checkpoint that such a job was replacing."""
     for old in directory.glob(f".{STEP_PREFIX}*.old"):
         final = directory / old.stem.removeprefix(".")
         if final.exists():
@@ -147,4 +148,4 @@ def _remove(path: Path) -> None:
         else:
             path.unlink()
     except OSError as error:
-        logger.warning("%s, which a dead job left unfinished, is not removed: %s", path, remedy(error))
+        logger.warning("%s, left unfinished by a job that died, cannot be removed: %s", path, remedy(error))

@@ -1,7 +1,7 @@
-"""A directory at any URI that pyarrow or fsspec opens, with the few things that checkpoints need of it.
+"""A directory at any URI that pyarrow or fsspec opens, with the few operations that checkpoints need.
 
-Nothing is asked of the file system but to write whole files, list and delete: object stores have no rename. A file that
-is there may be half written; what says that a checkpoint is whole is its manifest, which comes last.
+The file system only has to write complete files, list and delete: object stores have no rename. A file that exists may
+be half written; a checkpoint is complete if it has its manifest, which is written last.
 """
 
 import os
@@ -21,35 +21,35 @@ from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem
 
 WITHOUT_DIRECTORIES = ("abfs", "gcs", "s3")
-"""Where a file needs no directory to be written, and to make one may not be allowed."""
+"""File systems that write files without directories, and may forbid to make one."""
 CHUNK_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
 class Remote:
-    """The directory `name`, opened when it is first asked for something. All other names are relative to it.
+    """The directory `name`, opened at its first use. All other names are relative to it.
 
-    Whatever its file system raises is raised.
+    Errors of the file system are raised as they are.
     """
 
-    name: str
+    name: str  # URI
 
     def __str__(self) -> str:
         return redact(self.name).partition("?")[0].rstrip("/")  # a password may hold a question mark
 
     def checkpoint(self, step: int) -> "Remote":
-        """The directory of a checkpoint in this one."""
+        """Return the directory of a checkpoint in this directory."""
         base, mark, query = self.name.partition("?")
         return Remote(f"{base.rstrip('/')}/{STEP_PREFIX}{step}{mark}{query}")
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
+    def _opened(self) -> tuple[Any, str]:
         filesystem, path = open_filesystem(self.name)
         return filesystem, path.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, None if it is missing. Raises Damage if it is not small."""
-        filesystem, root = self._place
+        filesystem, root = self._opened
         try:
             with filesystem.open_input_stream(f"{root}/{name}") as file:
                 content: bytes = file.read(MAX_BYTES + 1)
@@ -65,10 +65,10 @@ class Remote:
             file.write(content)
 
     def put(self, file: Path, name: str, seal: Seal, count: Callable[[int], None]) -> None:
-        """Bring a file there, telling `count` the bytes of each part.
+        """Upload a file, reporting the bytes of each part to `count`.
 
         Raises:
-            OSError: the file is not what `seal` says, or has another size there.
+            OSError: the file does not match `seal`, or its upload has another size.
         """
         size, checksum = 0, 0
         with file.open("rb") as source, self._open_to_write(name) as target:
@@ -78,13 +78,13 @@ class Remote:
                 size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
         if (size, checksum) != seal:
             raise OSError(f"{file} has another content than its manifest says")
-        filesystem, root = self._place
-        if (there := filesystem.get_file_info(f"{root}/{name}").size) != size:
-            raise OSError(f"{self}/{name} has {there} bytes instead of {size}")
+        filesystem, root = self._opened
+        if (uploaded := filesystem.get_file_info(f"{root}/{name}").size) != size:
+            raise OSError(f"{self}/{name} has {uploaded} bytes instead of {size}")
 
     def get(self, name: str, file: Path) -> None:
-        """Bring a file here, and onto the disk."""
-        filesystem, root = self._place
+        """Download a file, and flush it to the disk."""
+        filesystem, root = self._opened
         with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
@@ -93,48 +93,50 @@ class Remote:
 
     def has(self, name: str) -> bool:
         """Return whether there is a file or directory of this name."""
-        filesystem, root = self._place
+        filesystem, root = self._opened
         return bool(filesystem.get_file_info(f"{root}/{name}").type != FileType.NotFound)
 
     def delete(self, name: str) -> None:
         """Delete a file if there is one."""
-        filesystem, root = self._place
+        filesystem, root = self._opened
         if self.has(name):
             filesystem.delete_file(f"{root}/{name}")
 
     def latest(self) -> int | None:
-        """The step that the directory calls its latest; None where nothing readable says so."""
+        """Return the step of the directory's pointer; None if the pointer is missing or damaged."""
         return parse_step((self.read(LATEST_FILE) or b"").strip())
 
     def resumable_steps(self) -> list[int]:
-        """The steps of whole checkpoints up to the latest, in order.
+        """Return the steps of complete checkpoints up to the pointer, in order.
 
         Raises:
-            ValueError: there is a latest one, but none is whole.
+            ValueError: there is a pointer, but no complete checkpoint up to it.
         """
         last, steps = self.latest(), self.complete_steps()
         found = [step for step in steps if last is None or step <= last]
         if last is not None and not found:
-            raise ValueError(f"{self}/{LATEST_FILE} says {last}, but there is no whole {STEP_PREFIX}{last} or earlier")
+            raise ValueError(
+                f"{self}/{LATEST_FILE} names step {last}, but no complete {STEP_PREFIX}{last} or earlier exists"
+            )
         return found
 
     def complete_steps(self) -> list[int]:
-        """The steps of which there is a checkpoint with a manifest, in order."""
-        filesystem, root = self._place
+        """Return the steps whose checkpoints have a manifest, in order."""
+        filesystem, root = self._opened
         found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
         steps = sorted(step for info in found if (step := step_of_name(info.base_name)) is not None)
         manifests = filesystem.get_file_info([f"{root}/{STEP_PREFIX}{step}/{MANIFEST_FILE}" for step in steps])
         return [step for step, info in zip(steps, manifests, strict=True) if info.type == FileType.File]
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint, which from the first moment is none."""
-        filesystem, root = self._place
+        """Delete a checkpoint, its manifest first, so that it is never half deleted and taken for complete."""
+        filesystem, root = self._opened
         self.delete(f"{STEP_PREFIX}{step}/{MANIFEST_FILE}")
         if self.has(f"{STEP_PREFIX}{step}"):
             filesystem.delete_dir(f"{root}/{STEP_PREFIX}{step}")
 
     def _open_to_write(self, name: str) -> Any:
-        filesystem, root = self._place
+        filesystem, root = self._opened
         path = f"{root}/{name}"
         if filesystem.type_name not in WITHOUT_DIRECTORIES:
             filesystem.create_dir(path.rpartition("/")[0], recursive=True)
@@ -142,5 +144,8 @@ class Remote:
 
 
 def share_of(files: Mapping[str, Seal], rank: int, world_size: int) -> list[tuple[str, Seal]]:
-    """The files that one of `world_size` ranks carries, the largest first; each has as many, and about as much."""
+    """Return the files that one of `world_size` ranks transfers, the largest first.
+
+    All ranks get about as many files and bytes.
+    """
     return sorted(files.items(), key=lambda item: (-item[1][0], item[0]))[rank::world_size]

@@ -1,18 +1,19 @@
-"""A run's checkpoints on disk: whole or not at all, the latest by name, the oldest removed.
+"""A run's checkpoints on disk: complete or absent, the latest by name, the oldest removed.
 
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
                           /rng/rank_0.pt     generator states of each rank
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
-                          /state.json        what the run knows beside its models (`State`)
-                          /config.yaml ...   what the run was, as texts
+                          /state.json        the state of the run except its models (`State`)
+                          /config.yaml ...   the run's configuration, versions, models and code, as texts
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
 
-A checkpoint is written under another name, brought to the disk, given its manifest and renamed, so a crash leaves the
-one before; one that is damaged later is passed over. All ranks see the same RUN_DIR. What is written beside training is
-the state of when it was saved, and the one before stays the latest until it is whole. A save that a disk does not take
-is tried again with the next one; only at the end it is an error. An old one that cannot be removed is never one.
+A checkpoint is written under another name, flushed to the disk, given its manifest and renamed, so a crash leaves the
+checkpoint before it; a checkpoint that is damaged later is skipped. All ranks see the same RUN_DIR. A checkpoint that
+is written asynchronously holds the state at the time of the save, and the checkpoint before stays the latest until it
+is complete. A save that fails is reported, and the next save tries again; if the last save of a run fails, the run
+raises an error. An old checkpoint that cannot be removed is only a warning.
 """
 
 import json
@@ -20,7 +21,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -48,29 +49,46 @@ logger = logging.getLogger(__name__)
 HUGGINGFACE = "huggingface"
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    directory: Path
-    learners: Mapping[str, Learner]
-    keep: int | None  # None: all
-    write_huggingface: Callable[[Path], None]  # writes config and tokenizer to a directory
-    export: Callable[[Path], None] | None = None  # writes weights for others too, into a checkpoint; collective
-    texts: Callable[[], Mapping[str, str]] = dict  # further texts by the names of their files
-    is_async: bool = False
-    mirror: Mirror | None = None
-    background: Background = field(default_factory=Background)
-    failures: Failures = field(default_factory=Failures)
-    needed: set[Path] = field(default_factory=set)  # what the run goes on from, until one of its own is whole
+    def __init__(
+        self,
+        directory: Path,
+        learners: Mapping[str, Learner],
+        *,
+        keep: int | None,
+        write_huggingface: Callable[[Path], None],
+        export: Callable[[Path], None] | None = None,
+        texts: Callable[[], Mapping[str, str]] = dict,
+        is_async: bool = False,
+        mirror: Mirror | None = None,
+    ) -> None:
+        """Save the state of `learners`, by name, below `directory`.
+
+        Args:
+            directory: of the run.
+            learners: the models by their names in checkpoints.
+            keep: the number of checkpoints that stay; None: all.
+            write_huggingface: writes config and tokenizer to a directory.
+            export: writes the weights as Hugging Face files into a checkpoint; collective.
+            texts: returns further small files, by name.
+            is_async: whether files are written asynchronously to training.
+            mirror: keeps a second copy of the checkpoints.
+        """
+        self.directory, self.learners, self.mirror = directory, learners, mirror
+        self._keep, self._is_async = keep, is_async
+        self.write_huggingface, self._export, self._texts = write_huggingface, export, texts
+        self.background, self.failures = Background(), Failures()
+        self._needed: set[Path] = set()  # the checkpoint that the run resumed from, until the run has saved its own
 
     @cached_property
     def _staging(self) -> Staging:
-        return Staging(is_pinned=self.is_async)
+        return Staging(is_pinned=self._is_async)
 
     @property
     def num_bytes(self) -> int:
-        """About what a checkpoint takes: weights and, where something learns, those in float32 and two moments."""
+        """The approximate size of a checkpoint: weights, and of trained models float32 weights and two moments."""
         return sum(
             sum(map(math.prod, hf_shapes(learner.architecture).values()))
             * (learner.modules[0].config.params_dtype.itemsize + (12 if learner.optimizer else 0))
@@ -78,30 +96,30 @@ class CheckpointStore:
         )
 
     def save(self, state: State) -> None:
-        """Write the checkpoint of a run in `state`, or begin to, when the one before is whole. Collective."""
+        """Write a checkpoint, or start to if `is_async`, after the one before is complete. Collective."""
         with self.failures.tolerated(self.directory):
             self.background.finish()
         task = with_write_errors(self._saving(state), f"the checkpoint of step {state.step}")
         with self.failures.tolerated(self.directory):
-            if self.is_async:
+            if self._is_async:
                 self.background.start(task)
             else:
                 run_blocking(task)
 
     def advance(self) -> dict[str, float]:
-        """Bring what is done beside training further, without waiting for it; once after every step. Collective.
+        """Resume asynchronous saves and uploads without waiting for them; called after every step. Collective.
 
-        Returns metrics of what could not be saved, and of what the mirror has come to.
+        Returns metrics of failed saves and of finished uploads.
         """
         with self.failures.tolerated(self.directory):
             self.background.advance()
         return self.failures.metrics() | (self.mirror.advance() if self.mirror else {})
 
     def close(self) -> None:
-        """Wait for what is done beside training, at the end of a run that did not fail. Collective.
+        """Wait for asynchronous saves and uploads, at the end of a run that did not fail. Collective.
 
         Raises:
-            WriteError: the save that came last could not be written.
+            WriteError: the last save failed.
         """
         watchdog.note(phase="save_checkpoint")
         with self.failures.tolerated(self.directory):
@@ -119,26 +137,26 @@ class CheckpointStore:
         writings = [save_learner(learner, part / name, self._staging) for name, learner in self.learners.items()]
         together(lambda: _write_random_states(states_file(part / RNG, rank=dist.get_rank())))
         on_first_rank(lambda: self._write_small_files(part, state))
-        if self.export:
-            self.export(part)
+        if self._export:
+            self._export(part)
         yield partial(_write_all, writings)
         for writing in writings:
             writing.finish()
-        if not self.is_async:
+        if not self._is_async:
             self._staging.release()
         yield from sealing(part)
         yield lambda: self._publish(part, final, state.step) if dist.get_rank() == 0 else None
-        self.failures.over()
+        self.failures.clear()
         if self.mirror:
             self.mirror.follow(state.step)
 
     def load(self, checkpoint: Path) -> State:
-        """Bring the learners and generators to the state of `checkpoint`. Collective. Raises Damage."""
+        """Load learners and random generators from `checkpoint`; return its state. Collective. Raises Damage."""
         for name, learner in self.learners.items():
             load_learner(learner, checkpoint / name)
         if states := read_random_states(checkpoint / RNG, rank=dist.get_rank()):
             set_random_states(states)
-        self.needed.add(checkpoint)
+        self._needed.add(checkpoint)
         if self.mirror:
             self.mirror.remember(checkpoint)
         return State.read(checkpoint)
@@ -146,28 +164,31 @@ class CheckpointStore:
     def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
             self.write_huggingface(part / HUGGINGFACE)
-        for name, text in self.texts().items():
+        for name, text in self._texts().items():
             write_whole(part / name, text.encode())
         write_whole(part / STATE_FILE, json.dumps(asdict(state)).encode())
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
-        """Give a whole checkpoint its name, and remove the oldest."""
+        """Give a complete checkpoint its name, and remove the oldest."""
         publish(part, final)
         name_latest(self.directory, step)
-        self.needed.clear()
+        self._needed.clear()
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove what is more than to be kept; what is being uploaded, or cannot be removed now, the next time."""
+        """Delete checkpoints beyond `keep`.
+
+        Checkpoints that are being uploaded, or cannot be deleted now, are tried again after the next save.
+        """
         steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
-        for step in steps[: -self.keep] if self.keep else []:
+        for step in steps[: -self._keep] if self._keep else []:
             checkpoint = self.directory / f"{STEP_PREFIX}{step}"
-            if step in (latest, self.mirror and self.mirror.under_way) or checkpoint in self.needed:
+            if step in (latest, self.mirror and self.mirror.uploading) or checkpoint in self._needed:
                 continue
             try:
                 remove(self.directory, step)
-            except OSError as error:  # the new one is whole all the same
-                logger.warning("%s is not removed, though there are newer ones: %s", checkpoint, remedy(error))
+            except OSError as error:  # the new checkpoint is complete all the same
+                logger.warning("the old checkpoint %s cannot be removed: %s", checkpoint, remedy(error))
 
 
 def _write_all(writings: Sequence[Writing]) -> None:

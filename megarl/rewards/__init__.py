@@ -1,4 +1,4 @@
-"""The rule-based rewards, which of them judges the rows of a data source, and which answer it judges in a response."""
+"""Scores responses: the built-in rules, by data source, and the answer that each rule extracts from a response."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ ANSWERS = {
     "svamp": gsm8k.answer_in,
     "svamp/flexible": gsm8k.answer_in_flexible,
 }
-"""text -> answer: equal for responses that say the same, '' where there is none. `format` judges no answer."""
+"""Functions text -> answer: equal for equivalent responses, '' for a response without one. `format` extracts none."""
 
 SOURCES = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -47,7 +47,7 @@ SOURCES = {
     "numina_synthetic_amc": "math",
     "numina_synthetic_math": "math",
 }
-"""Further data sources that files made for other trainers carry, and the rule that judges their rows."""
+"""The rule for further data sources, as files made for other trainers name them."""
 
 PREFIXES = {
     "aime": "math_dapo",
@@ -57,11 +57,11 @@ PREFIXES = {
     "yolo/arithmetic": "multiply",
     "yolo/multiply": "multiply",
 }
-"""The same by what the name of the data source begins with; a name above comes first."""
+"""The rule by the prefix of a data source; the names above have precedence."""
 
 
 def rule_of(data_source: str) -> str | None:
-    """Name the rule in `REWARDS` that judges the rows of `data_source`; None where there is none."""
+    """Return the name in `REWARDS` of the rule for the rows of `data_source`; None if there is none."""
     if data_source in REWARDS:
         return data_source
     prefixes = (rule for prefix, rule in PREFIXES.items() if data_source.startswith(prefix))
@@ -69,14 +69,14 @@ def rule_of(data_source: str) -> str | None:
 
 
 def reward_of(data_source: str) -> Callable[..., float] | None:
-    """The reward of the rows of `data_source`, None where there is none."""
+    """Return the reward for the rows of `data_source`; None if there is none."""
     if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return reasoning_gym.compute_score
     return REWARDS.get(rule_of(data_source) or "")
 
 
 def answers_of(data_source: str) -> Callable[[str], str] | None:
-    """What finds the answer in a response to a row of `data_source`, None where its reward judges none."""
+    """Return the function that extracts the answer from a response to `data_source`; None if the rule extracts none."""
     if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return reasoning_gym.answer_in
     return ANSWERS.get(rule_of(data_source) or "")

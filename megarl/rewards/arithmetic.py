@@ -1,6 +1,6 @@
 """Arithmetic as Python reads it, without Python's `eval`: numerals, + - * / // **, signs, parentheses, white space.
 
-What a numeral and an operator make is the caller's: numbers, or the terms of a computer algebra system.
+The caller defines the values of numerals and operators: numbers, or the terms of a computer algebra system.
 """
 
 import re
@@ -10,18 +10,18 @@ from typing import Generic, TypeVar
 
 MAX_CHARACTERS = 1000
 MAX_DEPTH = 64
-"""Bound on parentheses, signs and powers within one another."""
+"""Bound on nested parentheses, signs and powers."""
 
 Value = TypeVar("Value")
 
 _TOKEN = re.compile(r"[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\*\*|//|[-+*/()]")
 _LEADING_ZEROS = re.compile("0+[1-9][0-9]*")
-_SPACES, _SPACES_IN_PARENTHESES = " \t\f", " \t\f\r\n"  # of all white space, what Python takes
+_SPACES, _SPACES_IN_PARENTHESES = " \t\f", " \t\f\r\n"  # the white space that Python accepts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations(Generic[Value]):
-    """What the parts of an expression make."""
+    """The values of the parts of an expression."""
 
     number: Callable[[str], Value]
     unary: Mapping[str, Callable[[Value], Value]]  # by the signs + and -
@@ -29,9 +29,9 @@ class Operations(Generic[Value]):
 
 
 def read(text: str, operations: Operations[Value]) -> Value:
-    """Make the value of an expression, with the precedence of Python's operators.
+    """Return the value of an expression, with the precedence of Python's operators.
 
-    Raises ValueError for all that is no arithmetic of numbers in Python, and past the bounds above.
+    Raises ValueError for anything that is not arithmetic of numbers in Python, and beyond the bounds above.
     """
     parser = _Parser(_tokens(text.strip()), operations)
     value = parser.sum(depth=0)
@@ -58,7 +58,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser(Generic[Value]):
-    """Recursive descent.
+    """Parses by recursive descent.
 
     sum = product {(+|-) product}; product = factor {(*|/|//) factor}; factor = (+|-) factor | power;
     power = atom [** factor]; atom = numeral | (sum).
@@ -103,7 +103,7 @@ class _Parser(Generic[Value]):
                 raise ValueError("a parenthesis is not closed")
             return value
         if token[0] not in ".0123456789":
-            raise ValueError(f"{token!r} is no number")
+            raise ValueError(f"{token!r} is not a number")
         return self._operations.number(token)
 
     def _take(self) -> str:

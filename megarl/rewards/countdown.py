@@ -1,7 +1,7 @@
 """Countdown: reach a target with the given numbers, each used once. The ground truth is `{target, numbers}`.
 
-`countdown` gives what TinyZero's `countdown.compute_score` gives: the last line has to hold the expression in
-`<answer>` tags. `countdown/bare` is for tiny models that write the expression alone.
+`countdown` scores like TinyZero's `countdown.compute_score`: the last line must have the expression in `<answer>` tags.
+`countdown/bare` is for tiny models that write the expression alone.
 """
 
 import operator
@@ -14,12 +14,12 @@ from megarl.rewards.tags import answer_of, last_of_pairs
 
 CORRECT = 1.0
 WELL_FORMED = 0.1
-"""For an answer in its tags, or a bare expression, which does not solve the problem."""
+"""Score of a wrong answer in its tags, or of a wrong bare expression."""
 
 TOLERANCE = 1e-5
-"""By how much less than this a value, which is a float where it was divided, may miss the target."""
+"""A value that misses the target by less is correct: division gives floats."""
 MAX_BITS = 100_000
-"""Of a power: a larger one counts as no value."""
+"""Most bits of a power; a larger power has no value."""
 
 Number = int | float | complex
 
@@ -27,7 +27,7 @@ Number = int | float | complex
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score what stands in the last `<answer>...</answer>` of the last line; 0.0 where there is none."""
+    """Score the content of the last `<answer>...</answer>` in the last line; 0.0 if there is none."""
     answer = _tagged(solution_str)
     return 0.0 if answer is None else _score(answer, ground_truth)
 
@@ -41,19 +41,19 @@ def compute_score_bare(
 
 
 def answer_in(text: str) -> str:
-    """The expression that is scored, without spaces; '' where it is none."""
+    """Return the expression that is scored, without spaces; '' if it is not arithmetic."""
     return _expression(_tagged(text) or "")
 
 
 def answer_in_bare(text: str) -> str:
-    """The bare expression that is scored, without spaces; '' where it is none."""
+    """Return the bare expression that is scored, without spaces; '' if it is not arithmetic."""
     return _expression(answer_of(text)[0])
 
 
 def evaluate(text: str) -> tuple[Number, list[int]]:
-    """The value of an arithmetic expression in Python, and the whole numbers in it: 3.5 has 3 and 5.
+    """Return the value of an arithmetic expression in Python, and the integers in its text: 3.5 has 3 and 5.
 
-    Raises ValueError where Python gives no number, and past the bounds.
+    Raises ValueError if Python gives no number, and beyond the bounds.
     """
     try:
         return read(text, _PYTHON), [int(digits) for digits in re.findall("[0-9]+", text)]
@@ -85,7 +85,7 @@ def _score(answer: str, truth: Any) -> float:
 def _is_near(value: Number, target: float) -> bool:
     try:
         return bool(abs(value - target) < TOLERANCE)
-    except OverflowError:  # of an integer beyond all floats
+    except OverflowError:  # the difference is an integer beyond all floats
         return False
 
 
@@ -96,8 +96,8 @@ def _number(text: str) -> Number:
 
 
 def _power(base: Any, exponent: Any) -> Number:
-    are_whole = isinstance(base, int) and isinstance(exponent, int)
-    if are_whole and abs(base) > 1 and base.bit_length() * exponent > MAX_BITS:
+    are_integers = isinstance(base, int) and isinstance(exponent, int)
+    if are_integers and abs(base) > 1 and base.bit_length() * exponent > MAX_BITS:
         raise ValueError("a power too large")
     power: Number = base**exponent
     return power

@@ -1,4 +1,4 @@
-"""Format: a response that thinks in `<think>` tags, then answers in `<answer>` tags, and says nothing else."""
+"""Format: a response has its thoughts in `<think>` tags, then its answer in `<answer>` tags, and nothing else."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where the response is thoughts and an answer, both not empty, in their tags and in this order, else 0.0.
+    """Return 1.0 if the response is thoughts and an answer, not empty, tagged and in this order, else 0.0.
 
-    The opening `<think>` may be missing: many prompts end in it. The ground truth plays no part.
+    The opening `<think>` may be missing: many prompts end in it. The ground truth is ignored.
     """
     text = solution_str.strip()
     if not text.startswith(_TAGS[0]):

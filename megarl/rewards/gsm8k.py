@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-# a minus behind a digit or a parenthesis is a subtraction, not a sign
+# a minus after a digit or a parenthesis is a subtraction, not a sign
 _NUMBER = r"(?:(?<![0-9.)])-)?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 _STRICT = re.compile(rf"####\s*({_NUMBER})")
 _FLEXIBLE = re.compile(_NUMBER)
@@ -14,36 +14,36 @@ _FLEXIBLE = re.compile(_NUMBER)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where the number after the last `####` is right, else 0.0."""
+    """Return 1.0 if the number after the last `####` is correct, else 0.0."""
     return _score(extract_strict(solution_str), ground_truth)
 
 
 def compute_score_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where the last number of the response is right, else 0.0."""
+    """Return 1.0 if the last number of the response is correct, else 0.0."""
     return _score(extract_flexible(solution_str), ground_truth)
 
 
 def extract_strict(text: str) -> Decimal | None:
-    """The number after the last `####`."""
+    """Return the number after the last `####`; None if there is none."""
     answers = _STRICT.findall(text)
     return _decimal(answers[-1]) if answers else None
 
 
 def extract_flexible(text: str) -> Decimal | None:
-    """The last number."""
+    """Return the last number; None if there is none."""
     answers = _FLEXIBLE.findall(text)
     return _decimal(answers[-1]) if answers else None
 
 
 def answer_in(text: str) -> str:
-    """The answer that is scored strictly, the same text for the same number; '' where there is none."""
+    """Return the answer of the strict rule, the same text for equal numbers; '' if there is none."""
     return _text(extract_strict(text))
 
 
 def answer_in_flexible(text: str) -> str:
-    """The answer that is scored flexibly, the same text for the same number; '' where there is none."""
+    """Return the answer of the flexible rule, the same text for equal numbers; '' if there is none."""
     return _text(extract_flexible(text))
 
 

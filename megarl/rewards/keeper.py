@@ -1,9 +1,12 @@
-"""A process that has rewards called by a worker, and answers for each response whatever the worker does.
+"""A process that supervises a worker that calls rewards, and replies for every response whatever the worker does.
 
-Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). It forks its worker
-from itself, small and with one thread, and calls no reward. Invariants: every request gets an answer, within its time
-and a little more; between two requests nothing lives below this process but the worker and what it started while it
-loaded its rules; when this process ends, nothing is left below it (but by SIGKILL: then the worker alone dies with it).
+Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). The keeper is small
+and has one thread, so it can fork its worker; it calls no reward itself. Invariants:
+
+- Every request gets a reply, within its time limit and a little more.
+- Between two requests the keeper has no descendants except the worker and the processes that the worker started while
+  it loaded its rules.
+- When the keeper ends, it leaves no descendants. (After SIGKILL, only the worker is sure to end with it.)
 """
 
 import os
@@ -25,23 +28,23 @@ from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
 
 UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that end neither a keeper nor its worker; the programs that a reward starts hear them."""
+"""Signals that a keeper and its worker ignore; programs that a reward starts receive them."""
 START_S = 120.0
-"""How long a worker may take to load its rules, and what built-in ones import when they are first called."""
+"""Seconds that a worker may take to load its rules, and the modules that built-in rules import at their first call."""
 CLEAN_S = 5.0
-"""How long the end of what a reward left behind is waited for, before the next one is called."""
+"""Seconds to wait for the end of processes that a reward left running, before the next reward is called."""
 MAX_PROCESSES = 64
-"""Below one keeper, its worker included."""
+"""Most descendants of one keeper, its worker included."""
 MAX_REPLY_BYTES = 1 << 16
 _POLL_S = 0.1
-_PIECE = 1 << 16  # all that a pipe holds
-_TAIL = 1 << 14  # what is kept of it
-_MARGIN = 1 << 12  # of a longer output so much of the tail is not shown, as half a secret is not found
+_PIECE = 1 << 16  # the capacity of a pipe
+_TAIL = 1 << 14  # bytes of the output that are kept
+_MARGIN = 1 << 12  # bytes of a truncated tail that are not shown: half a secret would not be recognised
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
 
 
-class WorkerLost(Exception):  # noqa: N818 - the worker is; nothing is wrong with us
-    """The worker gave no answer, and is not to be trusted with another response."""
+class WorkerLost(Exception):  # noqa: N818 - the worker is lost, and the keeper has no error
+    """The worker gave no valid reply, and must be replaced before the next response."""
 
     def __init__(self, fault: str, detail: str) -> None:
         super().__init__(detail)
@@ -50,17 +53,17 @@ class WorkerLost(Exception):  # noqa: N818 - the worker is; nothing is wrong wit
 
 @dataclass(kw_only=True)
 class Worker:
-    """A worker as its keeper sees it."""
+    """The keeper's record of its worker."""
 
     pid: int
     connection: socket.socket
     inbox: Inbox
-    output: int  # the pipe with what it prints
-    loaded: frozenset[int] = frozenset()  # the processes that there were when its rules were loaded, itself included
-    printed: bytes = b""  # the end of what it printed for this response
+    output: int  # the pipe with the worker's output
+    loaded: frozenset[int] = frozenset()  # the worker and its processes after it loaded its rules
+    printed: bytes = b""  # the end of its output for this response
 
     def drain(self) -> bool:
-        """Read what it printed; whether there may be more one day."""
+        """Read the worker's output; return whether more may come later."""
         try:
             piece = os.read(self.output, _PIECE)
         except BlockingIOError:
@@ -70,7 +73,7 @@ class Worker:
 
 
 class Keeper:
-    """One worker at a time, replaced where it is lost."""
+    """Runs one worker at a time, and replaces a worker that is lost."""
 
     def __init__(self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int) -> None:
         self._rank = rank
@@ -80,46 +83,46 @@ class Keeper:
         self._worker: Worker | None = None
         self._is_lost = False
         self._ids = count()
-        self._begun = 0.0  # when the worker began with the present response
+        self._begun = 0.0  # when the worker began with the current response
 
     def judge(self, arguments: Any) -> dict[str, Any]:
-        """The `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
-        answer = self._try(arguments)
-        if self._is_lost and answer["fault"] == "error":  # perhaps by what an earlier response did, or from outside
+        """Return `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
+        reply = self._try(arguments)
+        if self._is_lost and reply["fault"] == "error":  # an earlier response or another process may be the cause
             self.end(within_s=CLEAN_S)
-            answer = self._try(arguments)
-        return answer
+            reply = self._try(arguments)
+        return reply
 
     def _try(self, arguments: Any) -> dict[str, Any]:
         self._begun = time.monotonic()
         try:
-            answer = self._ask(self._worker or self._start(), arguments)
+            reply = self._ask(self._worker or self._start(), arguments)
         except WorkerLost as lost:
             self._is_lost = True
-            answer = {"fault": lost.fault, "detail": str(lost)}
+            reply = {"fault": lost.fault, "detail": str(lost)}
         seconds = time.monotonic() - self._begun
-        if "fault" in answer and self._worker:
+        if "fault" in reply and self._worker:
             self._worker.drain()
-            answer["detail"] += _last_lines(self._worker.printed)
-        return answer | {"seconds": seconds}
+            reply["detail"] += _last_lines(self._worker.printed)
+        return reply | {"seconds": seconds}
 
     def clean(self) -> None:
-        """End what the last response left: an unsound worker, and every process that was not there before."""
+        """End an unsound worker, and every process that the last response left running."""
         worker = self._worker
         sound = worker and not self._is_lost and _ending(worker.pid) is None
         if not (worker and sound and end_descendants(spare=worker.loaded, within_s=CLEAN_S)):
             self.end(within_s=CLEAN_S)
 
     def end(self, *, within_s: float | None = None) -> None:
-        """End everything below this process."""
+        """End all descendants of this process."""
         worker, self._worker, self._is_lost = self._worker, None, False
         if worker:
             with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)  # at one stroke, also where more of it are being forked
+                os.killpg(worker.pid, signal.SIGKILL)  # the whole group at once, even while it forks
             worker.connection.close()
             os.close(worker.output)
         end_descendants(within_s=within_s)
-        with suppress(ChildProcessError):  # where the kernel does not list it
+        with suppress(ChildProcessError):  # if the kernel does not list the worker
             os.waitpid(-1, os.WNOHANG)
 
     def _start(self) -> Worker:
@@ -133,7 +136,7 @@ class Keeper:
                 self._rank.close()
                 serve(theirs, printed, self._rules, max_memory=self._max_memory, keeper=keeper)
             except Exception:
-                sys.excepthook(*sys.exc_info())  # for the warning's last words
+                sys.excepthook(*sys.exc_info())  # the warning shows these last lines
             finally:
                 os._exit(1)
         theirs.close()
@@ -142,37 +145,37 @@ class Keeper:
         ours.settimeout(START_S)
         worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_REPLY_BYTES), output=output)
         self._worker = worker
-        answer = self._wait(worker, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
-        if "ready" not in answer:
-            raise WorkerLost("error", str(answer.get("error")))
+        reply = self._wait(worker, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
+        if "ready" not in reply:
+            raise WorkerLost("error", str(reply.get("error")))
         worker.loaded = frozenset([pid, *descendants()])
         return worker
 
     def _ask(self, worker: Worker, arguments: Any) -> dict[str, Any]:
         worker.printed = b""
         number = next(self._ids)
-        deaf = WorkerLost("error", f"its process did not begin with it in {START_S:g} s")
+        unstarted = WorkerLost("error", f"its process did not start with it in {START_S:g} s")
         try:
             worker.connection.sendall(encode({"id": number, "arguments": arguments}))
         except TimeoutError:
-            raise deaf from None
+            raise unstarted from None
         except OSError:
             raise WorkerLost("error", _how_it_ended(worker.pid)) from None
-        answer = self._wait(worker, deaf, START_S)
-        if answer == {"id": number, "begun": True}:
+        reply = self._wait(worker, unstarted, START_S)
+        if reply == {"id": number, "begun": True}:
             self._begun = time.monotonic()
             late = WorkerLost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
-            answer = self._wait(worker, late, self._timeout_s)
-        match answer:
+            reply = self._wait(worker, late, self._timeout_s)
+        match reply:
             case {"id": found, "error": str(detail)} if found == number:
                 return {"fault": "error", "detail": detail}
             case {"id": found, "numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
                 if found == number and all(isinstance(value, float) and is_number(value) for value in numbers.values()):
                     return {"numbers": numbers, "pred": pred}
-        raise WorkerLost("error", "its process gave an answer that is none")
+        raise WorkerLost("error", "its process sent an invalid reply")
 
     def _wait(self, worker: Worker, late: WorkerLost, seconds: float) -> dict[str, Any]:
-        """The worker's next message; `late` where it takes longer."""
+        """Return the worker's next message. Raises `late` if it takes longer than `seconds`."""
         sources = [worker.connection.fileno(), worker.output, self._rank.fileno()]
         now = time.monotonic()
         deadline, next_look = now + seconds, now + _POLL_S
@@ -181,7 +184,7 @@ class Keeper:
                 return message
             ready, _, _ = select.select(sources, [], [], max(0.0, min(deadline, next_look) - now))
             now = time.monotonic()
-            if self._rank.fileno() in ready:  # it waits for an answer, so it has hung up
+            if self._rank.fileno() in ready:  # the rank expects a reply, so it has hung up
                 sys.exit()
             if worker.output in ready and not worker.drain():
                 sources.remove(worker.output)
@@ -205,7 +208,7 @@ def _take(worker: Worker) -> Any:
     try:
         return worker.inbox.take()
     except ValueError as error:
-        raise WorkerLost("error", f"its process answered {error}") from None
+        raise WorkerLost("error", f"its process sent {error}") from None
 
 
 def _look_at(worker: Worker) -> None:
@@ -216,7 +219,7 @@ def _look_at(worker: Worker) -> None:
 
 
 def _ending(pid: int) -> os.waitid_result | None:
-    """How a child ended; None where it has not."""
+    """Return how a child ended; None if it is running."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
@@ -239,7 +242,7 @@ def _last_lines(printed: bytes) -> str:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Answer the rank until it hangs up."""
+    """Serve the rank until it hangs up."""
     rank = socket.socket(fileno=int(argv[0]))
     keeper: Keeper | None = None
 
@@ -248,15 +251,15 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
             keeper.end()
         os._exit(0)
 
-    signal.signal(signal.SIGHUP, leave)  # it raises nothing: that could cut short what a hang-up has begun to end
+    signal.signal(signal.SIGHUP, leave)  # an exception here could interrupt the clean-up after a hang-up
     die_with_parent(signal.SIGHUP, parent=int(argv[1]))
-    for number in UNHEARD:  # launchers tell every process of a job to end; the rank decides when
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
+    for number in UNHEARD:  # launchers signal every process of a job; the rank decides when it ends
+        signal.signal(number, lambda *_: None)  # programs that a reward starts would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # the rank has blocked them until here
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
     try:
-        with suppress(EOFError, ConnectionError):  # a rank that needs no more hangs up
+        with suppress(EOFError, ConnectionError):  # a rank that has finished hangs up
             settings = inbox.wait()
             keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
             while True:

@@ -1,7 +1,7 @@
-"""Knights and knaves: who always tells the truth and who always lies.
+"""Knights and knaves: find the persons who always tell the truth and those who always lie.
 
-The ground truth is `{names, is_knight}`, two lists of the same length. A response has to give every person one role, in
-sentences that claim roles and nothing else: a sentence with a condition, a negation or a reason claims none.
+The ground truth is `{names, is_knight}`, two lists of the same length. A response must give every person one role, in
+sentences that state roles and nothing else: a sentence with a condition, a negation or a reason states none.
 """
 
 import re
@@ -12,7 +12,7 @@ from megarl.rewards.tags import answer_of
 
 CORRECT = 1.0
 WELL_FORMED = 0.1
-"""For an answer in its tags that gives every person one role, but not all of them the right one."""
+"""Score of an answer in its tags that gives every person one role, but not all the correct roles."""
 
 _MARKUP = str.maketrans("", "", "*_`#\"'$")
 _SENTENCES = re.compile(r"[.;!\n]")
@@ -28,7 +28,7 @@ _CLAIM = re.compile(
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score a response: its last `<answer>...</answer>`, or where it has none, its last line that is not empty."""
+    """Score the last `<answer>...</answer>` of a response; without tags, its last line that is not empty."""
     words, tagged = answer_of(solution_str)
     truth = {
         name.lower(): bool(knight)
@@ -42,13 +42,13 @@ def compute_score(
 
 
 def answer_in(text: str) -> str:
-    """The roles that are scored, in the order of the names; '' where there are none."""
+    """Return the roles that are scored, in the order of the names; '' if there are none."""
     words, _ = answer_of(text)
     return ", ".join(f"{name} is a {'knight' if knight else 'knave'}" for name, knight in sorted(_roles(words)))
 
 
 def _roles(words: str) -> set[tuple[str, bool]]:
-    """The roles that sentences claim, by lower-case names."""
+    """Return the roles that sentences state: lower-case names, and whether they are knights."""
     return {role for sentence in _SENTENCES.split(words.translate(_MARKUP)) for role in _claimed(sentence)}
 
 

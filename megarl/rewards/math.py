@@ -1,9 +1,9 @@
-"""MATH: the answer in the last `\\boxed{...}` is the ground truth, by math-verify's own reading of both.
+"""MATH: the answer in the last `\\boxed{...}` equals the ground truth, as math-verify reads both.
 
-Sympy computes what math-verify reads, and a tower of powers may take any time and memory. The process that calls this
-rule bounds both (`megarl.rewards.keeper`), so math-verify's own timers, which are signals, are off.
-Sympy reads numerals, and math-verify reads arithmetic in plain text, by Python's `eval`. Here a parser of our own reads
-both. `docs/rewards.md` lists where the verdict is not math-verify's.
+Sympy computes the expressions that math-verify reads, and a tower of powers may take any time and memory. The process
+that calls this rule bounds both (`megarl.rewards.keeper`), so math-verify's own timers, which are signals, are off.
+Sympy reads numerals, and math-verify reads arithmetic in plain text, with Python's `eval`. This module replaces both by
+its own parser. `docs/rewards.md` lists where the results differ from math-verify's.
 """
 
 import logging
@@ -40,14 +40,14 @@ COMPILER = declare(
     until="sympy evaluates numerically without generated code",
 )
 MAX_CHARACTERS = 1000
-"""Of an answer that is compared: six times the longest of MATH. Math-verify's time grows faster than the length."""
+"""Most characters of an answer that is compared, six times the longest of MATH: math-verify's time is superlinear."""
 
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"(?=[-+.(\[|\d\\]|[a-zA-Z](?![a-zA-Z]))([^$\n]*)")
 _CLOSES_MATHEMATICS = re.compile(r"\\[)\]]")
 _SAID = re.compile(r"answer\s*:[\s*]*([^\n]+)", re.IGNORECASE)
-_NEUTRAL = re.compile(  # what changes how an expression looks and not what it says
+_NEUTRAL = re.compile(  # commands that change the looks of an expression, not its meaning
     r"(?<!\\)\\(?P<space>[!,;: ]|q?quad(?![a-zA-Z]))|\\(?:left|right|displaystyle)(?![a-zA-Z])"
     r"|\\[dtc](?P<frac>frac)(?![a-zA-Z])"
 )
@@ -58,34 +58,34 @@ _SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where what stands in the last `\\boxed{...}` equals the ground truth, else 0.0."""
+    """Return 1.0 if the content of the last `\\boxed{...}` equals the ground truth, else 0.0."""
     return _score(last_boxed(solution_str), ground_truth)
 
 
 def compute_score_dapo(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """1.0 where what follows the last `Answer:` on its line equals the ground truth, else 0.0.
+    """Return 1.0 if the text after the last `Answer:` on its line equals the ground truth, else 0.0.
 
-    A box there counts alone; in a response without `Answer:`, the last box counts.
+    If that text has a box, the box alone counts; in a response without `Answer:`, the last box counts.
     """
     return _score(said(solution_str), ground_truth)
 
 
 def answer_in(text: str) -> str:
-    """The answer that is compared, without what only changes its looks; '' where there is none."""
+    """Return the answer that is compared, without commands that only change its looks; '' if there is none."""
     return _plain(last_boxed(text) or "")
 
 
 def answer_in_dapo(text: str) -> str:
-    """The same of a response that says its answer after `Answer:`."""
+    """Return the answer after `Answer:` like `answer_in`."""
     return _plain(said(text) or "")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}` that is closed and not empty; None where there is none.
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` that is closed and not empty, or None.
 
-    Without braces, as in `$\\boxed 5$`, it is what follows up to the end of the formula or the line. Takes linear time.
+    Without braces, as in `$\\boxed 5$`, the content goes up to the end of the formula or the line. Takes linear time.
     """
     closings = _closings(text)
     end = len(text)
@@ -102,7 +102,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def said(text: str) -> str | None:
-    """What follows the last `Answer:` on its line, or where that is nowhere the last box."""
+    """Return the text after the last `Answer:` on its line; without `Answer:`, the last box."""
     lines = _SAID.findall(text)
     if not lines:
         return last_boxed(text)
@@ -110,7 +110,7 @@ def said(text: str) -> str | None:
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether math-verify takes an answer in LaTeX for the ground truth. Nothing bounds its time."""
+    """Return whether math-verify accepts an answer in LaTeX as equal to the truth. Its time is not bounded here."""
     if len(answer) > MAX_CHARACTERS:
         return False
     library = load()
@@ -121,8 +121,8 @@ def equal(answer: str, truth: str) -> bool:
 
 @cache
 def load() -> ModuleType:
-    """Import math-verify, which takes a second, and what it imports when it is first called."""
-    import_module("sympy.physics.units")  # with names that are read by `parse_expr`, as `_no_eval` does not
+    """Import math-verify, which takes a second, and the modules that it imports at its first call."""
+    import_module("sympy.physics.units")  # defines names by `parse_expr`, which `_no_eval` replaces
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
     return import_module("math_verify")
 
@@ -132,7 +132,7 @@ def _score(answer: str | None, truth: Any) -> float:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """The place of the closing brace, by that of the opening one; `\\{` and `\\}` are none."""
+    """Return the position of the closing brace by that of the opening brace, without `\\{` and `\\}`."""
     closings, opened = dict[int, int](), list[int]()
     for token in _BRACES.finditer(text):
         if token[0] == "{":
@@ -150,10 +150,10 @@ def _plain(latex: str) -> str:
 
 @contextmanager
 def _no_eval() -> Iterator[None]:
-    """Have sympy and math-verify read plain text by `_term` instead of `parse_expr`, which ends in `eval`.
+    """Make sympy and math-verify read plain text with `_term` instead of `parse_expr`, which calls `eval`.
 
-    Sympy's other way from text to code, `lambdify`, writes the names of symbols into it, which may be any text. It is
-    closed: what sympy would compute with it, sympy computes otherwise, or not at all.
+    Sympy's other way from text to code, `lambdify`, writes the names of symbols into code, and names may be any text.
+    It is disabled: sympy computes the same in another way, or not at all.
     """
     with ExitStack() as stack:
         for parser in PARSERS:
@@ -163,11 +163,11 @@ def _no_eval() -> Iterator[None]:
 
 
 def _refuse(*arguments: Any, **options: Any) -> NoReturn:
-    raise NotImplementedError("a response makes no code")
+    raise NotImplementedError("code made from a response is not run")
 
 
 def _term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:
-    """Arithmetic as a term of sympy. Raises ValueError for anything else."""
+    """Return arithmetic as a term of sympy. Raises ValueError for anything else."""
     import sympy
 
     add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))

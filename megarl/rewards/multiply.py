@@ -1,7 +1,7 @@
 """Multiply: the product of two integers. The ground truth is the product.
 
-The scores are those of TinyZero's `multiply.compute_score`, which reads less: only answers in tags that are nothing but
-digits with a sign.
+The scores are those of TinyZero's `multiply.compute_score`, which reads fewer answers: only digits with a sign, in
+tags.
 """
 
 import re
@@ -12,9 +12,9 @@ from megarl.rewards.tags import answer_of
 
 CORRECT = 1.0
 WELL_FORMED = 0.1
-"""For an integer in answer tags that is not the product."""
+"""Score of an integer in answer tags that is not the product."""
 
-# the bound keeps a hostile answer cheap; thousands may be set apart by commas, and decimals be zeros
+# the bound keeps a hostile answer cheap; commas may separate thousands, and decimals may be zeros
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,12})(?:\.0{0,40})?")
 _AROUND = " \t\r\n$*"  # money, mathematics and bold type
 
@@ -22,7 +22,7 @@ _AROUND = " \t\r\n$*"  # money, mathematics and bold type
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score a response: its last `<answer>...</answer>`, or where it has none, what follows `=` in its last line."""
+    """Score the last `<answer>...</answer>` of a response; without tags, the text after `=` in its last line."""
     number, tagged = _integer(solution_str)
     if number is None:
         return 0.0
@@ -32,13 +32,13 @@ def compute_score(
 
 
 def answer_in(text: str) -> str:
-    """The integer that is scored; '' where there is none."""
+    """Return the integer that is scored; '' if there is none."""
     number, _ = _integer(text)
     return "" if number is None else str(number)
 
 
 def _integer(text: str) -> tuple[int | None, bool]:
-    """The integer and whether it is in answer tags."""
+    """Return the integer, and whether it is in answer tags."""
     words, tagged = answer_of(text)
     number = words.rpartition("=")[2].rstrip(_AROUND + ".").lstrip(_AROUND)
     if not _INTEGER.fullmatch(number):

@@ -1,7 +1,7 @@
-"""The processes of one rank that call rewards: as many keepers, each with a worker, as there is work for.
+"""The processes of one rank that call rewards: keepers, each with a worker, as many as the work needs.
 
-A rank may hold a CUDA context and many threads, so it never forks: keepers are started as new programs. What they are
-given and what comes back is text and numbers; nothing of it is run or unpickled here.
+A rank may hold a CUDA context and many threads, so it never forks: keepers are started as new programs. They exchange
+text and numbers with the rank; the rank runs and unpickles nothing that they send.
 """
 
 import os
@@ -24,27 +24,27 @@ from megarl.rewards.rules import Numbers, Rules
 from megarl.rewards.wire import Inbox, encode
 
 MAX_KEEPERS = 2
-"""How many keepers a response may lose; something else may have ended the first."""
+"""Most keepers that are tried with one response: the first may have ended for another reason."""
 PATIENCE_S = 0.25
-"""How long a response waits for a process before another one is started."""
+"""Seconds that a response waits for a process before another process is started."""
 _MAX_REPLY_BYTES = 1 << 20
 _SLACK_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringResult:
-    """What came of one response."""
+    """The result of scoring one response."""
 
     seconds: float
-    numbers: Numbers = field(default_factory=dict)  # empty where there is a fault
-    pred: str | None = None  # see `RuleResult`
+    numbers: Numbers = field(default_factory=dict)  # empty if there is a fault
+    pred: str | None = None  # the extracted answer, see `RuleResult`
     fault: Literal["timeout", "error"] | None = None
     detail: str = ""  # of the fault, for people
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits:
-    """What calling the rules for one response may cost."""
+    """The limits of the processes that call rules."""
 
     num_workers: int  # at the same time
     timeout_s: float
@@ -52,7 +52,7 @@ class WorkerLimits:
 
 
 class Pool:
-    """Calls rules in processes of their own. Every response has an outcome, in bounded time."""
+    """Calls rules in separate processes. Every response gets a result, in bounded time."""
 
     def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._rules = rules
@@ -63,7 +63,7 @@ class Pool:
         self._closed = False
 
     def submit(self, arguments: Any) -> Future[ScoringResult]:
-        """Have the rules called, with arguments that `wire.pack` made, as soon as a process is free."""
+        """Call the rules as soon as a process is free, with arguments that `wire.pack` made."""
         future: Future[ScoringResult] = Future()
         with self._changed:
             self._waiting.append((time.monotonic(), arguments, future))
@@ -72,13 +72,13 @@ class Pool:
         return future
 
     def wait(self, futures: Sequence[Future[ScoringResult]]) -> list[ScoringResult]:
-        """Their outcomes, when all are there."""
+        """Wait for all results and return them."""
         while self.count_pending(futures, within_s=PATIENCE_S):
             pass
         return [future.result() for future in futures]
 
     def count_pending(self, futures: Sequence[Future[ScoringResult]], *, within_s: float) -> int:
-        """Wait for outcomes for `within_s` seconds at most; how many are not there then."""
+        """Wait for results for `within_s` seconds at most; return how many are still pending."""
         deadline = time.monotonic() + within_s
         while True:
             pending = wait(futures, timeout=max(0.0, min(PATIENCE_S, deadline - time.monotonic()))).not_done
@@ -89,7 +89,7 @@ class Pool:
                 return len(pending)
 
     def close(self) -> None:
-        """End all processes; what has not begun is given up."""
+        """End all processes; responses that were not started have no result."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -97,11 +97,11 @@ class Pool:
             thread.join()
 
     def _grow(self) -> None:
-        """Start a process where there is none, or where they cannot keep up."""
+        """Start a process if there is none, or if the processes cannot keep up."""
         with self._changed:
             late = self._waiting and time.monotonic() - self._waiting[0][0] > PATIENCE_S
             if not self._threads or (late and len(self._threads) < self._limits.num_workers):
-                # the kernel ties a keeper's life to that of the thread that starts it, so each has a thread of its own
+                # the kernel ends a keeper together with the thread that started it, so each keeper has its own thread
                 self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
                 self._threads[-1].start()
 
@@ -109,24 +109,24 @@ class Pool:
         keeper = None
         while task := self._next():
             _, arguments, future = task
-            keeper, outcome = self._judge(keeper, arguments)
-            future.set_result(outcome)
+            keeper, result = self._judge(keeper, arguments)
+            future.set_result(result)
         if keeper:
             keeper.close()
 
     def _judge(self, keeper: "_Keeper | None", arguments: Any) -> "tuple[_Keeper | None, ScoringResult]":
-        """The outcome of a response, and the keeper for the next response; a keeper that is gone is replaced once."""
+        """Return the keeper for the next response, and the result of this one; replace a keeper that has ended once."""
         failures = list[str]()
         while len(failures) < MAX_KEEPERS:
             try:
                 keeper = keeper or _Keeper(self._rules, self._limits)
                 return keeper, keeper.judge(arguments)
-            except Exception as error:  # whatever it is, somebody waits for the outcome
+            except Exception as error:  # a caller waits for the result, whatever the error
                 failures.append(f"{type(error).__name__}: {error}")
                 if keeper:
                     keeper.close()
                 keeper = None
-                if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has had its time
+                if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has used its time
                     break
         detail = f"the process that watches over rewards failed ({failures[-1]})"
         return None, ScoringResult(seconds=0.0, fault="error", detail=detail)
@@ -138,30 +138,30 @@ class Pool:
 
 
 class _Keeper:
-    """A keeper, as the rank sees it."""
+    """The rank's connection to a keeper."""
 
     def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES)
-        with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks them when its handlers stand
+        with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # what ends the rank's group must leave it the time to clean up
+                start_new_session=True,  # a signal to the rank's group must leave the keeper time to clean up
             )
         settings = {"rules": asdict(rules), "timeout_s": limits.timeout_s, "max_memory": limits.max_memory}
         self._connection.sendall(encode(settings))
 
     def judge(self, arguments: Any) -> ScoringResult:
-        """What comes of one response. OSError, EOFError or ValueError where the keeper itself is lost."""
+        """Return the result of one response. OSError, EOFError or ValueError if the keeper itself is lost."""
         self._connection.sendall(encode(arguments))
         return ScoringResult(**self._inbox.wait())
 
     def close(self) -> None:
-        """Hang up, upon which the keeper ends what is below it and then itself."""
+        """Hang up; the keeper then ends its descendants and itself."""
         self._connection.close()
         try:
             self._process.wait(2 * CLEAN_S)
@@ -173,7 +173,7 @@ class _Keeper:
 
 @contextmanager
 def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Within the block, signals wait; for this thread, and for the processes that it starts."""
+    """Block signals for this thread, and for the processes that it starts inside the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -182,5 +182,5 @@ def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def _search_path() -> str:
-    """Where this process finds modules, as `PYTHONPATH`: rewards import what they could import here."""
+    """Return the module path of this process as `PYTHONPATH`: rewards can import what this process can."""
     return os.pathsep.join(path or str(Path.cwd()) for path in sys.path)

@@ -1,8 +1,8 @@
 """reasoning-gym: any of its procedural tasks, scored by the task itself (Stojanovski et al. 2025, arXiv 2505.24760).
 
-The data source is `reasoning_gym/NAME`, the ground truth the task's own answer; `extra_info` has what else its scorer
-reads, as JSON: `metadata` of the problem (see `to_json`) and `config` of the task. A task is refused if its scorer
-would run a response or the data file as code, or takes one and the same answer for right on every problem. Needs
+The data source is `reasoning_gym/NAME`, and the ground truth is the task's own answer. `extra_info` has further inputs
+of the task's scorer, as JSON: `metadata` of the problem (see `to_json`) and `config` of the task. A task is refused if
+its scorer would run a response or the data file as code, or accepts the same answer for every problem. Needs
 `pip install reasoning-gym==0.1.25`.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 from megarl.rewards.tags import answer_of
 
 SOURCE_PREFIX = "reasoning_gym/"
-_TUPLE, _ITEMS = "(tuple)", "(items)"  # the only key of an object that stands for one
+_TUPLE, _ITEMS = "(tuple)", "(items)"  # the only key of an object that encodes a tuple, or a dict
 REMEDY = "needs `pip install reasoning-gym==0.1.25`"
 
 _EVAL = "its scorer gives the response to Python's eval"
 _SYMPY = "its scorer gives the response to sympy's parse_expr, which ends in Python's eval"
 _DATA = "its scorer gives the data file to Python's eval"
-_WON = "is right to its scorer, whatever the problem"
+_WON = "is correct to its scorer, whatever the problem"
 REFUSED: Mapping[str, str] = {
     "binary_matrix": _EVAL,
     "bitwise_arithmetic": _DATA,
-    "coin_flip": f"its scorer compares the first digits, so that the answer 0 {_WON}",
+    "coin_flip": f"its scorer compares the first digits, so the answer 0 {_WON}",
     "complex_arithmetic": f"the answer nan {_WON}",
     "composite": "it is other tasks mixed: prepare each of them, and name all their files",
     "countdown": f"{_SYMPY}; megarl has a countdown task of its own",
@@ -39,16 +39,16 @@ REFUSED: Mapping[str, str] = {
     "spiral_matrix": _EVAL,
     "string_insertion": _EVAL,
 }
-"""Name of a task -> why it is not to be had."""
+"""Name of a task -> the reason why it is refused."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score what stands in the last `<answer>...</answer>` of a response by the task's own rule, from 0 to 1.
+    """Score the content of the last `<answer>...</answer>` of a response by the task's own rule, from 0 to 1.
 
-    A response without these tags gets what the task gives for no answer. Raises ValueError for a task that is refused
-    or unknown, and where the package is missing.
+    A response without these tags gets the task's score for no answer. Raises ValueError if the task is refused or
+    unknown, or the package is missing.
     """
     info = extra_info or {}
     task = load_task(data_source.removeprefix(SOURCE_PREFIX), info.get("config") or "{}")
@@ -58,18 +58,18 @@ def compute_score(
 
 
 def answer_in(text: str) -> str:
-    """The answer that is scored, with single spaces; '' where there is none."""
+    """Return the answer that is scored, with single spaces; '' if there is none."""
     answer, tagged = answer_of(text)
     return " ".join(answer.split()) if tagged else ""
 
 
 def to_json(value: Any) -> str:
-    """A JSON text that keeps what JSON alone would change: tuples, and keys that are no texts."""
+    """Return a JSON text that preserves values that JSON alone would change: tuples, and keys that are not strings."""
     return json.dumps(_marked(value), default=str)
 
 
 def from_json(text: str) -> Any:
-    """What `to_json` was given."""
+    """Return the value that `to_json` received."""
     return json.loads(text, object_hook=_unmarked)
 
 
@@ -93,9 +93,9 @@ def _unmarked(value: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=64)
 def load_task(name: str, config: str) -> Any:
-    """The task `name` of reasoning-gym with the settings of the JSON object `config`.
+    """Return the task `name` of reasoning-gym with the settings of the JSON object `config`.
 
-    Raises ValueError where it is refused, unknown or configured in a way it does not know.
+    Raises ValueError if the task is refused or unknown, or does not accept the settings.
     """
     if name in REFUSED:
         raise ValueError(f"reasoning-gym's {name} is refused: {REFUSED[name]}")
@@ -110,4 +110,4 @@ def load_task(name: str, config: str) -> Any:
     try:
         return factory.create_dataset(name, **json.loads(config))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym's {name} does not take {config}: {error}") from error
+        raise ValueError(f"reasoning-gym's {name} does not accept {config}: {error}") from error

@@ -1,4 +1,4 @@
-"""From the functions that a configuration names to the numbers of one response. Workers import this: no torch."""
+"""Loads the reward functions that a configuration names, and reads their results. Workers import it: no torch here."""
 
 import hashlib
 import importlib.util
@@ -25,23 +25,23 @@ from megarl.rewards.signature import fault_of, missing
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
 Numbers = dict[str, float]
-"""`score`, perhaps `acc`, and whatever else a reward reports of a response."""
+"""`score`, perhaps `acc`, and further numbers that a reward reports of a response."""
 
 
 class RuleResult(NamedTuple):
-    """What rules say of a response."""
+    """The result of the rules for a response."""
 
     numbers: Numbers
-    pred: str | None  # its answer, '' where it has none; None: they do not say
+    pred: str | None  # the extracted answer, '' if the response has none; None: the rules extract none
 
 
 DATA_SOURCE, CUSTOM = "data_source", "custom"
 MAX_NUMBERS = 16
-"""How many numbers beside `score` and `acc` are kept of a mapping."""
+"""Most numbers besides `score` and `acc` that are kept of a mapping."""
 MAX_PRED = 512
-"""Characters of an answer that are kept."""
+"""Most characters of an answer that are kept."""
 DIGEST = "SHA-256: "
-"""What a digest follows in words about a file."""
+"""The prefix of a digest in a description of a file."""
 _NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
 _MAX_NAME = 64
 _SHOWN_CHARACTERS = 100
@@ -51,16 +51,16 @@ _GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which functions make the score of a response."""
+    """The functions that make the score of a response."""
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there
-    weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one alone
+    weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one rule alone
 
     def load(self) -> Callable[..., RuleResult]:
-        """The reward, with the arguments of a `RewardFn`.
+        """Return the reward, with the arguments of a `RewardFn`.
 
-        Raises ValueError where the custom file does not load or has no such function.
+        Raises ValueError if the custom file does not load or has no such function.
         """
         custom = None if self.path is None else _load_custom(Path(self.path), self.name)
         if self.weights is None:
@@ -72,16 +72,16 @@ class Rules:
         return lambda **arguments: self._sum({name: as_rule_result(part(**arguments)) for name, part in parts.items()})
 
     def warm_up(self, data_source: str) -> None:
-        """Import what built-in rules import when they are first called: seconds that no response should pay for."""
+        """Import the modules that built-in rules import at their first call: no response should pay for that."""
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
-        with suppress(ImportError):  # the rule says what is missing
+        with suppress(ImportError):  # the rule itself reports the missing package
             if "math_verify" not in sys.modules and any((rule_of(name) or "").startswith("math") for name in names):
                 math_rule.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 
     def reads_data_source(self) -> bool:
-        """Whether the row's data source picks a rule."""
+        """Return whether the row's data source picks a rule."""
         return self.path is None if self.weights is None else DATA_SOURCE in self.weights
 
     def _sum(self, parts: Mapping[str, RuleResult]) -> RuleResult:
@@ -89,7 +89,7 @@ class Rules:
         first = next(iter(parts.values())).numbers
         score = sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items())
         if not is_number(score):
-            raise TypeError(f"the weighted sum of the scores is {score}, which is no finite number in float32")
+            raise TypeError(f"the weighted sum of the scores is {score}, which is not a finite number in float32")
         numbers = {name: number for part in parts.values() for name, number in part.numbers.items()}
         numbers |= {
             **{name: part.numbers["score"] for name, part in parts.items()},
@@ -100,22 +100,22 @@ class Rules:
 
 
 def provenance(path: Path, name: str) -> str:
-    """Which function of which file a custom one is, for people: with 12 hex digits of the file's SHA-256."""
+    """Describe a custom function: its name, its file and 12 hex digits of the file's SHA-256."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "it is not here"
     return f"{name} of {path.absolute()} ({DIGEST}{digest})"
 
 
 def rule_names() -> list[str]:
-    """What may stand in `weights`."""
+    """Return the names that `weights` may have."""
     return [DATA_SOURCE, CUSTOM, *sorted(REWARDS)]
 
 
 def known_data_source(name: str) -> RewardFn:
-    """The built-in reward of a data source. ValueError where there is none."""
+    """Return the built-in reward of a data source. Raises ValueError if there is none."""
     reward = reward_of(name)
     if reward is None:
         raise ValueError(
-            f"no built-in reward for data source {name!r} (there are: {', '.join(sorted(REWARDS))}); "
+            f"no built-in reward for data source {name!r} (known: {', '.join(sorted(REWARDS))}); "
             "set custom_reward_function.path"
         )
     return reward
@@ -126,28 +126,28 @@ def _judge_by_data_source(**arguments: Any) -> Mapping[str, Any]:
 
 
 def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
-    """What the built-in rule of a data source says of a response, and which answer it has judged."""
+    """Return the score of a data source's built-in rule for a response, and the answer that it has judged."""
     answer_in = answers_of(name)
     pred = answer_in(arguments["solution_str"]) if answer_in else None
     return {"score": known_data_source(name)(**arguments), "pred": pred}
 
 
 def as_rule_result(result: Any) -> RuleResult:
-    """What a reward returned; TypeError as for `as_numbers`. Of a long answer the beginning is kept."""
+    """Convert the return value of a reward; TypeError as for `as_numbers`. A long answer is cut at its end."""
     pred = result.get("pred") if isinstance(result, Mapping) else None
-    told = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
-    return RuleResult(as_numbers(result), told)
+    answer = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
+    return RuleResult(as_numbers(result), answer)
 
 
 def as_numbers(result: Any) -> Numbers:
-    """The numbers in what a reward returned; what else a mapping holds is left out.
+    """Return the numbers in the return value of a reward; other values of a mapping are ignored.
 
-    Raises TypeError if the score, or an `acc` that is there, is no finite number in float32.
+    Raises TypeError if the score, or `acc` if given, is not a finite number in float32.
     """
     values = result if isinstance(result, Mapping) else {"score": result}
     if not is_number(values.get("score")) or not is_number(values.get("acc", 0.0)):
         raise TypeError(
-            f"a reward returns a finite number or a dict with one under 'score', not {_shown(result)} (as float32)"
+            f"a reward returns a finite number or a dict with such a 'score', not {_shown(result)} (as float32)"
         )
     numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
     for name, number in _others(values):
@@ -171,7 +171,7 @@ def _shown(result: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that float32 holds: scores are float32 on the rank."""
+    """Return whether a value is a number that is finite in float32: scores are float32 on the rank."""
     try:
         return isinstance(value, Real) and math.isfinite(c_float(float(value)).value)
     except OverflowError:  # an integer beyond float64
@@ -200,7 +200,7 @@ def _load_module(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything; it is passed on with the file's name
+    except Exception as error:  # the user's code may raise anything; the message names the file
         raise ValueError(
             f"custom_reward_function.path: {path} fails to load: {type(error).__name__}: {error}"
         ) from error

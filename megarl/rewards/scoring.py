@@ -1,7 +1,8 @@
-"""The reward of a run: every response is scored on some rank, by processes that it cannot harm, and known on all.
+"""The reward of a run: one rank scores a response, in processes that it cannot harm, and all ranks get the result.
 
-A response may be begun as soon as the engine has finished it, while others are still decoded. A response whose reward
-failed or took too long is counted and named; `reward_model.on_failure` says what becomes of it.
+Scoring of a response may start as soon as the engine has finished it, while other responses are still decoded. A
+response whose reward failed or took too long is counted and reported; `reward_model.on_failure` decides what happens to
+it.
 """
 
 import logging
@@ -31,34 +32,38 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
-    """A reward that fails on too many responses, or a row that no reward can read."""
+    """A reward fails on too many responses, or no reward can read a row."""
+
+
+SampleKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The data row of a prompt, the tokens of the prompt, and those of a response."""
 
 
 @dataclass(frozen=True, eq=False)
 class PendingResponse:
-    """A response that is being scored here."""
+    """A response that this rank is scoring."""
 
-    token_ids: list[int]
     text: str
-    outcome: Future[ScoringResult]
+    result: Future[ScoringResult]
 
 
 class RuleScorer:
-    """The reward, spread over all ranks."""
+    """The rules of a run, called on all ranks."""
 
     def __init__(
         self, *, rules: Rules, pool: Pool, decode: Callable[[Sequence[int]], str], section: RulesSection
     ) -> None:
-        self.rules, self.pool, self.decode, self.section = rules, pool, decode, section
-        self._begun: dict[int, list[PendingResponse]] = defaultdict(list)  # by prompt index: of one data set at a time
+        self.rules, self.pool = rules, pool
+        self._decode, self._section = decode, section
+        self._begun = defaultdict[SampleKey, list[PendingResponse]](list)
 
     @classmethod
     def make(
         cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
     ) -> "RuleScorer":
-        """The reward that the configuration asks for. ValueError where the custom file does not give its function."""
+        """Make the configured reward. Raises ValueError if the custom file does not define its function."""
         rules = Rules(path=custom.path, name=custom.name, weights=section.weights)
-        rules.load()  # here only to find its faults before anything else starts
+        rules.load()  # only to find its faults before anything else starts
         limits = WorkerLimits(
             num_workers=section.num_workers,
             timeout_s=section.timeout_s,
@@ -68,14 +73,14 @@ class RuleScorer:
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""
-        self._begun[prompt.index].append(self._submit(prompt, list(token_ids)))
+        self._begun[_key(prompt, token_ids)].append(self._submit(prompt, list(token_ids)))
 
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-        """Score every sample; with metrics of the scoring.
+        """Score every sample; return metrics of the scoring too. Collective.
 
         Raises:
-            RewardError: on every rank alike, if `on_failure` is `stop` and a reward fails, or `score` and all rewards
-                raise, naming the first; if a row holds what cannot be handed to a reward.
+            RewardError: on every rank, if `on_failure` is `stop` and a reward fails, or if it is `score` and all
+                rewards raise, naming the first failure; if a row has a value that cannot be passed to a reward.
             ValueError: a data source has no rule.
         """
         if self.rules.reads_data_source():
@@ -88,25 +93,25 @@ class RuleScorer:
             judged |= self._gather(
                 {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
             )
-        texts, outcomes = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
-        is_masked = self.section.on_failure == "mask"
+        texts, results = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
+        is_masked = self._section.on_failure == "mask"
         scores = [
-            outcome.numbers.get("score", math.nan if is_masked else self.section.default_score) for outcome in outcomes
+            result.numbers.get("score", math.nan if is_masked else self._section.default_score) for result in results
         ]
-        accuracies = [outcome.numbers.get("acc", score) for outcome, score in zip(outcomes, scores, strict=True)]
+        accuracies = [result.numbers.get("acc", score) for result, score in zip(results, scores, strict=True)]
         scored = rollouts.extend(
             Scored,
             texts=texts,
             scores=torch.tensor(scores),
             accuracies=torch.tensor(accuracies),
-            answers=[outcome.pred for outcome in outcomes],
-            failures=[outcome.detail if outcome.fault else None for outcome in outcomes],
+            answers=[result.pred for result in results],
+            failures=[result.detail if result.fault else None for result in results],
         )
-        self._report(scored, outcomes)
-        return scored if is_masked else replace(scored, failures=None), metrics_of(outcomes)
+        self._report(scored, results)
+        return scored if is_masked else replace(scored, failures=None), metrics_of(results)
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
-        text = self.decode(token_ids)
+        text = self._decode(token_ids)
         try:
             arguments = pack(
                 {
@@ -119,35 +124,34 @@ class RuleScorer:
         except TypeError as error:
             unreadable: Future[ScoringResult] = Future()
             unreadable.set_exception(RewardError(f"data row {prompt.index}: {error}"))
-            return PendingResponse(token_ids, text, unreadable)
-        return PendingResponse(token_ids, text, self.pool.submit(arguments))
+            return PendingResponse(text, unreadable)
+        return PendingResponse(text, self.pool.submit(arguments))
 
     def _find(self, rollouts: Rollouts, sample: int) -> PendingResponse | None:
-        index = rollouts.prompt_of(sample).index
-        token_ids = rollouts.response_ids(sample) if index in self._begun else None
-        for begun in self._begun.get(index, ()):
-            if begun.token_ids == token_ids:
-                self._begun[index].remove(begun)
-                if not self._begun[index]:
-                    del self._begun[index]
-                return begun
-        return None
+        """Take the response of a sample out of those that this rank has begun; None if it has not begun it."""
+        key = _key(rollouts.prompt_of(sample), rollouts.response_ids(sample)) if self._begun else None
+        if key is None or key not in self._begun:
+            return None
+        found = self._begun[key].pop(0)
+        if not self._begun[key]:
+            del self._begun[key]
+        return found
 
     def _gather(self, begun: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
-        """Text and outcome of what any rank has begun, by sample."""
-        self._wait([response.outcome for response in begun.values()])
+        """Return text and result, by sample, of the responses that any rank has begun."""
+        self._wait([response.result for response in begun.values()])
 
-        def tell() -> dict[int, tuple[str, ScoringResult]]:
-            outcomes = self.pool.wait([response.outcome for response in begun.values()])
+        def collect() -> dict[int, tuple[str, ScoringResult]]:
+            results = self.pool.wait([response.result for response in begun.values()])
             texts = [response.text for response in begun.values()]
-            return dict(zip(begun, zip(texts, outcomes, strict=True), strict=True))
+            return dict(zip(begun, zip(texts, results, strict=True), strict=True))
 
-        return {sample: judged for part in together(tell) for sample, judged in part.items()}
+        return {sample: judged for part in together(collect) for sample, judged in part.items()}
 
     def _wait(self, futures: Sequence[Future[ScoringResult]]) -> None:
-        """Return on all ranks when every rank has its outcomes. Each outcome is progress of all ranks.
+        """Wait until every rank has its results, and report each result as progress of all ranks.
 
-        Ranks meet every second: a rank that is done would see no progress of the others while it waits in a collective.
+        Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
         """
         before = None
         while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
@@ -155,38 +159,42 @@ class RuleScorer:
                 watchdog.note_progress()
             before = pending
 
-    def _report(self, scored: Scored, outcomes: Sequence[ScoringResult]) -> None:
-        messages, on_failure = first_failures(scored), self.section.on_failure
-        num_failed = sum(outcome.fault is not None for outcome in outcomes)
+    def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
+        messages, on_failure = first_failures(scored), self._section.on_failure
+        num_failed = sum(result.fault is not None for result in results)
         if num_failed and on_failure == "stop":
             raise RewardError(f"{'; '.join(messages)} (reward_model.on_failure=stop)")
-        if on_failure == "score" and all(outcome.fault == "error" for outcome in outcomes):
+        if on_failure == "score" and all(result.fault == "error" for result in results):
             raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
         if dist.get_rank() == 0:
-            score = f"its score is reward_model.default_score={self.section.default_score}"
-            fate = score if on_failure == "score" else "nothing is learnt from it (reward_model.on_failure=mask)"
+            score = f"its score is reward_model.default_score={self._section.default_score}"
+            fate = score if on_failure == "score" else "training ignores it (reward_model.on_failure=mask)"
             for message in messages:
                 logger.warning("%s; %s", message, fate)
             if num_failed > len(messages):
-                logger.warning("... and so on %d more of %d", num_failed - len(messages), len(outcomes))
+                logger.warning("... and on %d more of %d", num_failed - len(messages), len(results))
 
 
-def metrics_of(outcomes: Sequence[ScoringResult]) -> dict[str, float]:
-    """How scoring went, and the mean of each number that rewards gave beside the score, over those that have it."""
+def _key(prompt: Prompt, token_ids: Sequence[int]) -> SampleKey:
+    return prompt.index, tuple(prompt.token_ids), tuple(token_ids)
+
+
+def metrics_of(results: Sequence[ScoringResult]) -> dict[str, float]:
+    """Return metrics of the scoring, and the mean of each further number over the responses that have it."""
     reported = defaultdict[str, list[float]](list)
-    for outcome in outcomes:
-        for name, number in outcome.numbers.items():
+    for result in results:
+        for name, number in result.numbers.items():
             if name != "score" and (name in reported or len(reported) < MAX_METRICS):
                 reported[name].append(number)
     return {
-        "reward/timeout_rate": _share(outcome.fault == "timeout" for outcome in outcomes),
-        "reward/error_rate": _share(outcome.fault == "error" for outcome in outcomes),
-        "reward/slowest_s": max(outcome.seconds for outcome in outcomes),
+        "reward/timeout_rate": _share(result.fault == "timeout" for result in results),
+        "reward/error_rate": _share(result.fault == "error" for result in results),
+        "reward/slowest_s": max(result.seconds for result in results),
     } | {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in reported.items()}
 
 
-def _share(answers: Iterable[bool]) -> float:
-    counted = list(answers)
+def _share(conditions: Iterable[bool]) -> float:
+    counted = list(conditions)
     return sum(counted) / len(counted)
 
 

@@ -1,4 +1,4 @@
-"""Whether a user's function takes what a reward is called with: read from its file, or asked of the function itself."""
+"""Checks that a user's function accepts the arguments of a reward, by its file or by the function itself."""
 
 import ast
 import inspect
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""With which a reward is called, all of them keywords."""
+"""The arguments of a reward, all of them keywords."""
 _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
 
 
 def fault_in_file(path: Path, name: str) -> str | None:
-    """Say what is wrong with the function `name` of a Python file without running the file; None if nothing is known.
+    """Describe the fault of the function `name` of a Python file without running the file; None if none is known.
 
-    A function that is decorated, imported, assigned or defined more than once is left to those who load the file.
+    A function that is decorated, imported, assigned or defined more than once can only be checked after loading.
     """
     if path.suffix != ".py":
         return f"{path} is not a Python file"
@@ -40,7 +40,7 @@ def fault_in_file(path: Path, name: str) -> str | None:
 
 
 def fault_of(function: Callable[..., Any], path: Path, name: str) -> str | None:
-    """Say why a reward cannot be called; None if it can, or if it does not know its own signature."""
+    """Describe why a reward cannot be called; None if it can, or if its signature is unknown."""
     if inspect.iscoroutinefunction(function):
         return f"{path}: {name} is asynchronous, and its result is never awaited: write def instead of async def"
     try:
@@ -51,12 +51,12 @@ def fault_of(function: Callable[..., Any], path: Path, name: str) -> str | None:
 
 
 def missing(path: Path, name: str, others: list[str]) -> str:
-    """Say that a file has no such function, and what it has."""
+    """Say that a file has no such function, and list the functions that it has."""
     return f"{path} has no function {name!r}; it has {', '.join(dict.fromkeys(others)) or 'none'}"
 
 
 def mismatch(path: Path, name: str, signature: Signature) -> str | None:
-    """Say which parameters are wrong for the call of a reward; None if none is."""
+    """Describe the parameters that do not fit the call of a reward; None if all fit."""
     parameters = signature.parameters.values()
     taken = {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD}
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
@@ -72,14 +72,14 @@ def mismatch(path: Path, name: str, signature: Signature) -> str | None:
     ]
     if not unknown and not unmet:
         return None
-    faults = [f"does not take {', '.join(unknown)} as a keyword"] if unknown else []
+    faults = [f"does not accept {', '.join(unknown)} as a keyword"] if unknown else []
     faults += [f"needs {', '.join(unmet)}, which is not given"] if unmet else []
     call = ", ".join(f"{argument}=..." for argument in ARGUMENTS)
-    return f"{path}: {name} {' and '.join(faults)}: it is called as {name}({call}); **kwargs takes what is not needed"
+    return f"{path}: {name} {' and '.join(faults)}: the call is {name}({call}); **kwargs accepts unneeded arguments"
 
 
 def _bindings(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Each name that the file binds at its top level, also below if, try, with and loops; and what binds it."""
+    """Yield each name that the file binds at its top level, also below if, try, with and loops, and its node."""
     waiting: list[ast.AST] = list(reversed(tree.body))
     while waiting:
         node = waiting.pop()
@@ -97,7 +97,7 @@ def _bindings(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _hides_names(tree: ast.Module) -> bool:
-    """Whether the file may have names that its text does not show."""
+    """Return whether the file may have names that its text does not show."""
     return any(
         (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
         or (isinstance(node, ast.Name) and node.id in _MAKES_NAMES)
@@ -107,7 +107,7 @@ def _hides_names(tree: ast.Module) -> bool:
 
 
 def _signature(arguments: ast.arguments) -> Signature:
-    """The same as `inspect.signature` says of the function, without annotations and values of defaults."""
+    """Return the function's `inspect.signature` without annotations and values of defaults."""
     kinds = {argument.arg: Parameter.POSITIONAL_ONLY for argument in arguments.posonlyargs} | {
         argument.arg: Parameter.POSITIONAL_OR_KEYWORD for argument in arguments.args
     }

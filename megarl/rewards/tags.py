@@ -1,12 +1,12 @@
-"""The answer of a response: what stands in its `<answer>...</answer>`. Both readings take linear time."""
+"""Extracts the answer of a response from its `<answer>...</answer>` tags. Both functions take linear time."""
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def answer_of(text: str) -> tuple[str, bool]:
-    """The answer and whether it is in its tags; without tags, it is the last line that is not empty, or ''.
+    """Return the answer, and whether it is in its tags; without tags, the answer is the last line that is not empty.
 
-    Of several pairs of tags the last one counts, from the last opening tag that is closed.
+    The last pair of tags counts, from the last opening tag that is closed. An empty response has the answer ''.
     """
     start = text.rfind(_OPEN, 0, max(text.rfind(_CLOSE), 0))
     if start >= 0:
@@ -17,7 +17,7 @@ def answer_of(text: str) -> tuple[str, bool]:
 
 
 def last_of_pairs(text: str) -> str | None:
-    """What stands in the last pair of tags, paired from the left: a second opening tag in a pair is part of it."""
+    """Return the content of the last pair of tags, paired from the left: it may have a second opening tag."""
     answer, position = None, 0
     while (start := text.find(_OPEN, position)) >= 0:
         start += len(_OPEN)

@@ -1,7 +1,7 @@
-"""What ranks, keepers and workers tell each other: JSON behind its length, over a socket. Nothing in it can be run.
+"""Messages between ranks, keepers and workers: JSON after its length, over a socket. Nothing in it can be run.
 
-Of the values that rows of parquet hold and JSON lacks, each arrives as what it was: in a packed value every JSON object
-is a tag and what it tags.
+Rows of parquet have values that JSON lacks. They keep their types: in a packed value every JSON object is a tag with
+the value that it tags.
 """
 
 import base64
@@ -16,7 +16,7 @@ from typing import Any
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
-_PACK: Mapping[type, Callable[[Any], Any]] = {  # a class before those it derives from
+_PACK: Mapping[type, Callable[[Any], Any]] = {  # a class before its base classes
     bytes: lambda value: base64.b64encode(value).decode("ascii"),
     Decimal: str,
     datetime: datetime.isoformat,
@@ -37,7 +37,7 @@ _UNPACK: Mapping[str, Callable[[Any], Any]] = {
 
 
 def pack(value: Any) -> Any:
-    """A value of a data row as JSON has it. TypeError for what no column of parquet holds."""
+    """Convert a value of a data row to JSON values. TypeError for a value that no column of parquet has."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -51,11 +51,11 @@ def pack(value: Any) -> Any:
             return {kind.__name__: to_json(value)}
     if hasattr(value, "tolist"):  # arrays and numbers of numpy
         return pack(value.tolist())
-    raise TypeError(f"a {type(value).__name__} cannot be handed to a reward")
+    raise TypeError(f"a {type(value).__name__} cannot be passed to a reward")
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given."""
+    """Return the value that `pack` received."""
     if isinstance(value, list):
         return list(map(unpack, value))
     if isinstance(value, dict):
@@ -65,13 +65,13 @@ def unpack(value: Any) -> Any:
 
 
 def encode(message: Any) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     content = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(content)) + content
 
 
 class Inbox:
-    """Messages from a socket, which come in pieces."""
+    """Assembles the messages that arrive in pieces from a socket."""
 
     def __init__(self, connection: socket.socket, *, max_bytes: int) -> None:
         self._connection = connection
@@ -79,14 +79,14 @@ class Inbox:
         self._held = bytearray()
 
     def read(self) -> None:
-        """Take what there is, or wait for some. EOFError where the other side has hung up."""
+        """Read the bytes that have arrived, or wait for some. EOFError if the other side has hung up."""
         piece = self._connection.recv(_PIECE)
         if not piece:
             raise EOFError("the other side has hung up")
         self._held += piece
 
     def take(self) -> Any:
-        """The next message, or None where it is not complete yet. ValueError where it is too long or no JSON."""
+        """Return the next message; None if it is incomplete. ValueError if it is too long or not JSON."""
         if len(self._held) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._held)
@@ -103,7 +103,7 @@ class Inbox:
             raise ValueError("a message too deeply nested") from error
 
     def wait(self) -> Any:
-        """The next message. EOFError, ValueError as above."""
+        """Wait for the next message and return it. EOFError as of `read`, ValueError as of `take`."""
         while (message := self.take()) is None:
             self.read()
         return message

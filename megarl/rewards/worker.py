@@ -1,7 +1,7 @@
 """A process that calls rewards, one response after another, until its keeper ends it.
 
-Nothing here is a safeguard against its own rewards but the bound on memory: they may do what they like to this process,
-and the keeper does not rely on it.
+The bound on memory is the only safeguard here against the rewards: they may do anything to this process, and the keeper
+does not rely on it.
 """
 
 import os
@@ -21,11 +21,11 @@ _SHOWN_CHARACTERS = 500
 
 
 def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: int, keeper: int) -> NoReturn:
-    """Be the worker of the process `keeper`, which forked this one; what rewards print goes to the pipe `output`."""
+    """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    os.register_at_fork(after_in_child=_hear_signals)
+    os.register_at_fork(after_in_child=_restore_signals)
     _redirect(output)
     bound_memory(max_memory)
     try:
@@ -39,40 +39,40 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
         request = inbox.wait()
         arguments = unpack(request["arguments"])
         rules.warm_up(arguments["data_source"])
-        connection.sendall(encode({"id": request["id"], "begun": True}))  # its time runs from here
-        answer, is_sound = _answer(reward, arguments)
+        connection.sendall(encode({"id": request["id"], "begun": True}))  # its time limit starts now
+        reply, is_sound = _call(reward, arguments)
         if os.getpid() != process:  # a reward forked, and this is the copy
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        connection.sendall(encode({"id": request["id"], **answer}))
+        connection.sendall(encode({"id": request["id"], **reply}))
         if not is_sound:
             os._exit(1)  # the keeper replaces it
 
 
-def _hear_signals() -> None:
-    """Let what a reward forks end by the signals that this process leaves to its keeper."""
+def _restore_signals() -> None:
+    """Make a process that a reward forks end by the signals that this worker ignores."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _answer(reward: Callable[..., RuleResult], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """What to say of a response, and whether this process can go on."""
+def _call(reward: Callable[..., RuleResult], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Call a reward; return the reply, and whether this process can continue."""
     try:
         return reward(**arguments)._asdict(), True
-    except BaseException as error:  # sys.exit is one more way to fail
+    except BaseException as error:  # sys.exit is a failure too
         return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 def _describe(error: BaseException) -> str:
     words = ""
-    with suppress(Exception):  # the user's exceptions may have no words
+    with suppress(Exception):  # the text of a user's exception may raise
         words = beginning(str(error), _SHOWN_CHARACTERS)
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _redirect(output: int) -> None:
-    """Nothing comes in; what is printed goes out line by line, so that the last words before a crash are not lost."""
+    """Give the process no input, and send its output line by line, so that the lines before a crash arrive."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

@@ -131,7 +131,7 @@ def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:
 
 def reward_of_other_arguments(workspace: Workspace, directory: Path) -> tuple[str, str]:
     (path := directory / "mine.py").write_text("def score(prompt): ...\ncompute_score = score\n")
-    return f"custom_reward_function.path={path}", f"{path}: compute_score does not take data_source, solution_str, "
+    return f"custom_reward_function.path={path}", f"{path}: compute_score does not accept data_source, solution_str, "
 
 
 def out_of_reach(workspace: Workspace, directory: Path) -> tuple[str, str]:

@@ -35,7 +35,7 @@ def test_a_flipped_bit_of_the_newest_manifest(tmp_path: Path) -> None:
     manifest.write_bytes(content)
 
     printed = run_job(1, train_reward.main, *arguments, log=tmp_path / "second", timeout_s=RUN_S)
-    assert f"{manifest.parent} is damaged and passed over: {manifest} is damaged: " in printed
+    assert f"{manifest.parent} is damaged and skipped: {manifest} is damaged: " in printed
     found = read_jsonl(run_dir / "metrics.jsonl")
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [line["reward_model/loss"] for line in found] == [line["reward_model/loss"] for line in expected]

@@ -77,7 +77,7 @@ def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, capfd: pyt
         process.kill()
         waiting.join()
     holder = f"process {process.pid} on {os.uname().nodename}"
-    assert said == f"megarl: {tmp_path} is taken: waiting up to 600 s for {holder}\n"
+    assert said == f"megarl: {tmp_path} is in use: waiting up to 600 s for {holder}\n"
 
 
 def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(pool: RankPool, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_every_rank_has_every_score_in_the_order_of_the_samples(
     ("on_sample_3", "fault", "cause"),
     [
         ("raise KeyError('answer')", "error", "KeyError: 'answer'"),
-        ("return '0.5'", "error", "TypeError: a reward returns a finite number or a dict with one under 'score'"),
+        ("return '0.5'", "error", "TypeError: a reward returns a finite number or a dict with such a 'score'"),
         ("time.sleep(1000)", "timeout", "it took longer than reward_model.timeout_s=4"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_response_may_be_left_without_a_score(pool: RankPool, tmp_path: Path) 
         assert [sample for sample, accuracy in enumerate(accuracies) if math.isnan(accuracy)] == [3]
         assert metrics["reward/error_rate"] == 1 / 6
         assert len(warned) == (rank == 0)
-        assert all(words.endswith("; nothing is learnt from it (reward_model.on_failure=mask)") for words in warned)
+        assert all(words.endswith("; training ignores it (reward_model.on_failure=mask)") for words in warned)
 
 
 def test_a_failure_may_stop_every_rank(pool: RankPool, tmp_path: Path) -> None:
@@ -145,5 +145,5 @@ def test_a_row_that_no_reward_can_read_stops_every_rank(pool: RankPool, tmp_path
     odd = [replace(prompt, extra_info={"x": {1, 2}} if prompt.index == 1 else {}) for prompt in BATCH.prompts]
     rollouts = replace(BATCH, prompts=odd)
     (tmp_path / "mine.py").write_text("def compute_score(**_): return 1.0\n")
-    message = "data row 1: a set cannot be handed to a reward"
+    message = "data row 1: a set cannot be passed to a reward"
     assert pool.run(2, judged, str(tmp_path / "mine.py"), [(1, 2)], rollouts) == [message] * 2

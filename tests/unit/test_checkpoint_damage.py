@@ -161,7 +161,7 @@ def remove(path: Path) -> None:
 def assert_named(newest: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The newest is passed over because of this file, and the one before it is used."""
     assert found(newest.parent) == before(newest)
-    assert f"{newest} is damaged and passed over: {newest / name} " in caplog.text
+    assert f"{newest} is damaged and skipped: {newest / name} " in caplog.text
     caplog.clear()
 
 
@@ -228,7 +228,7 @@ def test_contents_that_the_manifest_confirms_are_understood_or_named(
                 Contents.read(newest)
                 assert content != HOSTILE["deep arrays"]
             else:
-                assert f"{newest} is damaged and passed over: {newest / name} " in caplog.text
+                assert f"{newest} is damaged and skipped: {newest / name} " in caplog.text
             caplog.clear()
 
 
@@ -266,7 +266,7 @@ def test_manifests_that_confirm_themselves(
     with spoilt(newest / MANIFEST_FILE):
         (newest / MANIFEST_FILE).write_bytes(manifest_of(entries))
         assert found(newest.parent) == before(newest)
-        assert f"{newest} is damaged and passed over: {newest}/" in caplog.text
+        assert f"{newest} is damaged and skipped: {newest}/" in caplog.text
 
 
 def test_an_entry_less_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -322,7 +322,7 @@ def test_one_that_is_named_is_refused_by_its_file(newest: Path) -> None:
         with spoilt(newest / name), pytest.raises(ValueError, match=rf"resume_from_path=.*{newest / name} "):
             (newest / name).write_bytes(b"{}")
             find_checkpoint(newest.parent, mode="resume_path", path=str(newest))
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         find_checkpoint(newest.parent, mode="resume_path", path="x" * 5000)
 
 

@@ -111,27 +111,27 @@ def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
     spoilt = write(there, 1, 2) / "actor" / SHARDS
     spoilt.write_bytes(bytes(999) + b"x")
     assert found(here, there) == here / "global_step_1"
-    assert "global_step_2 of the mirror is passed over" in caplog.text
+    assert "global_step_2 of the mirror is skipped" in caplog.text
     assert f"{SHARDS} has another content than when it was written" in caplog.text
 
 
 def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: Path, there: Path) -> None:
     (write(there, 3) / MANIFEST_FILE).unlink()
-    with pytest.raises(ValueError, match=r"no whole checkpoint.*says 3, but there is no whole.*resume_mode=disable"):
+    with pytest.raises(ValueError, match=r"no intact checkpoint.*names step 3, but no complete.*resume_mode=disable"):
         found(here, there)
     shutil.copytree(there, here)
-    with pytest.raises(ValueError, match=r"no whole checkpoint.*says 3"):
+    with pytest.raises(ValueError, match=r"no intact checkpoint.*names step 3"):
         found(here, there)
 
 
 def test_a_mirror_out_of_reach(here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     away = tmp_path / "a file"
     away.write_text("")
-    with pytest.raises(ValueError, match=r"has no whole checkpoint, and none can be had from the mirror .*a file"):
+    with pytest.raises(ValueError, match=r"has no intact checkpoint, and none can be fetched from the mirror .*a file"):
         found(here, away)
     write(here, 2)
     assert found(here, away) == here / "global_step_2"
-    assert "may have a newer checkpoint than global_step_2, which is taken" in caplog.text
+    assert "may have a newer checkpoint than global_step_2, which is used" in caplog.text
 
 
 def test_a_manifest_that_leads_elsewhere_is_refused(here: Path, there: Path) -> None:
@@ -149,15 +149,17 @@ def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
     assert not (here / LATEST_FILE).exists()  # what the run goes on from by itself is its own last one
     (there / "global_step_5" / "state.json").write_bytes(b"")
     assert named(here, uri) == here / "global_step_5"  # the same, as its manifest says
-    with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/there is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/there is not a complete checkpoint"):
         named(here, f"file://{there}")
-    with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/global_step_9 is no whole checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"trainer\.resume_from_path: file://.*/global_step_9 is not a complete checkpoint"
+    ):
         named(here, f"file://{there}/global_step_9")
 
 
 def test_a_checkpoint_named_by_its_uri_never_replaces_a_whole_one(here: Path, there: Path) -> None:
     write(here, 4)
     uri = f"file://{write(there, 4, kl_coef=0.7)}"
-    with pytest.raises(ValueError, match=r"global_step_4 is another checkpoint than file://.*move it away"):
+    with pytest.raises(ValueError, match=r"global_step_4 is intact, but differs from file://.*move it away"):
         named(here, uri)
     assert State.read(here / "global_step_4").kl_coef == 0.5

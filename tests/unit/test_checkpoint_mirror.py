@@ -1,4 +1,4 @@
-"""Checkpoints in the mirror: whole or not there, whatever fails, and the local ones untouched."""
+"""Checkpoints in the mirror: complete or absent, whatever fails, and the local checkpoints untouched."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,15 +52,15 @@ def start(tmp_path: Path, *, keep: int | None = None, is_async: bool = False) ->
 
 
 def settle(run: CheckpointStore) -> dict[str, float]:
-    """Train on until the mirror has nothing under way; what it told."""
+    """Continue training until nothing is being uploaded; return the metrics."""
     metrics = run.advance()
-    while run.mirror and run.mirror.under_way is not None:
+    while run.mirror and run.mirror.uploading is not None:
         metrics |= run.advance()
     return metrics
 
 
 def save(run: CheckpointStore, *steps: int, kl_coef: float | None = None) -> dict[str, float]:
-    """Save at each of the steps and let the mirror come to an end; what it told of the last."""
+    """Save at each of the steps and wait for the uploads; return the metrics of the last."""
     metrics = {}
     for step in steps:
         run.save(State(step=step, kl_coef=kl_coef))
@@ -69,7 +69,7 @@ def save(run: CheckpointStore, *steps: int, kl_coef: float | None = None) -> dic
 
 
 def whole(directory: Path) -> list[str]:
-    """The checkpoints of a directory that are what their manifest says."""
+    """Return the intact checkpoints of a directory."""
     return [path.name for path in sorted(directory.glob("global_step_*")) if not find_damage(path)]
 
 
@@ -160,7 +160,7 @@ def test_a_mirror_that_stays_away_is_told_at_the_end_and_costs_nothing_else(
     run = start(tmp_path, keep=2)
     assert save(run, 1, 2, 3) == {"checkpoint/mirror_failures": 5.0}  # the older ones again each time
     run.close()
-    assert "is not complete: global_step_2, global_step_3 are missing there" in caplog.text
+    assert "lacks global_step_2, global_step_3." in caplog.text
     assert whole(tmp_path / "here") == ["global_step_2", "global_step_3"]
     (tmp_path / "there").unlink()  # the same command again, when the mirror is back
     run = start(tmp_path, keep=2)
@@ -180,7 +180,7 @@ def test_a_mirror_that_takes_nothing_does_not_hold_up_the_end_for_ever(
     (tmp_path / "there" / "global_step_1" / MANIFEST_FILE).unlink()
     mirror.follow(1)
     mirror.close()
-    assert "is not complete: global_step_1 are missing there" in caplog.text
+    assert "lacks global_step_1." in caplog.text
 
 
 def test_the_oldest_go_and_the_last_whole_one_stays(tmp_path: Path) -> None:

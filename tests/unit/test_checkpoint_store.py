@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_an_old_one_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, cap
         assert run.advance() == {}
         assert found(tmp_path) == tmp_path / "global_step_3"
         assert steps(tmp_path) == ["global_step_1", "global_step_3"]
-        assert f"{first} is not removed, though there are newer ones: {first}: Device or resource busy" in caplog.text
+        assert f"the old checkpoint {first} cannot be removed: {first}: Device or resource busy" in caplog.text
 
 
 def test_one_that_was_being_removed_when_the_job_was_killed_is_none(
@@ -127,7 +127,7 @@ def test_one_that_was_being_removed_when_the_job_was_killed_is_none(
 def test_what_cannot_be_tidied_up_keeps_no_job_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / ".global_step_1.part", 1 << 20) as disk:
         tidy_up(tmp_path)
-    assert f"{disk.path}, which a dead job left unfinished, is not removed" in caplog.text
+    assert f"{disk.path}, left unfinished by a job that died, cannot be removed" in caplog.text
 
 
 def test_names_of_another_form_and_links_are_no_checkpoints(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
         if fault == "write_huggingface":
-            run = replace(run, write_huggingface=crash)
+            run.write_huggingface = crash
         elif fault == "rename":
             patch.setattr(Path, "rename", crash)
         else:
@@ -226,7 +226,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, mode="disable", path=None) is None
     elsewhere = write_checkpoint(tmp_path / "elsewhere", 8)
     assert find_checkpoint(tmp_path, mode="resume_path", path=str(elsewhere)) == elsewhere
-    with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*elsewhere is no checkpoint"):
+    with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*elsewhere is not a checkpoint"):
         find_checkpoint(tmp_path, mode="resume_path", path=str(elsewhere.parent))
 
 
@@ -242,7 +242,9 @@ def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
 
 def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
     (tmp_path / LATEST_FILE).write_text("3")
-    with pytest.raises(ValueError, match="says 3, but there is no whole global_step_3 or earlier.*resume_mode=disable"):
+    with pytest.raises(
+        ValueError, match="names step 3, but no intact global_step_3 or earlier exists.*resume_mode=disable"
+    ):
         found(tmp_path)
 
 
@@ -255,7 +257,7 @@ def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
     (checkpoint / "state.json").unlink()
     (tmp_path / LATEST_FILE).write_bytes(content)
     assert found(tmp_path) == tmp_path / "global_step_12"
-    assert f"{tmp_path / LATEST_FILE} is damaged, so that the newest whole checkpoint there counts" in caplog.text
+    assert f"{tmp_path / LATEST_FILE} is damaged: the newest intact checkpoint there counts" in caplog.text
     checkpoints(tmp_path, keep=1).save(State(step=13))
     assert (tmp_path / LATEST_FILE).read_text() == "13"
 
@@ -263,7 +265,7 @@ def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
 def test_damaged_checkpoints_without_a_pointer_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
     (write_checkpoint(tmp_path, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(
-        ValueError, match="had checkpoints, but none of them is whole: bring it back.*resume_mode=disable"
+        ValueError, match="had checkpoints, but none of them is intact: restore it.*resume_mode=disable"
     ):
         found(tmp_path)
 
@@ -312,7 +314,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     for step in (2, 3):
         message = spoil(tmp_path / f"global_step_{step}" / "rng" / "rank_0.pt")
     assert found(tmp_path) == tmp_path / "global_step_1"
-    assert f"{tmp_path / 'global_step_3'} is damaged and passed over: {message}" in caplog.text
+    assert f"{tmp_path / 'global_step_3'} is damaged and skipped: {message}" in caplog.text
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*global_step_2 is damaged: "):
         find_checkpoint(tmp_path, mode="resume_path", path=str(tmp_path / "global_step_2"))
     checkpoints(tmp_path, keep=2).save(State(step=3, kl_coef=0.5))  # the run comes by here again
@@ -348,7 +350,7 @@ def test_a_save_that_a_full_disk_does_not_take_is_tried_again(
             assert not list(disk.path.glob(".*"))
         assert run.advance() == {"checkpoint/failed_saves": 2.0}
         assert (
-            "a save failed, training goes on and the next one tries again: a checkpoint of about 0.00105 GB"
+            "a save failed; training continues, and the next save tries again: a checkpoint of about 0.00105 GB"
             in caplog.text
         )
         assert "No space left on device; free space there" in caplog.text
@@ -365,8 +367,8 @@ def test_a_disk_that_fills_up_while_a_save_is_under_way(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         run = checkpoints(disk.path)
         run.save(State(step=1))
-        filling = replace(run, write_huggingface=lambda directory: disk.fill())
-        filling.save(State(step=2))
+        run.write_huggingface = lambda directory: disk.fill()
+        run.save(State(step=2))
         assert run.failures.metrics() == {"checkpoint/failed_saves": 1.0}
         assert found(disk.path) == disk.path / "global_step_1"
         assert not list(disk.path.glob(".*"))

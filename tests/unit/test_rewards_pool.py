@@ -27,7 +27,7 @@ from tests.support.programs import ROOT
 
 TIMEOUT_S = 3.0
 MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: what they are found by
-RULES = Rules(path=str(ROOT / "tests" / "hostile_rewards.py"))
+RULES = Rules(path=str(ROOT / "tests" / "support" / "hostile_rewards.py"))
 FAILS = {
     "loops": ("timeout", "it took longer than reward_model.timeout_s=3"),
     "loops_in_c": ("timeout", "it took longer"),
@@ -44,9 +44,12 @@ FAILS = {
     "leaves": ("error", "SystemExit: enough"),
     "crashes": ("error", "its process was ended by signal 11"),
     "closes_files": ("error", "its process"),
-    "forges": ("error", "its process answered a message of 18446744073709551615 bytes"),
+    "forges": ("error", "its process sent a message of 18446744073709551615 bytes"),
     "kills_its_keeper": ("error", "the process that watches over rewards failed (EOFError"),
-    "says_nan": ("error", "TypeError: a reward returns a finite number or a dict with one under 'score', not nan"),
+    "says_nan": (
+        "error",
+        "TypeError: a reward returns a finite number or a dict with such a 'score', not nan",
+    ),
     "says_infinity": ("error", "not inf"),
     "says_nothing": ("error", "not None"),
     "says_text": ("error", "not '1.0'"),
@@ -264,5 +267,5 @@ def test_values_of_rows_arrive_as_what_they_were(value: Any) -> None:
 
 def test_arrays_arrive_as_lists_and_what_no_column_holds_is_refused() -> None:
     assert unpack(pack({"x": np.arange(3), "y": np.float32(0.5)})) == {"x": [0, 1, 2], "y": 0.5}
-    with pytest.raises(TypeError, match="a Pool cannot be handed to a reward"):
+    with pytest.raises(TypeError, match="a Pool cannot be passed to a reward"):
         pack({"x": [Pool(Rules(), WorkerLimits(num_workers=1, timeout_s=1.0, max_memory=1))]})

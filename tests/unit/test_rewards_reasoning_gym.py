@@ -135,7 +135,7 @@ def test_settings_reach_the_task_and_its_scorer(monkeypatch: pytest.MonkeyPatch,
     [
         (["puzzle24"], "puzzle24 is refused: its scorer gives the response to sympy's parse_expr"),
         (["chain_summ"], "has no task 'chain_summ'; it has"),
-        (["chain_sum", "--set", "terms=3"], "does not take"),
+        (["chain_sum", "--set", "terms=3"], "does not accept"),
         (["chain_sum", "--set", "min_terms"], "--set min_terms: write KEY=VALUE"),
         (["chain_sum", "--set", "max_terms=2", "max_digits=1"], "were asked for: ask for fewer, or --set other sizes"),
     ],

@@ -73,7 +73,7 @@ def test_what_field_scripts_return_is_taken(
 
 @pytest.mark.parametrize("result", ["good", None, float("nan"), float("inf"), {"score": "1"}, {"accuracy": 1}, {}])
 def test_what_is_no_number_is_refused(result: Any) -> None:
-    with pytest.raises(TypeError, match="a reward returns a finite number or a dict with one under 'score', not "):
+    with pytest.raises(TypeError, match="a reward returns a finite number or a dict with such a 'score', not "):
         as_numbers(result)
 
 
@@ -185,7 +185,7 @@ def test_only_rules_that_ask_for_it_read_the_data_source() -> None:
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'sudoku' \(there are: countdown, .*gsm8k.*\); set custom_reward_function"):
+    with pytest.raises(ValueError, match=r"'sudoku' \(known: countdown, .*gsm8k.*\); set custom_reward_function"):
         known_data_source("sudoku")
 
 

@@ -52,8 +52,11 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("def f(prompt, completion): ...", "f does not take data_source, solution_str, ground_truth, extra_info as a"),
-        ("def f(prompt, **others): ...", f"f needs prompt, which is not given: it is called as {CALL}; **kwargs takes"),
+        (
+            "def f(prompt, completion): ...",
+            "f does not accept data_source, solution_str, ground_truth, extra_info as a",
+        ),
+        ("def f(prompt, **others): ...", f"f needs prompt, which is not given: the call is {CALL}; **kwargs accepts"),
         (
             "def f(solution_str, ground_truth, k): ...",
             "not take data_source, extra_info as a keyword and needs k, which",
@@ -105,7 +108,9 @@ def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
         if works:
             Rules(path=str(path), name="f").load()
         else:
-            with pytest.raises(ValueError, match="f does not take data_source.* and needs prompt, which is not given"):
+            with pytest.raises(
+                ValueError, match="f does not accept data_source.* and needs prompt, which is not given"
+            ):
                 Rules(path=str(path), name="f").load()
     path.write_text("f = max")  # C code that does not know its signature
     Rules(path=str(path), name="f").load()

@@ -1,0 +1,134 @@
+"""Uploads of one rank to the mirror of a run's checkpoints.
+
+Every rank uploads its share of a checkpoint's files. The first rank removes an older manifest of the same step before,
+and writes the manifest and the pointer to the latest checkpoint after, so an incomplete checkpoint has no manifest.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megarl.checkpoint.background import LocalWork
+from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, latest_step
+from megarl.checkpoint.manifest import MANIFEST_FILE, Seal, parse_manifest
+from megarl.checkpoint.remote import Remote, share_of
+from megarl.platform.small_files import read_bytes
+from megarl.platform.uri import persist
+from megarl.tracking.jsonl import METRICS_FILE
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class UploadResult:
+    """What one rank did of the work on a checkpoint."""
+
+    num_bytes: int = 0  # uploaded
+    failure: str | None = None
+    is_deleted: bool = False  # the local checkpoint was removed in the meantime
+
+
+class Uploader:
+    """Uploads from the local `directory` of a run to its mirror `remote`. Nothing here is collective."""
+
+    def __init__(self, remote: Remote, directory: Path, *, keep: int | None, waits: Sequence[float]) -> None:
+        self.remote, self.directory = remote, directory
+        self._keep, self._waits = keep, waits
+        self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
+        self.num_bytes = 0  # uploaded by this rank so far
+        self.deleted: set[int] = set()  # steps removed locally before the mirror was known to have them
+
+    def is_local(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is complete in the local directory."""
+        return (self._local(step) / MANIFEST_FILE).is_file()
+
+    def forget(self, step: int) -> None:
+        """Upload all files of `step` again next time."""
+        self._uploaded.pop(step, None)
+
+    def sending(self, step: int) -> LocalWork:
+        """Return work that uploads this rank's share of the files, if the mirror lacks the checkpoint."""
+        return partial(self._attempt, step, self._send)
+
+    def sealing(self, step: int) -> LocalWork:
+        """Return work that completes an uploaded checkpoint, and removes old and abandoned ones from the mirror."""
+        return partial(self._attempt, step, self._seal)
+
+    def _attempt(self, step: int, work: Callable[[int], int]) -> UploadResult:
+        try:
+            return UploadResult(num_bytes=work(step))
+        except Exception as error:  # each file system has errors of its own
+            if not self.is_local(step):
+                return UploadResult(is_deleted=True)
+            return UploadResult(failure=f"{type(error).__name__}: {error}")
+
+    def _send(self, step: int) -> int:
+        """Return the number of bytes uploaded."""
+        manifest, name = self._manifest(step)
+        if dist.get_rank() == 0:
+            self._persist(self._lower_latest)
+        if (existing := self._persist(lambda: self.remote.read(name))) == manifest:
+            return 0
+        if existing is not None:  # of another run, or of this run before it resumed from an earlier step
+            self._persist(lambda: self.remote.delete(name))
+        num_bytes = 0
+        for file, seal in share_of(parse_manifest(manifest, self._local(step)), dist.get_rank(), dist.get_world_size()):
+            if file not in self._uploaded[step]:
+                self._persist(partial(self._put, step, file, seal))
+                self._uploaded[step].add(file)
+                num_bytes += seal[0]
+        return num_bytes
+
+    def _put(self, step: int, file: str, seal: Seal) -> None:
+        self.remote.put(self._local(step) / file, f"{STEP_PREFIX}{step}/{file}", seal, self._count)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+    def _lower_latest(self) -> None:
+        """Lower the mirror's pointer if it names a later step than the local one: the run resumed from before it."""
+        latest, mirrored = latest_step(self.directory), self.remote.latest()
+        if latest is not None and mirrored is not None and mirrored > latest:
+            self.remote.write(LATEST_FILE, str(latest).encode())
+
+    def _seal(self, step: int) -> int:
+        """Write the metrics so far, the manifest and the pointer, then remove old checkpoints; the first rank does."""
+        if dist.get_rank() == 0:
+            if (metrics := self.directory / METRICS_FILE).is_file():
+                self._persist(lambda: self.remote.write(METRICS_FILE, metrics.read_bytes()))
+            manifest, name = self._manifest(step)
+            if self._persist(lambda: self.remote.read(name)) != manifest:
+                self._persist(lambda: self.remote.write(name, manifest))
+            latest = self._persist(self.remote.latest)
+            if latest is None or latest < step:
+                self._persist(lambda: self.remote.write(LATEST_FILE, str(step).encode()))
+            try:
+                self._persist(self._remove_old)
+            except Exception as error:  # the new checkpoint is complete, and need not be uploaded again
+                logger.warning("old checkpoints in %s could not be removed: %s", self.remote, error)
+        return 0
+
+    def _remove_old(self) -> None:
+        """Remove checkpoints beyond `keep`, and what was uploaded of deleted checkpoints that are incomplete."""
+        old = self.remote.resumable_steps()[: -self._keep] if self._keep else []
+        for step in {*old, *self.deleted.difference(self.remote.complete_steps())}:
+            self.remote.remove(step)
+        self.deleted.clear()
+
+    def _manifest(self, step: int) -> tuple[bytes, str]:
+        """Return the content of the local manifest of `step`, and its name in the mirror."""
+        return read_bytes(self._local(step) / MANIFEST_FILE), f"{STEP_PREFIX}{step}/{MANIFEST_FILE}"
+
+    def _persist(self, work: Callable[[], T]) -> T:
+        return persist(work, self._waits)
+
+    def _local(self, step: int) -> Path:
+        return self.directory / f"{STEP_PREFIX}{step}"
