@@ -1,6 +1,6 @@
-"""The columns of a row of prompts: which ones a run needs, what is wrong with them, and what they say.
+"""The columns of a row of prompts: which of them a run needs, their faults, and their values.
 
-No tokenizer is needed here, so that a file is looked at before anything starts.
+This module needs no tokenizer, so a file can be checked before anything starts.
 """
 
 import json
@@ -19,21 +19,21 @@ from megarl.rewards.wire import pack
 
 REWARD_MODEL, EXTRA_INFO = "reward_model", "extra_info"
 NO_SOURCE = "default"
-"""The data source of a row that names none."""
+"""The data source of a row without one."""
 SHOWN_SOURCES = 5
-_SCORED_OTHERWISE = "custom_reward_function.path or a reward model needs none"
+_NO_RULE_NEEDED = "not needed with custom_reward_function.path or a reward model"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What scoring reads of a row."""
+    """The columns of a row that scoring reads."""
 
     source: bool = True  # the data source of the row picks a built-in rule
     ground_truth: bool = True
 
     @classmethod
     def of(cls, section: RulesSection | None, custom: CustomRewardSection) -> "Needs":
-        """Return what the given rules read; None: a reward model scores alone."""
+        """Return the columns that the given rules read; None: a reward model scores alone."""
         if section is None:
             return cls(source=False, ground_truth=False)
         by_source = Rules(path=custom.path, name=custom.name, weights=section.weights).reads_data_source()
@@ -42,12 +42,12 @@ class Needs:
 
 
 BY_SOURCE = Needs()
-"""What scoring reads if nothing but built-in rules score."""
+"""The columns that scoring reads if only built-in rules score."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptColumns:
-    """How a run reads a row of prompts."""
+    """Reads a row of prompts as a run does."""
 
     section: DataSection
     needs: Needs
@@ -59,8 +59,8 @@ class PromptColumns:
         named = [data.prompt_id_key] if data.prompt_id_key else []
         remedies = {
             data.prompt_key: "data.prompt_key names another",
-            data.reward_fn_key: f"data.reward_fn_key names another; {_SCORED_OTHERWISE}",
-            REWARD_MODEL: _SCORED_OTHERWISE,
+            data.reward_fn_key: f"data.reward_fn_key names another; {_NO_RULE_NEEDED}",
+            REWARD_MODEL: _NO_RULE_NEEDED,
         }
         return Rows(
             files,
@@ -70,7 +70,7 @@ class PromptColumns:
         )
 
     def faults(self, row: DataRow) -> Iterator[str]:
-        """Say what is wrong with a row, each fault behind the name of its column."""
+        """Yield the faults of a row, each after the name of its column."""
         data = self.section
         yield from (f"{data.prompt_key}: {fault}" for fault in prompt_faults(row[data.prompt_key]))
         sources = list(self.source_faults(row))
@@ -83,35 +83,35 @@ class PromptColumns:
                 yield f"{name}: {error}"
                 continue
             if name == REWARD_MODEL and value is None and not sources and self._reads_ground_truth(row):
-                yield f"{name}: {shown(row[name])} has no ground_truth, which the built-in reward compares with"
+                yield f"{name}: {shown(row[name])} has no ground_truth, which the built-in reward needs"
         yield from self._id_faults(row)
 
     def source(self, row: DataRow) -> str:
-        """The data source of a row without faults."""
+        """Return the data source of a row without faults."""
         source = row.get(self.section.reward_fn_key)
         return NO_SOURCE if source is None else str(source)
 
     def ground_truth(self, row: DataRow) -> Any:
-        """What a reward compares with; None: the row does not say. Raises ValueError as `as_mapping` does."""
+        """Return the ground truth; None if the row has none. Raises ValueError as `as_mapping` does."""
         return as_mapping(row.get(REWARD_MODEL)).get("ground_truth")
 
     def extra_info(self, row: DataRow) -> dict[str, Any]:
-        """What else rewards are told of a row. Raises ValueError as `as_mapping` does."""
+        """Return the further values that rewards receive. Raises ValueError as `as_mapping` does."""
         return as_mapping(row.get(EXTRA_INFO))
 
     def prompt_id(self, row: DataRow) -> str | None:
-        """The id of a prompt, if it has one."""
+        """Return the id of a prompt; None if it has none."""
         value = row[self.section.prompt_id_key] if self.section.prompt_id_key else None
         return None if value is None else str(value)
 
     def source_faults(self, row: DataRow) -> Iterator[str]:
-        """Say what is wrong with the data source of a row."""
+        """Yield the faults of a row's data source."""
         source = row.get(self.section.reward_fn_key)
         if source is None:
             if self.needs.source:
-                yield "is null, and picks the built-in reward: name one, or set custom_reward_function.path"
+                yield "is null, but picks the built-in reward: give a data source, or set custom_reward_function.path"
         elif not isinstance(source, str) or not source:
-            yield f"{shown(source)} is no text"
+            yield f"{shown(source)} is not a text"
         elif self.needs.source:
             try:
                 known_data_source(source)
@@ -133,10 +133,10 @@ class PromptColumns:
 
 
 def as_mapping(value: Any) -> dict[str, Any]:
-    """Return named values that a row holds as a struct, a map, the text of a JSON object, or null for none.
+    """Return the named values of a struct, a map, the text of a JSON object, or null for none.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     if isinstance(value, str):
         try:
@@ -151,13 +151,13 @@ def as_mapping(value: Any) -> dict[str, Any]:
         return {}
     elif isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):  # a map of Arrow
         return dict(value)
-    raise ValueError(f"{shown(value)} holds no named values: give a struct, a map or the text of a JSON object")
+    raise ValueError(f"{shown(value)} has no named values: give a struct, a map or the text of a JSON object")
 
 
 def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator[str]:
-    """Say which files or columns are missing, and which data sources have no built-in reward.
+    """Yield missing files, missing columns, and data sources without a built-in reward.
 
-    Of the rows only the data sources are read, and those only if they pick the reward.
+    Only the column of the data sources is read, and only if the data source picks the reward.
     """
     try:
         columns.open(files)

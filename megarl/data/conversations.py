@@ -1,7 +1,7 @@
-"""Prompts with their answers, each as one sequence of tokens that is scored as a whole.
+"""Prompts with their responses, each as one sequence of tokens that a model scores.
 
-The score of a sequence stands where transformers' sequence classifiers have it: at its last token that is not the pad
-token.
+The score of a sequence is at the position that transformers' sequence classifiers use: at its last token that is not
+the pad token.
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,30 @@ from megarl.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """How the model that scores wants its sequences."""
+    """Encodes conversations for the model that scores them."""
 
     tokenizer: Tokenizer
-    pad_token_id: int | None  # of its config.json; None: every last token counts
+    pad_token_id: int | None  # of its config.json; None: the last token counts in any case
     max_length: int  # tokens
 
-    def encode(self, prompt: Any, answer: str) -> list[int]:
-        """Return the sequence of a prompt (a list of `{role, content}`, or a text) and the assistant's answer to it.
+    def encode(self, prompt: Any, response: str) -> list[int]:
+        """Return the sequence of a prompt (a list of `{role, content}`, or a text) and the assistant's response.
 
-        What goes through the chat template has its special tokens alone; a text continues in the answer, with what the
-        tokenizer puts around a text.
+        Messages get the special tokens of the chat template alone. A text prompt is continued by the response, and gets
+        the special tokens that the tokenizer adds to a text.
 
         Raises:
             ValueError: the prompt is neither, or the template refuses it.
         """
         messages = as_messages(prompt, self.tokenizer)
         if messages is None:
-            return self.fit(self.tokenizer.encode(plain_text(prompt) + answer, add_special_tokens=True))
-        return self.fit(self.tokenizer.chat([*messages, {"role": "assistant", "content": answer}], is_complete=True))
+            return self.fit(self.tokenizer.encode(plain_text(prompt) + response, add_special_tokens=True))
+        return self.fit(self.tokenizer.chat([*messages, {"role": "assistant", "content": response}], is_complete=True))
 
     def fit(self, token_ids: Sequence[int]) -> list[int]:
-        """The sequence without pad tokens at its end and cut to `max_length`.
+        """Remove pad tokens at the end of a sequence, and cut it to `max_length`.
 
-        It is cut on the left, as its end is what is judged; a beginning-of-sequence token stays.
+        The cut is on the left, as the score is at the end; a beginning-of-sequence token stays.
         """
         if not token_ids:
             raise ValueError("a sequence to be scored has no token")
@@ -54,9 +54,9 @@ class Conversations:
 
 
 def scoring_batch(sequences: Sequence[Sequence[int]]) -> Rollouts:
-    """A record of which a value model says the scores: `[B, 1]` values, that of sequence `i` in row `i`.
+    """Return a record with one sample per sequence: a model's `[B, 1]` values of it are the scores, in this order.
 
-    Each sequence is a prompt, and one token that no model computes is its response: the value of the state before it is
+    Each sequence becomes a prompt whose response is one placeholder token: the value of the state before that token is
     the value at the last token of the sequence.
     """
     num = len(sequences)

@@ -1,7 +1,7 @@
 """Tables in JSON files: a record on each line, or one list of records; perhaps compressed.
 
-Where each line lies is found once; a line is parsed when its row is asked for, so values keep the types that they have.
-Lists and compressed files are unpacked once into a temporary file, which ends with the process.
+The position of each line is found once; a line is parsed when its row is read, so values keep their own types. Lists
+and compressed files are unpacked once into a temporary file, which is removed with the process.
 """
 
 import json
@@ -27,15 +27,15 @@ from megarl.data.uri import Location, Pinned
 LINES, LIST = (".jsonl", ".ndjson"), ".json"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 GROUP_BYTES = 4 << 20
-"""Lines are read together that have about as many bytes."""
+"""Approximate size of the groups of lines that are read together."""
 _BLOCK_BYTES = 4 << 20
-_BEGINNING_BYTES = 4096  # in which a list shows its bracket
+_BEGINNING_BYTES = 4096  # the bracket of a list must be in here
 _BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
 class _Spool:
-    """A copy of a file's records that nobody else sees, and that ends with this object."""
+    """A private copy of a file's records, removed together with this object."""
 
     file: Any
 
@@ -43,7 +43,7 @@ class _Spool:
         finalize(self, self.file.close)
 
     def open(self) -> Any:
-        """The copy, for reading at any place in it; it stays open."""
+        """Return the copy, for reading at any position; it stays open."""
         return nullcontext(self.file)
 
 
@@ -55,7 +55,7 @@ class JsonTable:
     source: Pinned | _Spool
     columns: frozenset[str]
     required: tuple[str, ...]
-    spans: NDArray[np.int64]  # [rows, 2]: first byte of each record, and the byte behind it
+    spans: NDArray[np.int64]  # [rows, 2]: first byte of each record, and the byte after it
     lines: NDArray[np.int64] | None  # of each record, counted from 1; None: the file is one list
 
     @classmethod
@@ -63,7 +63,7 @@ class JsonTable:
         """Find the records of a file.
 
         Raises:
-            ValueError: it is missing, is not JSON, has no record, or its first record lacks a column.
+            ValueError: the file is missing, is not JSON, has no record, or its first record lacks a column.
         """
         with location.open() as source:
             try:
@@ -71,14 +71,14 @@ class JsonTable:
             except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
                 raise ValueError(f"{location.name} cannot be read as JSON: {error}") from error
         if not len(spans):
-            raise ValueError(f"{location.name} is empty: it has not one record")
+            raise ValueError(f"{location.name} is empty: it has no record")
         columns = frozenset((*wanted.required, *wanted.optional))
         table = cls(location.name, kept, columns, wanted.required, spans, lines)
         wanted.find(location.name, table._first_record())
         return table
 
     def groups(self) -> "Iterator[LineGroup]":
-        """Runs of neighbouring records."""
+        """Yield groups of neighbouring records."""
         start, ends = 0, self.spans[:, 1]
         while start < len(ends):
             stop = max(start + 1, int(np.searchsorted(ends, self.spans[start, 0] + GROUP_BYTES, side="right")))
@@ -86,23 +86,23 @@ class JsonTable:
             start = stop
 
     def row_name(self, number: int) -> str:
-        """Its line, counted from 1; of a list its number, counted from 0."""
+        """Return the line of a row, counted from 1; in a list its number, counted from 0."""
         return f"row {number}" if self.lines is None else f"line {self.lines[number]}"
 
     def parse(self, text: bytes) -> DataRow:
         """Return the record in `text`.
 
         Raises:
-            ValueError: it is not a JSON object, or has a field twice.
+            ValueError: the record is not a JSON object, or has a field twice.
         """
         try:
             record = json.loads(text, object_pairs_hook=_unique)
         except RecursionError as error:
             raise ValueError("the record is nested too deeply") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"a record is one line of JSON in UTF-8, and this is not: {error}") from error
+            raise ValueError(f"a record must be one line of JSON in UTF-8: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"a record is a JSON object with named fields, not {text[:100]!r}")
+            raise ValueError(f"a record must be a JSON object with named fields, not {text[:100]!r}")
         return record
 
     def _first_record(self) -> DataRow:
@@ -122,21 +122,21 @@ class LineGroup:
 
     @property
     def num_rows(self) -> int:
-        """At least 1."""
+        """Rows in the group, at least 1."""
         return len(self.rows)
 
     @property
     def num_bytes(self) -> int:
-        """Of the records as they stand in the file."""
+        """Bytes of the records in the file."""
         return int(self.table.spans[self.rows.stop - 1, 1] - self.table.spans[self.rows.start, 0])
 
     def parts(self, part_bytes: int) -> list[range]:
-        """All rows in one part: groups are small."""
+        """Return all rows as one part: groups are small."""
         del part_bytes
         return [range(self.num_rows)]
 
     def read(self, rows: range) -> Iterator[Any]:
-        """One batch with the text of each record."""
+        """Yield one batch with the text of each record."""
         spans = self.table.spans[self.rows.start + rows.start : self.rows.start + rows.stop]
         first = int(spans[0, 0])
         with self.table.source.open() as source:
@@ -149,14 +149,14 @@ class LineGroup:
         yield pa.RecordBatch.from_pydict({"record": pa.array(records, pa.large_binary())})
 
     def decode(self, record: DataRow) -> DataRow:
-        """The wanted fields of a record; a required one that it lacks is None."""
+        """Return the wanted fields of a record; a required field that it lacks is None."""
         found = self.table.parse(record["record"])
         wanted = {name: value for name, value in found.items() if name in self.table.columns}
         return dict.fromkeys(self.table.required) | wanted
 
 
 def holds_json(location: Location) -> bool:
-    """Whether a file is read as JSON, by its name."""
+    """Return whether the name of a file is that of a JSON file."""
     suffixes = [*reversed(PurePosixPath(location.path).suffixes), ""]
     return suffixes[suffixes[0] in CODECS] in (*LINES, LIST)
 
@@ -164,7 +164,7 @@ def holds_json(location: Location) -> bool:
 def _find_records(
     location: Location, source: Any
 ) -> tuple[Pinned | _Spool, NDArray[np.int64], NDArray[np.int64] | None]:
-    """What the records are read from, their spans there, and their lines in the file."""
+    """Return the source of the records, their spans in it, and their lines in the file."""
     kept: Pinned | _Spool = location.pin(source)
     source.seek(0)
     if codec := CODECS.get(PurePosixPath(location.path).suffix):
@@ -180,8 +180,8 @@ def _find_records(
 
 
 def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The spans of all lines that are not blank, and their numbers, counted from 1."""
-    ends, printed = [], []  # of each line: the byte behind it, and how many printed characters the file has up to there
+    """Return the spans of all lines that are not blank, and their numbers, counted from 1."""
+    ends, printed = [], []  # of each line: the byte after it, and the number of printed characters up to there
     position, so_far = 0, 0
     for block in iter(partial(source.read, _BLOCK_BYTES), b""):
         characters = np.frombuffer(block, np.uint8)
@@ -190,14 +190,14 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         ends.append(position + breaks)
         printed.append(counted[breaks])
         position, so_far = position + len(block), int(counted[-1])
-    behind = np.concatenate([*ends, [position]]).astype(np.int64)
-    starts = np.concatenate([[0], behind[:-1] + 1])
+    stops = np.concatenate([*ends, [position]]).astype(np.int64)
+    starts = np.concatenate([[0], stops[:-1] + 1])
     has_text = np.diff(np.concatenate([[0], *printed, [so_far]])) > 0
-    return np.stack([starts, behind], axis=1)[has_text], np.flatnonzero(has_text) + 1
+    return np.stack([starts, stops], axis=1)[has_text], np.flatnonzero(has_text) + 1
 
 
 def _unpack_list(text: str) -> tuple[_Spool, NDArray[np.int64], None]:
-    """A copy of a list's records, and their spans. Raises ValueError for what is no list of JSON values."""
+    """Return a copy of a list's records, and their spans. Raises ValueError if it is not a list of JSON values."""
     decoder, copy, ends = json.JSONDecoder(), _Spool(TemporaryFile()), [0]  # noqa: SIM115 - as above
     place = _skip_blanks(text, text.index("[") + 1)
     has_more = not text.startswith("]", place)
@@ -208,7 +208,7 @@ def _unpack_list(text: str) -> tuple[_Spool, NDArray[np.int64], None]:
         if has_more := text.startswith(",", place):
             place = _skip_blanks(text, place + 1)
     if text[place:].strip() != "]":
-        raise ValueError(f"behind record {len(ends) - 2} of the list stands {text[place : place + 20]!r}")
+        raise ValueError(f"record {len(ends) - 2} of the list is followed by {text[place : place + 20]!r}")
     return copy, np.stack([ends[:-1], ends[1:]], axis=1), None
 
 

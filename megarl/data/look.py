@@ -1,4 +1,4 @@
-"""The first look at all rows: what is wrong with a row is found before anything starts, not when it is reached."""
+"""Checks all rows before training starts, so that no fault appears only when a row is reached."""
 
 from collections.abc import Callable
 
@@ -13,19 +13,19 @@ SHOWN_FAULTS = 20
 
 
 def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int64]:
-    """Look at every row, each rank at a share of them; return the numbers of those that `keeps` keeps. Collective.
+    """Return the numbers of the rows that `keeps` accepts; each rank checks a share of the rows. Collective.
 
     Raises:
-        ValueError: on every rank alike, if `keeps` raises for some rows; names the first of them.
+        ValueError: on every rank, if `keeps` raises for some rows; names the first of them.
     """
 
-    def look(share: range) -> tuple[list[int], list[str], int]:
+    def check(share: range) -> tuple[list[int], list[str], int]:
         kept, faults, num_faults = list[int](), list[str](), 0
         scanned = rows.scan(share)
         for number in share:
             try:
                 row = next(scanned)
-            except ValueError as error:  # no row behind this one can be read either
+            except ValueError as error:  # no later row of the group can be read either
                 return kept, [*faults, str(error)], num_faults + 1
             try:
                 if keeps(row):
@@ -36,7 +36,7 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
                     faults.append(f"{rows.place(number)}, {error}")
         return kept, faults, num_faults
 
-    shares = in_shares(len(rows), look)
+    shares = in_shares(len(rows), check)
     faults = [fault for _, of_share, _ in shares for fault in of_share][:SHOWN_FAULTS]
     if others := sum(num for _, _, num in shares) - len(faults):
         faults.append(f"... and {others} more")

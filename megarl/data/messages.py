@@ -1,4 +1,4 @@
-"""How a prompt becomes tokens: its messages through the chat template, or the text that it holds."""
+"""Turns a prompt into tokens: messages by the chat template, or a text as it is."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 from megarl.platform.secrets import beginning, redact
 
 if TYPE_CHECKING:
-    from megarl.data.tokenizer import Tokenizer  # prompts are checked where there is none
+    from megarl.data.tokenizer import Tokenizer  # prompts are also checked without a tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_CHARACTERS = 1000
-"""What is shown of a prompt at most, at its beginning and at its end."""
+"""Most characters that are shown of the beginning, and of the end, of a prompt."""
 SHOWN_OF_VALUE = 200
 
 Message = dict[str, Any]
 
 
 def prompt_faults(prompt: object) -> Iterator[str]:
-    """Say what is wrong with a prompt, which is a text or a list of messages `{role, content}`."""
+    """Yield the faults of a prompt, which must be a text or a list of messages `{role, content}`."""
     if isinstance(prompt, str):
         yield from text_faults(prompt, may_be_empty=False)
     elif not isinstance(prompt, list) or not prompt:
@@ -43,7 +43,7 @@ def _message_faults(message: object) -> Iterator[str]:
 
 
 def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
-    """Say what is wrong with a text."""
+    """Yield the faults of a text."""
     if not isinstance(text, str):
         yield f"a text is expected, not {shown(text)}"
         return
@@ -52,22 +52,22 @@ def text_faults(text: object, *, may_be_empty: bool = True) -> Iterator[str]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        yield f"the text has half a character (a lone surrogate) at place {error.start}: {text[error.start]!r}"
+        yield f"the text has half a character (a lone surrogate) at position {error.start}: {text[error.start]!r}"
 
 
 def shown(value: object) -> str:
-    """Write a value of a row for a message, cut if it is long."""
+    """Format a value of a row for a message, cut if it is long."""
     text = beginning(repr(value), SHOWN_OF_VALUE + 1)
     return text if len(text) <= SHOWN_OF_VALUE else f"{text[:SHOWN_OF_VALUE]}..."
 
 
 def plain_text(prompt: str | list[Message]) -> str:
-    """Return a text as it is, and of messages their contents, a line break between them."""
+    """Return a text as it is, or the contents of messages, joined by line breaks."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)
 
 
 def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
-    """Return the messages that go through the chat template of `tokenizer`; None if the prompt is read as a text.
+    """Return the messages for the chat template of `tokenizer`; None if the prompt is read as a text.
 
     Raises:
         ValueError: the prompt is neither a text nor a list of messages.
@@ -80,7 +80,7 @@ def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
 
 
 def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
-    """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is told to read them.
+    """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is configured to read them.
 
     Raises:
         ValueError: the prompt is neither, the chat template refuses it, or it has no token.
@@ -96,12 +96,12 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
 
 
 def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
-    """Describe for people how the model reads `what`: its text with special tokens, cut in the middle.
+    """Describe how the model reads `what`: its text with special tokens, cut in the middle.
 
     Args:
-        what: a prompt, perhaps with a response behind it.
-        prompt: as it stands in the data file.
-        token_ids: of the prompt, and of what is behind it.
+        what: the name of a prompt, perhaps with its response.
+        prompt: as it is in the data file.
+        token_ids: of the prompt and its response.
         tokenizer: of these ids.
     """
     if tokenizer.templates(prompt):
@@ -109,10 +109,12 @@ def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tok
     elif isinstance(prompt, str):
         way = "a text as it is"
     elif tokenizer.has_template:
-        way = "the content of its messages, as data.apply_chat_template=false says"
+        way = "the content of its messages, because of data.apply_chat_template=false"
     else:
         way = "the content of its messages, as the tokenizer has no chat template (data.chat_template gives it one)"
-    text = redact(tokenizer.decode(token_ids, with_special_tokens=True))  # before it is cut: half a secret is not found
+    text = redact(
+        tokenizer.decode(token_ids, with_special_tokens=True)
+    )  # before the cut: half a secret would not be recognised
     if len(text) > 2 * SHOWN_CHARACTERS:
         text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
     lines = "\n".join(f"  | {line}" for line in text.splitlines())

@@ -1,8 +1,8 @@
-"""Which rows make which batch: a pure function of a seed and a position, so that a run resumes from two integers.
+"""The rows of each batch: a pure function of a seed and a position, so a run resumes from two integers.
 
-Rows that lie together are read together (a `Chunk`), and only some chunks fit in memory at a time. So an epoch goes
-through windows: it draws an order of all chunks, cuts it into windows that fit in memory, and draws an order of all
-rows in each. Chunks that all fit are one window, and its order a permutation of all rows.
+Neighbouring rows are read together (a `Chunk`), and only some chunks fit in memory at a time. So an epoch draws an
+order of all chunks, divides it into windows that fit in memory, and draws an order of all rows in each window. If all
+chunks fit, they are one window, and its order is a permutation of all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW_BYTES = 256 << 20
-"""Size of a window; half of what a reader keeps, as a chunk is larger in memory than its file says."""
+"""Size of a window: half of a reader's cache, as a chunk is larger in memory than in its file."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a run stands: it has taken `offset` rows of epoch `epoch`, and all epochs before."""
+    """A run's position in the data: it has taken all earlier epochs, and `offset` rows of epoch `epoch`."""
 
     epoch: int = 0
     offset: int = 0
@@ -27,11 +27,11 @@ class Chunk:
     """Neighbouring rows that are read together."""
 
     num_rows: int
-    num_bytes: int  # by the file's own account, so that no order depends on who reads it
+    num_bytes: int  # as the file states it, so that the order does not depend on the reader
 
 
 class Order:
-    """The order of the rows of `chunks` in batches of `batch_size`; shuffled, each epoch has an order of its own."""
+    """The order of the rows of `chunks` in batches of `batch_size`; if shuffled, a different order in each epoch."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Order:
         seed: int,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """A `batch_size` of None is all rows."""
+        """Set up the order; a `batch_size` of None means all rows."""
         self._chunks, self._shuffle, self._seed, self._window_bytes = chunks, shuffle, seed % 2**32, window_bytes
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in chunks)])
         self.num_rows = int(self._starts[-1])
@@ -50,20 +50,20 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError where there is not one."""
+        """Full batches in one pass. Raises ValueError if there is none."""
         self._require(self.batch_size)
         return self.num_rows // self.batch_size
 
     def position_of(self, step: int) -> Position:
-        """Where a run stands that has taken `step` batches, each of `batch_size` rows."""
+        """Return the position after `step` batches of `batch_size` rows."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         return Position(epoch, batch * self.batch_size)
 
     def take(self, position: Position, count: int | None = None) -> tuple[Sequence[int], Position]:
-        """The next `count` rows (None: a batch), all of one epoch, and the position behind them.
+        """Return the next `count` rows (None: a batch), all of one epoch, and the position after them.
 
-        Where the epoch has fewer left, the next one begins; what fills no batch at an epoch's end is left out. Raises
-        ValueError where no epoch has so many.
+        If the epoch has fewer rows left, the next epoch begins; rows that do not fill a batch at the end of an epoch
+        are dropped. Raises ValueError if an epoch has fewer than `count` rows.
         """
         count = self.batch_size if count is None else count
         self._require(count)
@@ -75,12 +75,12 @@ class Order:
         return self._rows(epoch, start, stop), Position(epoch, stop) if rest_fills_a_batch else Position(epoch + 1)
 
     def once_through(self) -> Iterator[Sequence[int]]:
-        """Every row once, in file order; the last batch may be smaller."""
+        """Yield every row once, in batches in file order; the last batch may be smaller."""
         for start in range(0, self.num_rows, self.batch_size):
             yield range(start, min(start + self.batch_size, self.num_rows))
 
     def _rows(self, epoch: int, start: int, stop: int) -> Sequence[int]:
-        """Rows `start .. stop` of an epoch's order; only the windows that they lie in are drawn."""
+        """Return rows `start .. stop` of an epoch's order; only the windows with these rows are drawn."""
         if not self._shuffle:
             return range(start, stop)
         rows: list[int] = []
@@ -95,12 +95,12 @@ class Order:
         return rows
 
     def _windows(self, epoch: int) -> list[list[int]]:
-        """The chunks of each window."""
+        """Return the chunks of each window."""
         chunks = range(len(self._chunks))
         if sum(chunk.num_bytes for chunk in self._chunks) <= self._window_bytes:
             return [list(chunks)]
         windows: list[list[int]] = []
-        room = -1  # none: the first chunk begins a window
+        room = -1  # the first chunk starts a window
         for chunk in np.random.default_rng((self._seed, epoch, 0, 1)).permutation(len(chunks)).tolist():
             if self._chunks[chunk].num_bytes > room:
                 windows.append([])
@@ -112,6 +112,6 @@ class Order:
     def _require(self, count: int) -> None:
         if count > self.num_rows:
             raise ValueError(
-                f"data.train_batch_size is {count}, and the training files hold {self.num_rows} rows: "
+                f"data.train_batch_size is {count}, but the training files have {self.num_rows} rows: "
                 "lower it or give more data"
             )

@@ -1,4 +1,4 @@
-"""Pairs of prompt and response from data files, for supervised learning, as records the learner already knows."""
+"""Pairs of prompt and response from data files, for supervised learning."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,9 +18,9 @@ from megarl.data.tokenizer import Tokenizer
 class PairStream:
     """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
 
-    A response is encoded without what the tokenizer puts around a text, and ends with its end-of-sequence token. Pairs
-    are read and encoded when they are asked for, and all are looked through once, here, all ranks of a job together.
-    Raises ValueError for a pair that is none or is longer than `max_length`, by the name that users know this by.
+    A response is encoded without special tokens, and ends with an end-of-sequence token. Pairs are read and encoded
+    when they are taken; the constructor checks all of them once, on all ranks together. It raises ValueError for an
+    invalid pair, and for a pair longer than `max_length`, whose key is called `longest` in messages.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class PairStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError where there is not one."""
+        """Full batches in one pass. Raises ValueError if there is none."""
         return self._order.steps_per_epoch
 
     def take(self, step: int) -> Rollouts:
-        """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
+        """Return the pairs of a step, counted from 0 over all epochs; the incomplete batch of an epoch is dropped."""
         rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
 
     def first_as_read(self, step: int) -> str:
-        """Describe for people how the model reads the first pair of a step."""
+        """Describe how the model reads the first pair of a step."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
         prompt_ids, response_ids = self._encode(row)
@@ -64,11 +64,11 @@ class PairStream:
         return as_read("the first prompt with its response", prompt, prompt_ids + response_ids, self._tokenizer)
 
     def batches(self) -> Iterator[Rollouts]:
-        """Every pair once, in file order; the last batch may be smaller."""
+        """Yield every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
     def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
-        """The ids of prompt and response; ValueError for a row that is no pair."""
+        """Return the ids of prompt and response. Raises ValueError for an invalid row."""
         prompt, response = row[self._section.prompt_key], row[self._section.response_key]
         for fault in text_faults(response):
             raise ValueError(f"column {self._section.response_key}: {fault}")
@@ -80,8 +80,8 @@ class PairStream:
         length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
         if length > limit:
             raise ValueError(
-                f"column {self._section.response_key}: prompt and response have {length} tokens, {self._longest} is "
-                f"{limit}: raise it"
+                f"column {self._section.response_key}: prompt and response have {length} tokens, but "
+                f"{self._longest} is {limit}: raise it"
             )
         return prompt_ids, response_ids
 

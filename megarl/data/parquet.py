@@ -1,4 +1,4 @@
-"""Tables in parquet files, read a row group at a time."""
+"""Tables in parquet files, read one row group at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
 
 PART_BYTES = 64 << 20
-"""Row groups that are larger are read in parts of about this size."""
+"""Approximate size of the parts of larger row groups; each part is read separately."""
 ROWS_PER_GROUP = 4096
-"""Of the files written here."""
+"""Rows per group of the files that `write_rows` writes."""
 _BATCH_ROWS, _BATCH_BYTES = 1024, 1 << 20  # decoded at a time, at most
 _BUFFER_BYTES = 4 << 20  # fetched at a time of each column, of a row group in parts
 
@@ -33,7 +33,7 @@ class ParquetTable:
         """Read the footer of a file.
 
         Raises:
-            ValueError: it is missing, is not parquet, lacks a column or has no row.
+            ValueError: the file is missing, is not parquet, lacks a column or has no row.
         """
         with location.open() as source:
             file = location.pin(source)
@@ -43,21 +43,21 @@ class ParquetTable:
                 found = metadata.schema.to_arrow_schema().names
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(
-                    f"{location.name} cannot be read as parquet: {error} (names of JSON files end in .jsonl or .json, "
-                    "perhaps with .gz or .zst behind)"
+                    f"{location.name} cannot be read as parquet: {error} (a JSON file must be named .jsonl or .json, "
+                    "perhaps followed by .gz or .zst)"
                 ) from error
         columns = wanted.find(location.name, found)
         if metadata.num_rows == 0:
-            raise ValueError(f"{location.name} is empty: it has columns but not one row")
+            raise ValueError(f"{location.name} is empty: it has columns but no row")
         return cls(file, metadata, columns)
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """The name as the user wrote it."""
         return self.file.name
 
     def groups(self) -> "Iterator[RowGroup]":
-        """The row groups that have rows."""
+        """Yield the row groups that have rows."""
         for number in range(self.metadata.num_row_groups):
             described = self.metadata.row_group(number)
             leaves = (described.column(leaf) for leaf in range(described.num_columns))
@@ -66,13 +66,13 @@ class ParquetTable:
                 yield RowGroup(self, number, described.num_rows, sum(sizes))
 
     def row_name(self, number: int) -> str:
-        """Its number, counted from 0."""
+        """Return the number of a row, counted from 0."""
         return f"row {number}"
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group."""
+    """A row group of a parquet file."""
 
     table: ParquetTable
     number: int
@@ -80,22 +80,22 @@ class RowGroup:
     num_bytes: int
 
     def parts(self, part_bytes: int) -> list[range]:
-        """The rows of each part, counted from the group's first; all of them where they are small enough."""
+        """Return the rows of each part, counted from the group's first; a small group is one part."""
         num_parts = min(-(-self.num_bytes // part_bytes) or 1, self.num_rows)
         cuts = (self.num_rows * part // num_parts for part in range(num_parts + 1))
         return [range(start, stop) for start, stop in pairwise(cuts)]
 
     def read(self, rows: range) -> Iterator[Any]:
-        """Record batches of a run of rows. Those before it are decoded too, as no row is found otherwise."""
-        at_once = self.num_bytes <= PART_BYTES
+        """Yield record batches of a range of rows. Earlier rows of the group must be decoded too."""
+        is_small = self.num_bytes <= PART_BYTES
         batch_rows = max(1, min(_BATCH_ROWS, self.num_rows * _BATCH_BYTES // max(self.num_bytes, 1)))
         with self.table.file.open() as source:
             try:
                 parquet = pq.ParquetFile(
                     source,
                     metadata=self.table.metadata,
-                    pre_buffer=at_once,
-                    buffer_size=0 if at_once else _BUFFER_BYTES,
+                    pre_buffer=is_small,
+                    buffer_size=0 if is_small else _BUFFER_BYTES,
                 )
                 first = 0
                 for batch in parquet.iter_batches(
@@ -108,11 +108,11 @@ class RowGroup:
                     if first >= rows.stop:
                         return
             except Exception as error:  # each filesystem has errors of its own
-                where = f"{self.table.name}, row group {self.number}"
-                raise ValueError(f"{where} cannot be read: {error}") from error
+                group = f"{self.table.name}, row group {self.number}"
+                raise ValueError(f"{group} cannot be read: {error}") from error
 
     def decode(self, record: DataRow) -> DataRow:
-        """Return the record: its columns are decoded already."""
+        """Return the record as it is: its columns are already decoded."""
         return record
 
 
@@ -121,7 +121,7 @@ def _top(path_in_schema: str) -> str:
 
 
 def _without_views(batch: Any) -> Any:
-    """Return a batch with strings in place of string views, which Arrow does not take rows of."""
+    """Return a batch with strings in place of string views: Arrow's `take` does not support views."""
     schema = pa.schema([entry.with_type(_plain(entry.type)) for entry in batch.schema])
     return batch if schema == batch.schema else batch.cast(schema)
 
@@ -136,6 +136,6 @@ def _plain(kind: Any) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, all with the same keys, to a parquet file; its directory is made where it is missing."""
+    """Write rows, all with the same keys, to a parquet file; make its directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=ROWS_PER_GROUP)

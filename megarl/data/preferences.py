@@ -1,4 +1,4 @@
-"""Pairs of answers of which one is preferred, from data files, as records the learner already knows."""
+"""Pairs of a preferred and a rejected response from data files, for training a reward model."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,8 @@ from megarl.data.table import DataRow
 class PreferenceStream:
     """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
 
-    Each answer is read behind its prompt by `reader`, as it will be where the model is used. Pairs are tokenised when
-    they are asked for, and all are looked through once, here, all ranks of a job together. Raises ValueError for a row
-    that is no pair.
+    `reader` encodes each response after its prompt, as it does when the model is used. Pairs are tokenised when they
+    are taken; the constructor checks all of them once, on all ranks together. It raises ValueError for an invalid row.
     """
 
     def __init__(self, section: PreferenceDataSection, files: str | Sequence[str], reader: Conversations) -> None:
@@ -40,16 +39,16 @@ class PreferenceStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError where there is not one."""
+        """Full batches in one pass. Raises ValueError if there is none."""
         return self._order.steps_per_epoch
 
     def take(self, step: int) -> Preferences:
-        """The pairs of a step, counted from 0 over all epochs; what fills no batch at an epoch's end is left out."""
+        """Return the pairs of a step, counted from 0 over all epochs; the incomplete batch of an epoch is dropped."""
         rows, _ = self._order.take(self._order.position_of(step))
         return self._record(rows)
 
     def first_as_read(self, step: int) -> str:
-        """Describe for people how the model reads the first preferred response of a step."""
+        """Describe how the model reads the first preferred response of a step."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
         token_ids, tokenizer = self._read(row, row[self._section.chosen_key]), self._reader.tokenizer
@@ -57,7 +56,7 @@ class PreferenceStream:
         return as_read(what, row[self._section.prompt_key], token_ids, tokenizer)
 
     def batches(self) -> Iterator[Preferences]:
-        """Every pair once, in file order; the last batch may be smaller."""
+        """Yield every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
 
     def _is_pair(self, row: DataRow) -> bool:
@@ -82,8 +81,8 @@ class PreferenceStream:
                 margins.append(float(self._margin(row)))
         return scoring_batch(sequences).extend(Preferences, margins=torch.tensor(margins))
 
-    def _read(self, row: DataRow, answer: str) -> list[int]:
+    def _read(self, row: DataRow, response: str) -> list[int]:
         try:
-            return self._reader.encode(row[self._section.prompt_key], answer)
+            return self._reader.encode(row[self._section.prompt_key], response)
         except ValueError as error:
             raise ValueError(f"column {self._section.prompt_key}: {error}") from error

@@ -1,7 +1,7 @@
 """Prompts from data files, in an order that is a pure function of seed and position.
 
-Every rank reads the same files and takes the same prompts from the same position, with no messages; two integers say
-where a run stands. Only the first look at all rows, which tokenises every prompt, is shared out among the ranks.
+Every rank reads the same files and takes the same prompts from the same position without communication; a position is
+two integers. Only the check of all rows, which tokenises every prompt, is divided among the ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from megarl.data.tokenizer import Tokenizer
 
 
 class PromptDataset:
-    """The prompts of data files, with what the reward compares responses with.
+    """The prompts of data files, with the ground truth for the reward.
 
-    The tokenizer says whether a prompt goes through the chat template; if not, its text is encoded with what the
-    tokenizer puts around a text. Prompts are read and tokenised when they are asked for; all are looked at once, here,
-    all ranks of a job together. `num_filtered` are left out.
+    The tokenizer decides whether a prompt goes through the chat template; if not, its text is encoded with the special
+    tokens that the tokenizer adds to a text. Prompts are read and tokenised when they are taken; the constructor checks
+    all of them once, on all ranks together. `num_filtered` prompts are dropped.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class PromptDataset:
         tokenizer: Tokenizer,
         needs: Needs = BY_SOURCE,
     ) -> None:
-        """Open the files and look at every row; `needs` says what scoring reads of it. Collective.
+        """Open the files and check every row; `needs` lists the columns that scoring reads. Collective.
 
         Raises:
-            ValueError: a file cannot be read or lacks columns; rows are no prompts, lack what is needed, or are longer
-                than `max_prompt_length` unless the section says to cut them or to leave them out.
+            ValueError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
+                is longer than `max_prompt_length` unless the section says to cut or to drop it.
         """
         self._section = section
         self._tokenizer = tokenizer
@@ -46,8 +46,7 @@ class PromptDataset:
         self._kept = select_rows(self._rows, self._stays)
         if not len(self._kept):
             raise ValueError(
-                f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: nothing is left; "
-                "raise it"
+                f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it"
             )
         self.num_filtered = len(self._rows) - len(self._kept)
 
@@ -71,18 +70,18 @@ class PromptDataset:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks of the files, of which only the prompts that are not left out count."""
+        """The chunks of the files, counting only the prompts that are not dropped."""
         ends = np.cumsum([chunk.num_rows for chunk in self._rows.chunks])
         sizes = np.diff(np.searchsorted(self._kept, ends), prepend=0).tolist()
         pairs = zip(sizes, self._rows.chunks, strict=True)
         return [Chunk(num_rows=size, num_bytes=chunk.num_bytes) for size, chunk in pairs if size]
 
     def as_read(self, prompt: Prompt) -> str:
-        """Describe for people how the model reads the first prompt."""
+        """Describe how the model reads the first prompt."""
         return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
 
     def _stays(self, row: DataRow) -> bool:
-        """Whether a row is not left out; ValueError for one that cannot be read."""
+        """Return whether a row is kept. Raises ValueError for an invalid row."""
         if faults := list(self._columns.faults(row)):
             raise ValueError("; ".join(f"column {fault}" for fault in faults))
         length, limit = len(self._encode(row)), self._section.max_prompt_length
@@ -90,8 +89,8 @@ class PromptDataset:
             return length <= limit
         if self._section.truncation == "error":
             raise ValueError(
-                f"column {self._section.prompt_key}: the prompt has {length} tokens, data.max_prompt_length is "
-                f"{limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+                f"column {self._section.prompt_key}: the prompt has {length} tokens, but data.max_prompt_length "
+                f"is {limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
             )
         return True
 
@@ -102,13 +101,13 @@ class PromptDataset:
             raise ValueError(f"column {self._section.prompt_key}: {error}") from error
 
     def _raw(self, row: DataRow) -> DataRow:
-        """What reward functions are told of the prompt beside its answer."""
-        prompt, told = row[self._section.prompt_key], {}
+        """Return the forms of the prompt that reward functions receive in `extra_info`."""
+        prompt, forms = row[self._section.prompt_key], {}
         if self._section.return_raw_chat:
-            told["raw_chat"] = prompt
+            forms["raw_chat"] = prompt
         if self._section.return_raw_input_ids:
-            told["raw_input_ids"] = self._tokenizer.encode(plain_text(prompt), add_special_tokens=False)
-        return told
+            forms["raw_input_ids"] = self._tokenizer.encode(plain_text(prompt), add_special_tokens=False)
+        return forms
 
 
 def truncate(token_ids: list[int], limit: int, where: str) -> list[int]:
@@ -123,39 +122,40 @@ class PromptStream:
     """A data set in batches: endless and shuffled by epoch for training, once through for validation."""
 
     def __init__(self, dataset: PromptDataset, *, batch_size: int | None, shuffle: bool, seed: int) -> None:
-        """A `batch_size` of None is all prompts."""
+        """Set up the order; a `batch_size` of None means all prompts."""
         self._dataset = dataset
         self._order = Order(dataset.chunks, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError where there is not one."""
+        """Full batches in one pass. Raises ValueError if there is none."""
         return self._order.steps_per_epoch
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many prompts there are, and how many were left out, for a table."""
+        """The number of prompts, and the number of dropped prompts, for a table."""
         return {"prompts": len(self._dataset), "left out": self._dataset.num_filtered}
 
     def first_as_read(self, position: Position) -> str:
-        """Describe for people how the model reads the prompt at `position`."""
+        """Describe how the model reads the prompt at `position`."""
         prompts, _ = self.take(position, 1)
         return self._dataset.as_read(prompts.prompts[0])
 
     def position_of(self, step: int) -> Position:
-        """Where a run stands that has taken `step` batches."""
+        """Return the position after `step` batches."""
         return self._order.position_of(step)
 
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
-        """The next `count` prompts (None: a batch), all of one epoch, and the position behind them.
+        """Return the next `count` prompts (None: a batch), all of one epoch, and the position after them.
 
-        What fills no batch at an epoch's end is left out. Raises ValueError where no epoch has so many.
+        The incomplete batch at the end of an epoch is dropped. Raises ValueError if an epoch has fewer than `count`
+        prompts.
         """
-        rows, behind = self._order.take(position, count)
-        return self._prompts(rows), behind
+        rows, next_position = self._order.take(position, count)
+        return self._prompts(rows), next_position
 
     def batches(self) -> Iterator[Prompts]:
-        """Every prompt once, in file order; the last batch may be smaller."""
+        """Yield every prompt once, in file order; the last batch may be smaller."""
         return map(self._prompts, self._order.once_through())
 
     def _prompts(self, indices: Sequence[int]) -> Prompts:

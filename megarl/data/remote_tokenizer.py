@@ -1,4 +1,4 @@
-"""Which files at a URI are a tokenizer's: those of a Hugging Face directory, or a SentencePiece `.model`."""
+"""Selects the files of a tokenizer at a URI: a Hugging Face directory, or a SentencePiece `.model`."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class RemoteTokenizer:
 
     @classmethod
     def at(cls, uri: str) -> "RemoteTokenizer":
-        """What a user's URI means; nothing is asked."""
+        """Parse a user's URI, without any access to it."""
         first, chain, rest = uri.partition("::")
         path, query, parameters = first.partition("?")
         parent, _, name = path.rstrip("/").rpartition("/")
@@ -28,10 +28,10 @@ class RemoteTokenizer:
         return cls(f"{parent}{query}{parameters}{chain}{rest}", name)
 
     def files(self, remote: RemoteDirectory, *, with_code: bool) -> list[str]:
-        """The files of it that are needed; Python code only if `with_code`.
+        """Return the needed files; Python code only if `with_code`.
 
         Raises:
-            ValueError: there is no tokenizer.
+            ValueError: the directory has no tokenizer.
         """
         names = sorted(remote.sizes)
         if self.file:
@@ -39,6 +39,6 @@ class RemoteTokenizer:
                 raise ValueError(f"no such file: {remote / self.file}")
             return [name for name in (self.file, TEMPLATE) if name in names]
         if not set(ENOUGH) & set(names):
-            raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} is there")
+            raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} exists")
         endings = (*DATA_ENDINGS, CODE_ENDING) if with_code else DATA_ENDINGS
         return [name for name in names if name.endswith(endings) and not name.endswith(".index.json")]

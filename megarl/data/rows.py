@@ -1,7 +1,6 @@
-"""Rows of data files, by position over all files; parquet and JSON files are read alike.
+"""Rows of data files, by number over all files; parquet and JSON files are read alike.
 
-No more is held than a bounded number of bytes, whatever the size of the files and of their row groups. Errors name the
-file and the row.
+The memory is bounded, whatever the size of the files and of their row groups. Errors name the file and the row.
 """
 
 from bisect import bisect_right
@@ -21,15 +20,15 @@ from megarl.data.table import DataRow, Group, Table, Wanted
 from megarl.data.uri import locate
 
 CACHE_BYTES = 512 << 20
-"""What is kept of decoded rows, per set of files and rank."""
+"""Size of the cache of decoded rows, per set of files and rank."""
 
 
 class Rows:
-    """The rows of one data file or several, in order; only the columns asked for are read.
+    """The rows of one or more data files, in order; only the requested columns are read.
 
-    `columns` must be there, `optional` ones may be. `chunks` are the groups of rows, or their parts if one has more
-    than `part_bytes`: rows of one chunk are read together, and of the chunks used last as many are kept as
-    `cache_bytes` hold.
+    `columns` must exist, `optional` columns may be missing. `chunks` are the groups of rows, or the parts of a group
+    that has more than `part_bytes`: the rows of a chunk are read together, and a cache of `cache_bytes` keeps the
+    chunks that were used last.
     """
 
     def __init__(
@@ -42,11 +41,11 @@ class Rows:
         cache_bytes: int = CACHE_BYTES,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        """Open the files; `remedies` says for messages what may be done if a column is missing.
+        """Open the files; `remedies` are advice for messages about a missing column.
 
         Raises:
             ValueError: a file is missing, cannot be read, lacks a column, has it twice or has no row; every such file
-                is named. Later, when a row is asked for: its file has gone or changed, or the row cannot be read.
+                is named. Later, when a row is read: its file was removed or changed, or the row cannot be read.
         """
         names = [files] if isinstance(files, str) else list(files)
         if not names:
@@ -79,7 +78,7 @@ class Rows:
         return self.scan(range(len(self)))
 
     def scan(self, rows: range) -> Iterator[DataRow]:
-        """The rows of a run `start .. stop`, in order; none is kept."""
+        """Yield the rows `start .. stop` in order, without using the cache."""
         index = rows.start
         for group, (first, end) in zip(self._groups, pairwise(self._group_starts), strict=True):
             if first < rows.stop and rows.start < end:
@@ -88,7 +87,7 @@ class Rows:
                     index += len(batch)
 
     def place(self, index: int) -> str:
-        """Where a row is, for messages."""
+        """Return the file and the number of a row, for messages."""
         number = self._find(index, self._table_starts)
         table = self._tables[number]
         return f"{table.name}, {table.row_name(index - self._table_starts[number])}"
@@ -99,11 +98,11 @@ class Rows:
         return bisect_right(starts, index) - 1
 
     def _decode(self, group: Group, batch: Any, first: int) -> Iterator[DataRow]:
-        """The rows of a batch, of which the first is row `first`."""
+        """Yield the rows of a batch whose first row is row `first`."""
         try:
             records = batch.to_pylist()
         except UnicodeDecodeError:
-            records = (self._in_words(batch.slice(place, 1), first + place) for place in range(len(batch)))
+            records = (self._by_column(batch.slice(place, 1), first + place) for place in range(len(batch)))
         for index, record in enumerate(records, start=first):
             try:
                 row = group.decode(record)
@@ -111,8 +110,8 @@ class Rows:
                 raise ValueError(f"{self.place(index)}: {error}") from error
             yield row
 
-    def _in_words(self, row: Any, index: int) -> DataRow:
-        """The only row of a table; ValueError names the column that is not UTF-8."""
+    def _by_column(self, row: Any, index: int) -> DataRow:
+        """Return the only row of a table; ValueError names the column that is not UTF-8."""
         record = {}
         for name in row.schema.names:
             try:
@@ -127,7 +126,7 @@ class Rows:
             group, rows = self._parts[part]
             table = pa.Table.from_batches(group.read(rows))
             table = table.take(np.arange(len(table))).combine_chunks()  # copied: a slice would hold its batch
-            self._make_room(table.nbytes)  # decoded, it may be larger than the file says
+            self._make_room(table.nbytes)  # the decoded table may be larger than the file states
             self._cache[part] = table
             self._held += table.nbytes
         self._cache.move_to_end(part)
@@ -154,5 +153,5 @@ def _open_all(names: Sequence[str], wanted: Wanted) -> list[Table]:
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    """Where each begins that comes behind the others, and where the last ends."""
+    """Return the start of each of a sequence of ranges with these sizes, and the end of the last."""
     return [0, *accumulate(sizes)]

@@ -1,9 +1,9 @@
-"""A SentencePiece `.model` as a fast tokenizer that gives the same ids.
+"""Converts a SentencePiece `.model` to a fast tokenizer that gives the same ids.
 
-Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact but
-for two quirks of `tokenizers`: between segmentations of equal score a unigram model may choose the other one ("b bb"
-for "bb b"); and under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it looks at whole graphemes, so
-that a combining mark behind a character that the table rewrites may be dropped.
+Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact
+except for two quirks of `tokenizers`: of two segmentations with equal score, a unigram model may choose another one
+than SentencePiece ("b bb" for "bb b"); and under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it
+processes graphemes, so it may drop a combining mark after a character that the table rewrites.
 """
 
 import re
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 # the enumerations of sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 UNIGRAM, BPE, CHAR = 1, 2, 4
@@ -24,8 +24,8 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """Read a SentencePiece model (unigram, bpe or char).
 
-    The beginning-of-sequence token, where the model has one, is a special token that encoding adds. Raises ValueError
-    for a file that is no such model or that cannot be converted exactly.
+    Encoding adds the beginning-of-sequence token if the model has one. Raises ValueError for a file that is not such a
+    model or cannot be converted exactly.
     """
     model = sentencepiece_model_pb2.ModelProto()
     try:
@@ -81,7 +81,7 @@ def _check(model: Any, path: Path) -> None:
 def _unigram(model: Any) -> models.Unigram:
     best = max(piece.score for piece in model.pieces if piece.type == NORMAL)
     vocab = [
-        # a user-defined symbol always wins: the score that SentencePiece itself gives it
+        # a user-defined symbol always wins: SentencePiece gives it the same score
         (piece.piece, len(piece.piece.encode()) * best - 0.1 if piece.type == USER_DEFINED else piece.score)
         for piece in model.pieces
     ]
@@ -89,7 +89,10 @@ def _unigram(model: Any) -> models.Unigram:
 
 
 def _bpe(model: Any) -> models.BPE:
-    """SentencePiece merges the pair whose union has the best score: every split of a piece is a merge of its rank."""
+    """Convert the pieces to merges: SentencePiece merges the pair whose union has the best score.
+
+    So every split of a piece is a merge with the rank of that piece.
+    """
     ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
     normal = set(_pieces(model, NORMAL))
     by_score = sorted((piece for piece in model.pieces if piece.type == NORMAL), key=lambda piece: -piece.score)
@@ -105,7 +108,7 @@ def _bpe(model: Any) -> models.BPE:
         unk_token=model.trainer_spec.unk_piece,
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
-        ignore_merges=bool(_pieces(model, USER_DEFINED)),  # they come cut out, whole, and no merge leads to them
+        ignore_merges=bool(_pieces(model, USER_DEFINED)),  # the pre-tokenizer cuts them out, and no merge leads to them
     )
 
 

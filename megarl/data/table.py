@@ -1,4 +1,4 @@
-"""What rows are read from: a file whose rows lie in groups, each of which can be read alone."""
+"""The protocol of a data file: its rows are in groups, and each group can be read alone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ DataRow = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which columns are read of a file."""
+    """The columns that are read from a file."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     remedies: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By column: what may be done if it is missing, for messages."""
+    """Advice by column, for messages about a missing column."""
 
     def find(self, name: str, found: Iterable[str]) -> tuple[str, ...]:
-        """Return the wanted ones of the columns `found` in the file `name`.
+        """Return the wanted columns among the columns `found` in the file `name`.
 
         Raises:
-            ValueError: some are missing, or there twice; names all of them.
+            ValueError: wanted columns are missing or exist twice; names all of them.
         """
         found = list(found)
         wanted = dict.fromkeys((*self.required, *self.optional))
         faults = []
-        if missing := [self._told(column) for column in self.required if column not in found]:
+        if missing := [self._described(column) for column in self.required if column not in found]:
             faults.append(f"has no column {', '.join(missing)}; it has {', '.join(found)}")
         if twice := [repr(column) for column in wanted if found.count(column) > 1]:
             faults.append(f"has more than one column {', '.join(twice)}: rename or remove all but one")
@@ -34,36 +34,36 @@ class Wanted:
             raise ValueError(f"{name} {', and '.join(faults)}")
         return tuple(column for column in wanted if column in found)
 
-    def _told(self, column: str) -> str:
+    def _described(self, column: str) -> str:
         return f"{column!r} ({self.remedies[column]})" if column in self.remedies else repr(column)
 
 
 class Group(Protocol):
-    """Neighbouring rows that can be read without others."""
+    """Neighbouring rows that can be read without the rest of the file."""
 
     @property
     def num_rows(self) -> int:
-        """At least 1."""
+        """Rows in the group, at least 1."""
 
     @property
     def num_bytes(self) -> int:
-        """Uncompressed, by the file's own account, of what is read; no order depends on who reads it."""
+        """Uncompressed bytes of the columns that are read, as the file states them: the same for every reader."""
 
     def parts(self, part_bytes: int) -> list[range]:
-        """Return the rows of each part, counted from the group's first; all of them if they are small enough."""
+        """Return the rows of each part, counted from the group's first; a small group is one part."""
 
     def read(self, rows: range) -> Iterator[Any]:
-        """Yield record batches of a run of rows.
+        """Yield record batches of a range of rows.
 
         Raises:
-            ValueError: the file cannot be read, or is not what it was.
+            ValueError: the file cannot be read, or has changed.
         """
 
     def decode(self, record: DataRow) -> DataRow:
         """Return the columns of a row; `record` is the row of a batch.
 
         Raises:
-            ValueError: they cannot be read.
+            ValueError: the columns cannot be read.
         """
 
 
@@ -72,10 +72,10 @@ class Table(Protocol):
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """The name as the user wrote it."""
 
     def groups(self) -> Iterator[Group]:
-        """Yield the groups in the file's order; there is at least one."""
+        """Yield the groups in file order; there is at least one."""
 
     def row_name(self, number: int) -> str:
-        """Say for people which row the one with this number, counted from 0, is."""
+        """Describe the row with this number, counted from 0, for messages."""

@@ -1,6 +1,6 @@
 """The tokenizer of a run, from Hugging Face files or a SentencePiece model.
 
-What `save` writes encodes and decodes as this object does: training and every reader of the checkpoint agree.
+The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from megarl.platform.secrets import redact
 from megarl.platform.uri import is_uri, local_path
 
 TEMPLATE_SECONDS = 10.0
-"""What a chat template may compute for one conversation, in CPU time."""
-HALF = "\ufffd"  # what a tokenizer decodes a part of a character to
+"""CPU time that a chat template may take for one conversation."""
+HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 
 class Tokenizer:
-    """Text to ids and back; a thin, typed face of a `transformers` tokenizer."""
+    """Encodes and decodes text: a thin, typed wrapper of a `transformers` tokenizer."""
 
     def __init__(self, tokenizer: Any, *, source: str, apply_chat_template: bool | None = None) -> None:
-        """Take over a tokenizer that was loaded from `source`; `apply_chat_template` as in `load_tokenizer`."""
+        """Wrap a tokenizer that was loaded from `source`; `apply_chat_template` as in `load_tokenizer`."""
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
         self._tokenizer = tokenizer
@@ -36,8 +36,8 @@ class Tokenizer:
         self.has_template: bool = tokenizer.chat_template is not None
         if apply_chat_template and not self.has_template:
             raise ValueError(
-                f"data.apply_chat_template=true, and the tokenizer {source} has no chat template: set "
-                "data.chat_template to a Jinja file or string, or leave data.apply_chat_template out"
+                f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
+                "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
@@ -45,20 +45,20 @@ class Tokenizer:
         self.vocab_size: int = len(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of `text`; with `add_special_tokens` also what the tokenizer puts around a text (often BOS)."""
+        """Return the ids of `text`, with the special tokens that the tokenizer adds (often BOS) if asked to."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
     def templates(self, prompt: object) -> bool:
-        """Whether a prompt goes through the chat template; if not, it is read as the text that it holds."""
+        """Return whether a prompt goes through the chat template; if not, it is read as plain text."""
         if self._apply_chat_template is None:
             return isinstance(prompt, list) and self.has_template
         return self._apply_chat_template
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False) -> list[int]:
-        """Return the ids of a conversation of `{role, content}` under the chat template, which there must be.
+        """Return the ids of a conversation of `{role, content}` under the chat template, which must exist.
 
-        Unless it `is_complete`, they end where the assistant answers.
+        Unless the conversation `is_complete`, the ids end with the start of the assistant's response.
 
         Raises:
             ValueError: the template refuses the conversation, fails on it or does not end.
@@ -78,33 +78,33 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
-        """The text of `ids`, by default without special tokens."""
+        """Return the text of `ids`, by default without special tokens."""
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """The text that `ids` add to that of `before`; alone they might lose the space they begin with."""
-        head, whole = self.decode(before), self.decode([*before, *ids])
-        return whole.removeprefix(head) if whole.startswith(head) else self.decode(ids)
+        """Return the text that `ids` add to the text of `before`; decoded alone, `ids` might lose a leading space."""
+        head, text = self.decode(before), self.decode([*before, *ids])
+        return text.removeprefix(head) if text.startswith(head) else self.decode(ids)
 
-    def reach(self, ids: Sequence[int], *, behind: Sequence[int] = (), half: int) -> list[int]:
-        """How many characters of text the first 0, 1, ... of `ids` come to, which follow `behind`; ascending.
+    def reach(self, ids: Sequence[int], *, before: Sequence[int] = (), half: int) -> list[int]:
+        """Return the numbers of characters in the text of the first 0, 1, ... of `ids`, which follow `before`.
 
-        Where a character takes several tokens, those that do not complete it count `half` (0 or 1).
+        If a character takes several tokens, it counts `half` (0 or 1) until its last token.
         """
-        starts = (place for place in range(len(behind) - 1, -1, -1) if not self.decode(behind[place:]).startswith(HALF))
-        context = behind[next(starts, 0) :]  # says how the first of them continues, from a whole character on
+        starts = (place for place in range(len(before) - 1, -1, -1) if not self.decode(before[place:]).startswith(HALF))
+        context = before[next(starts, 0) :]  # starts at a complete character, and fixes how the first token decodes
         ids = [*context, *ids]
-        before, known, complete, reached = 0, len(context), 0, [0]
+        start, known, complete, reached = 0, len(context), 0, [0]
         for end in range(known + 1, len(ids) + 1):
-            text = self.decode(ids[before:end])
+            text = self.decode(ids[start:end])
             if text.endswith(HALF):
                 reached.append(complete + half)
                 continue
-            complete += max(0, len(text) - len(self.decode(ids[before:known])))
-            before, known = known, end
+            complete += max(0, len(text) - len(self.decode(ids[start:known])))
+            start, known = known, end
             reached.append(complete)
         return reached
 
@@ -123,13 +123,13 @@ def load_tokenizer(
     """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
 
     Args:
-        path: of the tokenizer, or its URI; collective where there are ranks and the URI is that of another machine.
+        path: of the tokenizer, or its URI; the call is collective if there are ranks and the URI is remote.
         chat_template: a Jinja file, or the template itself; overrides the tokenizer's own.
-        apply_chat_template: whether prompts go through the template; None: lists of messages do, if there is one.
+        apply_chat_template: whether prompts go through the template; None: lists of messages do, if it exists.
         trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
-        ValueError: nothing loads from `path`, or `apply_chat_template` asks for a template that there is not.
+        ValueError: nothing loads from `path`, or `apply_chat_template` is true without a template.
     """
     place = _find(path, with_code=trust_remote_code)
     configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -139,9 +139,9 @@ def load_tokenizer(
         if not place.is_file():
             raise ValueError(f"data.tokenizer: no such file: {place}")
         tokenizer = load_sentencepiece(place)
-        beside = place.with_name(TEMPLATE)
-        if beside.exists():
-            tokenizer.chat_template = beside.read_text()
+        template = place.with_name(TEMPLATE)
+        if template.exists():
+            tokenizer.chat_template = template.read_text()
     else:
         tokenizer = _load_pretrained(str(place) if is_uri(path) else path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
@@ -150,7 +150,7 @@ def load_tokenizer(
 
 
 def _find(path: str, *, with_code: bool) -> Path:
-    """Where the tokenizer is on this machine, if `path` is no id of the Hugging Face hub."""
+    """Return the local path of the tokenizer, after a download if `path` is a URI."""
     if place := local_path(path):
         return place
     remote = RemoteTokenizer.at(path)
@@ -168,9 +168,9 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"the tokenizer {path!r} comes with Python code of its own, which was not run: read it, then set "
+                f"the tokenizer {path!r} comes with its own Python code, which was not run: read it, then set "
                 "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
-                "name another by data.tokenizer"
+                "name another tokenizer by data.tokenizer"
             ) from error
         raise ValueError(
             f"no tokenizer loads from {path!r}: {error}\n"

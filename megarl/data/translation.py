@@ -1,11 +1,12 @@
-"""Samples in the tokens of another model: a critic with a vocabulary of its own reads the text that the policy wrote.
+"""Samples in the tokens of another model: a critic with its own vocabulary reads the text that the policy wrote.
 
-What a critic values before a token of the policy is the text so far. It reads that text in whole tokens of its own: the
-last one that counts reaches no further than the text before the policy's token, so no value knows what it is to judge.
+Before each token of the policy, the critic values the text so far. It reads that text in complete tokens of its own;
+the last of them ends no later than the text before the policy's token, so no value depends on the token that it
+judges.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -19,27 +20,25 @@ from megarl.distributed.exchange import in_shares
 R = TypeVar("R", bound=Rollouts)
 
 
-@dataclass(kw_only=True)
 class Translation:
-    """From the tokens of the policy to those of a model that reads along.
+    """Translates samples from the tokens of the policy (`writer`) to those of another model (`reader`).
 
-    An iteration asks twice for the same responses, to value them and to learn from them: they are read once.
+    A step translates the same samples twice, to value them and to learn from them; the last translation is kept.
     """
 
-    writer: Tokenizer
-    reader: Tokenizer
-    _last: Rollouts | None = field(default=None, init=False)
+    def __init__(self, *, writer: Tokenizer, reader: Tokenizer) -> None:
+        self.writer, self.reader = writer, reader
+        self._last: Rollouts | None = None
 
     def __call__(self, batch: R) -> R:
-        """The batch as the reader sees it: with `sequences` and `places`. Collective; ranks share the work.
+        """Return the batch with the reader's `sequences` and `places`. Collective; ranks share the work.
 
         Raises:
-            ValueError: the reader's chat template refuses a prompt, or there is no text of it; names the data row.
+            ValueError: the reader's chat template refuses a prompt, or the prompt has no text; names the data row.
         """
-        last = self._last
-        if last is None or last.responses is not batch.responses or last.prompts is not batch.prompts:
-            last = self._last = self._translated(batch)
-        return replace(batch, sequences=last.sequences, places=last.places)
+        if self._last is None or not _have_same_samples(self._last, batch):
+            self._last = self._translated(batch)
+        return replace(batch, sequences=self._last.sequences, places=self._last.places)
 
     def _translated(self, batch: R) -> R:
         read = [*chain.from_iterable(in_shares(len(batch), lambda share: [self._read(batch, row) for row in share]))]
@@ -48,15 +47,25 @@ class Translation:
         return replace(batch, sequences=[sequence for sequence, _ in read], places=places)
 
     def _read(self, batch: Rollouts, sample: int) -> tuple[list[int], list[int]]:
-        """The reader's tokens of a sample, and the place of the last one before each token of the response."""
+        """Return the reader's tokens of a sample, and the place of the last one before each token of the response."""
         prompt, response = batch.prompt_of(sample), batch.response_ids(sample)
-        behind = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
+        before = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
         except ValueError as error:
             raise ValueError(f"the critic cannot read data row {prompt.index}: {error}") from error
-        answer = self.reader.encode(self.writer.decode_after(behind, response), add_special_tokens=False)
-        starts = self.writer.reach(response, behind=behind, half=0)[:-1]
-        reach = self.reader.reach(answer, half=1)
+        read_response = self.reader.encode(self.writer.decode_after(before, response), add_special_tokens=False)
+        starts = self.writer.reach(response, before=before, half=0)[:-1]
+        reach = self.reader.reach(read_response, half=1)
         places = [len(read_prompt) - 2 + bisect_right(reach, start) for start in starts]
-        return [*read_prompt, *answer, self.reader.eos_token_id], places
+        return [*read_prompt, *read_response, self.reader.eos_token_id], places
+
+
+def _have_same_samples(one: Rollouts, other: Rollouts) -> bool:
+    return (
+        torch.equal(one.responses, other.responses)
+        and torch.equal(one.mask, other.mask)
+        and torch.equal(one.groups, other.groups)
+        and [(prompt.index, prompt.token_ids) for prompt in one.prompts]
+        == [(prompt.index, prompt.token_ids) for prompt in other.prompts]
+    )

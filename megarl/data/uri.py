@@ -1,4 +1,4 @@
-"""Data files by the name a user gave them: a local path, or a URI of anything that pyarrow or fsspec opens."""
+"""Data files by the user's name: a local path, or a URI that pyarrow or fsspec opens."""
 
 import zlib
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any
 from megarl.platform.uri import open_filesystem, out_of_reach
 
 _TAIL_BYTES = 1 << 16
-"""Of the end of a file, where parquet describes its contents: these bytes are part of what a file is known by."""
+"""Bytes at the end of a file that are part of its fingerprint: parquet has its footer there."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """A file that can be opened again and again, for reading at any place in it."""
+    """A file that can be opened repeatedly, for reading at any position."""
 
     name: str  # as the user wrote it
     filesystem: Any
     path: str
 
     def open(self) -> Any:
-        """The file, as a `pyarrow.NativeFile`; ValueError where it is missing or out of reach."""
+        """Open the file as a `pyarrow.NativeFile`. Raises ValueError if it is missing or unreachable."""
         try:
             return self.filesystem.open_input_file(self.path)
         except FileNotFoundError as error:
@@ -28,21 +28,21 @@ class Location:
             raise out_of_reach(self.name, error) from error
 
     def pin(self, source: Any) -> "Pinned":
-        """Return the file as it is now; `source` is the open file."""
+        """Return the file with the fingerprint that it has now; `source` is the open file."""
         return Pinned(self, _Fingerprint.of(self, source))
 
 
 @dataclass(frozen=True)
 class _Fingerprint:
-    """What a file is known by."""
+    """Identifies the content of a file."""
 
     size: int  # bytes
-    modified: int | None  # nanoseconds since 1970; None: the file system does not say
+    modified: int | None  # nanoseconds since 1970; None: unknown to the file system
     tail: int  # CRC-32 of the last bytes
 
     @classmethod
     def of(cls, location: Location, source: Any) -> "_Fingerprint":
-        """Look at a file that is open as `source`."""
+        """Read the fingerprint of a file that is open as `source`."""
         try:
             size = source.size()
             modified = location.filesystem.get_file_info(location.path).mtime_ns
@@ -54,32 +54,32 @@ class _Fingerprint:
 
 @dataclass(frozen=True)
 class Pinned:
-    """A file that must stay what it was; it is opened anew for each read, and may have gone or changed meanwhile."""
+    """A file that must not change: it is opened for each read, and may have been removed or changed in between."""
 
     location: Location
-    as_it_was: _Fingerprint
+    fingerprint: _Fingerprint
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """The name as the user wrote it."""
         return self.location.name
 
     def open(self) -> Any:
         """Open the file again.
 
         Raises:
-            ValueError: it has gone, or is not what it was.
+            ValueError: the file was removed or changed.
         """
         try:
             source = self.location.open()
         except ValueError as error:
-            raise ValueError(f"{error}; it is read as long as the run goes on: bring it back, and resume") from error
-        if _Fingerprint.of(self.location, source) != self.as_it_was:
+            raise ValueError(f"{error}; the run reads it until its end: restore it, and resume") from error
+        if _Fingerprint.of(self.location, source) != self.fingerprint:
             source.close()
-            raise ValueError(f"{self.name} has changed since this run opened it: put it back, or start the run again")
+            raise ValueError(f"{self.name} has changed since this run opened it: restore it, or start the run again")
         return source
 
 
 def locate(name: str) -> Location:
-    """Find the filesystem of a path or URI; nothing is read yet. Raises ValueError where there is none."""
+    """Find the filesystem of a path or URI, without reading. Raises ValueError if there is none."""
     return Location(name, *open_filesystem(name))

@@ -116,7 +116,7 @@ def too_long(workspace: Workspace, directory: Path) -> tuple[str, str]:
 
 def too_few(workspace: Workspace, directory: Path) -> tuple[str, str]:
     pq.write_table(pq.read_table(workspace.train).slice(0, 5), path := directory / "few.parquet")
-    return f"data.train_files={path}", "data.train_batch_size is 8, and the training files hold 5 rows"
+    return f"data.train_files={path}", "data.train_batch_size is 8, but the training files have 5 rows"
 
 
 def small_vocabulary(workspace: Workspace, directory: Path) -> tuple[str, str]:

@@ -121,7 +121,7 @@ def test_columns_and_rules_are_looked_for_before_any_rank_starts(argv: list[str]
     assert "no built-in reward for data source 'sudoku'" in unknown[0]
     assert "is null" in unknown[2]
     assert "no column 'prompt' (data.prompt_key names another), 'data_source' (" in found["data.val_files"]
-    assert "'reward_model' (custom_reward_function.path or a reward model needs none)" in found["data.val_files"]
+    assert "'reward_model' (not needed with custom_reward_function.path or a reward model)" in found["data.val_files"]
     own = [f"custom_reward_function.path={tmp_path}/own.py", f"data.train_files={tmp_path}/bare.jsonl"]
     assert faults(argv, *own, "data.prompt_key=question") == {}
     assert "no column 'prompt'" in faults(argv, *own)["data.train_files"]

@@ -91,13 +91,13 @@ def test_a_row_of_any_shape_is_named_or_read(
     [
         ({"prompt": None}, "column prompt: None is neither a text nor"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "column prompt: .* not supported"),
-        ({"data_source": None}, "column data_source: is null, and picks the built-in reward"),
-        ({"data_source": 7}, "column data_source: 7 is no text"),
+        ({"data_source": None}, "column data_source: is null, but picks the built-in reward"),
+        ({"data_source": 7}, "column data_source: 7 is not a text"),
         ({"data_source": "sudoku"}, "column data_source: no built-in reward for data source 'sudoku'"),
         ({"reward_model": None}, "column reward_model: None has no ground_truth"),
         ({"reward_model": {"ground_truth": None}}, "column reward_model: .* has no ground_truth"),
-        ({"reward_model": [1]}, r"column reward_model: \[1\] holds no named values"),
-        ({"extra_info": [1]}, r"column extra_info: \[1\] holds no named values: give a struct, a map or"),
+        ({"reward_model": [1]}, r"column reward_model: \[1\] has no named values"),
+        ({"extra_info": [1]}, r"column extra_info: \[1\] has no named values: give a struct, a map or"),
         ({"extra_info": "index 0"}, "column extra_info: the text 'index 0' is not JSON"),
         ({"prompt": None, "extra_info": 1}, "column prompt: .*; column extra_info: "),
     ],
@@ -203,24 +203,24 @@ def test_pairs_and_preferences_are_read_from_json_too(tmp_path: Path, tokenizer:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "cut.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2', "line 3: a record is one line of JSON in UTF-8"),
-    "latin.jsonl": (b'{"prompt": "1"}\n{"prompt": "\xe9"}', "line 2: a record is one line of JSON in UTF-8"),
-    "number.jsonl": (b'{"prompt": "1"}\n5', "line 2: a record is a JSON object"),
+    "cut.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2', "line 3: a record must be one line of JSON in UTF-8"),
+    "latin.jsonl": (b'{"prompt": "1"}\n{"prompt": "\xe9"}', "line 2: a record must be one line of JSON in UTF-8"),
+    "number.jsonl": (b'{"prompt": "1"}\n5', "line 2: a record must be a JSON object"),
     "twice.jsonl": (b'{"prompt": "1"}\n{"prompt": "1", "prompt": "2"}', "line 2: more than one field 'prompt'"),
     "deep.jsonl": (b'{"prompt": "1"}\n{"prompt": ' + b"[" * 99_999 + b"]" * 99_999 + b"}", "line 2: .* too deeply"),
     "half.jsonl": (b'{"prompt": "1"}\n{"prompt": "a\\ud800"}', "line 2, column prompt: .* half a character"),
-    "pretty.json": (b'{\n"prompt": "1"\n}', "line 1: a record is one line of JSON"),
+    "pretty.json": (b'{\n"prompt": "1"\n}', "line 1: a record must be one line of JSON"),
     "columns.jsonl": (
         b'{"question": "1"}',
         r"has no column 'prompt' \(data.prompt_key names another\); it has question",
     ),
-    "empty.jsonl": (b"\n \n", "is empty: it has not one record"),
+    "empty.jsonl": (b"\n \n", "is empty: it has no record"),
     "empty.json": (b"[]", "is empty"),
     "comma.json": (b'[{"prompt": "1"},]', "cannot be read as JSON: Expecting value"),
-    "behind.json": (b'[{"prompt": "1"}] 5', "cannot be read as JSON: behind record 0 of the list stands"),
+    "behind.json": (b'[{"prompt": "1"}] 5', "cannot be read as JSON: record 0 of the list is followed by"),
     "latin.json": (b'[{"prompt": "\xe9"}]', "cannot be read as JSON: 'utf-8' codec"),
     "not.jsonl.gz": (b"plain", "cannot be read as JSON: "),
-    "not.parquet": (b"plain", r"cannot be read as parquet: .* \(names of JSON files end in .jsonl or .json"),
+    "not.parquet": (b"plain", r"cannot be read as parquet: .* \(a JSON file must be named .jsonl or .json"),
 }
 
 

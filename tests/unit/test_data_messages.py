@@ -60,7 +60,7 @@ def test_why_a_prompt_is_read_as_it_is_and_that_it_is_bounded(model: str, monkey
 
     assert "through the chat template:" in shown(ONE, chat_template=TEMPLATE)
     assert "as the tokenizer has no chat template (data.chat_template" in shown(ONE)
-    assert "as data.apply_chat_template=false says:" in shown(ONE, chat_template=TEMPLATE, apply_chat_template=False)
+    assert "because of data.apply_chat_template=false:" in shown(ONE, chat_template=TEMPLATE, apply_chat_template=False)
     assert "a text as it is:" in shown(TEXT, chat_template=TEMPLATE)
     giant = shown("begin " + "1 2 " * SHOWN_CHARACTERS + secret + " end")
     assert len(giant) < 2 * SHOWN_CHARACTERS + 200
@@ -102,7 +102,7 @@ def readers(model: str) -> dict[bool | None, Tokenizer]:
         ({"role": "user", "content": "1"}, "neither a text nor a list"),
         ([], "neither a text nor a list"),
         ("", "the text is empty"),
-        ("a\ud800", "the text has half a character .* at place 1"),
+        ("a\ud800", "the text has half a character .* at position 1"),
         (["1"], "message 0: '1' is not {role, content}"),
         ([*ONE, {"from": "human", "value": "1"}], "message 1: role None is none of system, developer, user"),
         ([{"role": "human", "content": "1"}], "message 0: role 'human' is none of"),

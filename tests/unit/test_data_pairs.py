@@ -53,7 +53,7 @@ def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, tokenizer: 
 def test_pairs_that_are_none_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
         ValueError,
-        match=r"row 5, column response: prompt and response have \d+ tokens, data.max_length is 16",
+        match=r"row 5, column response: prompt and response have \d+ tokens, but data.max_length is 16",
     ):
         stream(tmp_path, tokenizer, [*PAIRS, {"prompt": "1 " * 20, "response": "1"}])
     with pytest.raises(ValueError, match=r"sft.parquet, row 5, column response: a text is expected, not None"):

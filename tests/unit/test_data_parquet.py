@@ -106,11 +106,11 @@ def test_a_file_that_goes_or_changes_while_it_is_read(files: list[str], tmp_path
     rows = Rows(files, columns=["number"], cache_bytes=0)
     assert rows[12]["number"] == 12
     Path(files[1]).rename(tmp_path / "away.parquet")
-    with pytest.raises(ValueError, match=r"no such data file: .*b.parquet; it is read as long as .* bring it back"):
+    with pytest.raises(ValueError, match=r"no such data file: .*b.parquet; the run reads it until .* restore it"):
         rows[20]
     assert rows[3]["number"] == 3
     write(tmp_path / "b.parquet", 10, 24)
-    with pytest.raises(ValueError, match=r"b.parquet has changed since this run opened it: put it back"):
+    with pytest.raises(ValueError, match=r"b.parquet has changed since this run opened it: restore it"):
         rows[20]
     (tmp_path / "away.parquet").replace(files[1])
     assert rows[20]["number"] == 20

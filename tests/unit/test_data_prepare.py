@@ -162,7 +162,7 @@ def test_gsm8k_sources_that_are_none_are_named(
     write_jsonl(tmp_path / "odd" / "train.jsonl", '{"question": "1+1?", "answer": "2"}\n')
     write_jsonl(tmp_path / "half" / "train.jsonl", "")
     for source, message in (
-        ("nobody/nothing", "where there is no network, download train.jsonl"),
+        ("nobody/nothing", "without a network, download train.jsonl"),
         (str(tmp_path / "odd"), "train.jsonl, row 0: a GSM8K problem has a question"),
         (str(tmp_path / "half"), "has no file *test*.jsonl"),
     ):

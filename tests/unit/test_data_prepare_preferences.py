@@ -112,7 +112,7 @@ def test_faults_of_a_file_of_pairs(tmp_path: Path) -> None:
     place = f"{tmp_path}/pairs.parquet, row"
     assert list(check.faults(f"{tmp_path}/pairs.parquet")) == [
         f"{place} 1, rejected: the text is empty",
-        f"{place} 2, chosen, rejected: both are the same text, which prefers nothing",
+        f"{place} 2, chosen, rejected: both are the same text, so neither is preferred",
         f"{place} 3, prompt: None is neither a text nor a list of messages {{role, content}}",
         f"{place} 3, margin: a finite number is expected, not nan",
     ]

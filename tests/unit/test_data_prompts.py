@@ -73,7 +73,7 @@ def test_a_missing_column_is_named_with_the_file_and_its_columns(tmp_path: Path,
     with pytest.raises(
         ValueError,
         match=r"questions.parquet has no column 'prompt' \(data.prompt_key names another\), 'data_source' "
-        r"\(data.reward_fn_key names another; .*\), 'reward_model' \(custom_.* needs none\); it has question, answer",
+        r"\(data.reward_fn_key names another; .*\), 'reward_model' \(not needed .*\); it has question, answer",
     ):
         dataset(file, tokenizer)
     renamed = write(tmp_path / "renamed.parquet", [row("1") | {"text": "1"}])
@@ -102,8 +102,8 @@ def test_an_over_long_prompt_is_an_error_that_says_what_to_change(tmp_path: Path
     length = len(tokenizer.encode("+ " * 30, add_special_tokens=True))
     with pytest.raises(
         ValueError,
-        match=rf"second.parquet, row 1, column prompt: the prompt has {length} tokens, data.max_prompt_length is 16: "
-        r"raise it, or set data.filter_overlong_prompts=true or data.truncation=left\|right\|middle",
+        match=rf"second.parquet, row 1, column prompt: the prompt has {length} tokens, but data.max_prompt_length is "
+        r"16: raise it, or set data.filter_overlong_prompts=true or data.truncation=left\|right\|middle",
     ):
         dataset([first, second], tokenizer)
 
@@ -213,5 +213,5 @@ def test_validation_goes_once_through_everything(ten: PromptDataset) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused(ten: PromptDataset) -> None:
-    with pytest.raises(ValueError, match="data.train_batch_size is 11, and the training files hold 10 rows"):
+    with pytest.raises(ValueError, match="data.train_batch_size is 11, but the training files have 10 rows"):
         PromptStream(ten, batch_size=11, shuffle=True, seed=1).take(Position())

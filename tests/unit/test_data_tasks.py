@@ -170,19 +170,19 @@ def row(**changes: Any) -> dict[str, Any]:
             {"prompt": [{"role": "me", "content": "x"}]},
             "prompt: message 0: role 'me' is none of system, developer, user",
         ),
-        ({"data_source": ""}, "data_source: '' is no text"),
+        ({"data_source": ""}, "data_source: '' is not a text"),
         ({"data_source": "sudoku"}, "data_source: no built-in reward for data source 'sudoku' ("),
         ({"reward_model": {"style": "rule"}}, "reward_model: {'style': 'rule'} has no ground_truth"),
         ({"reward_model": {"style": "x", "ground_truth": "5"}}, "reward_model.style: 'x' is none of rule, model"),
         ({"reward_model": {"style": "rule", "ground_truth": "five"}}, "reward_model.ground_truth: 'five' does not"),
-        ({"data_source": "countdown"}, "reward_model.ground_truth: '5' does not suit the reward of 'countdown'"),
+        ({"data_source": "countdown"}, "reward_model.ground_truth: '5' does not fit the reward of 'countdown'"),
         (
             {"data_source": "countdown", "reward_model": {"ground_truth": {"target": "five", "numbers": [2, 3]}}},
-            "reward_model.ground_truth: {'target': 'five', 'numbers': [2, 3]} does not suit the reward of 'countdown'",
+            "reward_model.ground_truth: {'target': 'five', 'numbers': [2, 3]} does not fit the reward of 'countdown'",
         ),
         (
             {"data_source": "countdown/bare", "reward_model": {"ground_truth": {"target": 5, "numbers": ["two"]}}},
-            "reward_model.ground_truth: {'target': 5, 'numbers': ['two']} does not suit the reward of 'countdown/bare'",
+            "reward_model.ground_truth: {'target': 5, 'numbers': ['two']} does not fit the reward of 'countdown/bare'",
         ),
         ({"extra_info": "x"}, "extra_info: the text 'x' is not JSON"),
     ],
@@ -214,7 +214,7 @@ def test_the_command_counts_faults_and_names_their_rows(
     assert lines[20:] == ["... and 3 more"]
     write_rows(path, [row(), row()])
     assert check(monkeypatch, "--check", str(path)) == 0
-    assert "nothing is wrong" in capsys.readouterr().out
+    assert "no faults" in capsys.readouterr().out
     write_rows(path, [{"prompt": "2+3?"}])
     assert check(monkeypatch, "--check", str(path)) == 1
     assert "has no column 'data_source' (data.reward_fn_key" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Make the parquet files of a task: `python -m megarl.data.prepare countdown --out DIR`; `--check FILE` reads one."""
+"""Make the parquet files of a task: `python -m megarl.data.prepare countdown --out DIR`; `--check FILE` checks one."""
 
 import argparse
 from pathlib import Path
@@ -41,9 +41,9 @@ def main() -> None:
     parser.add_argument(
         "--check",
         metavar="FILE",
-        help="say what is wrong with a parquet or JSON file of prompts or of preference pairs, by row",
+        help="list the faults of a parquet or JSON file of prompts or of preference pairs, by row",
     )
-    checked = parser.add_argument_group("how a run reads the file that is checked")
+    checked = parser.add_argument_group("options of a run that reads the checked file")
     checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
     checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
     checked.add_argument(
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _columns(arguments: argparse.Namespace) -> PromptColumns:
-    """How a run with such options would read prompts."""
+    """Return the columns as a run with such options would read them."""
     section = DataSection(
         train_files=arguments.check, prompt_key=arguments.prompt_key, reward_fn_key=arguments.reward_fn_key
     )
@@ -84,7 +84,7 @@ def _columns(arguments: argparse.Namespace) -> PromptColumns:
 
 
 def _check(file: str, columns: PromptColumns) -> None:
-    """Print the faults of a file; exits with 1 where there are any."""
+    """Print the faults of a file; exit with 1 if there are any."""
     num_faults = 0
     for num_faults, fault in enumerate(check.faults(file, columns), start=1):
         if num_faults <= SHOWN_FAULTS:
@@ -93,7 +93,7 @@ def _check(file: str, columns: PromptColumns) -> None:
         print(f"... and {num_faults - SHOWN_FAULTS} more")
     if num_faults:
         raise SystemExit(1)
-    print(f"{redact(file)}: nothing is wrong")
+    print(f"{redact(file)}: no faults")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is wrong with a data file of prompts, or of preference pairs, by row."""
+"""Checks a data file of prompts, or of preference pairs, row by row."""
 
 import math
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ STYLES = ("rule", "model")
 PAIR = ("chosen", "rejected")
 
 _PROBE = "#### 0\n<answer>0</answer>"
-"""An answer in the format of every built-in reward that asks something of the ground truth, so that it looks at it."""
+"""A response with an answer for every built-in reward, so that the reward reads the ground truth."""
 
 COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 """Prompts as a run reads them by default."""
 
 
 def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
-    """One line for each fault, beginning with the file and, where it is one row's, the row.
+    """Yield one line for each fault, beginning with the file and, if the fault is in a row, the row.
 
-    `columns` says how prompts are read; it is not asked about preference pairs.
+    `columns` reads prompts; preference pairs do not need it.
     """
     try:
         if _holds_preferences(file):
@@ -37,7 +37,7 @@ def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
 
 
 def _holds_preferences(file: str) -> bool:
-    """Whether the file has a column that only preference pairs have."""
+    """Return whether the file has a column of preference pairs."""
     try:
         return any(Rows(file, columns=(), optional=PAIR)[0])
     except ValueError:
@@ -49,7 +49,7 @@ def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
     for column in PAIR:
         yield from (f"{column}: {fault}" for fault in text_faults(row[column], may_be_empty=False))
     if row["chosen"] == row["rejected"]:
-        yield "chosen, rejected: both are the same text, which prefers nothing"
+        yield "chosen, rejected: both are the same text, so neither is preferred"
     margin = row.get("margin", 0.0)
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):
         yield f"margin: a finite number is expected, not {margin!r}"
@@ -68,5 +68,5 @@ def _faults_of_prompt_row(row: dict[str, Any], columns: PromptColumns) -> Iterat
         return
     try:
         reward(source, _PROBE, truth, columns.extra_info(row))
-    except Exception as error:  # whatever a reward stumbles over is a fault of this row
-        yield f"reward_model.ground_truth: {truth!r} does not suit the reward of {source!r} ({error!r})"
+    except Exception as error:  # any error of the reward is a fault of this row
+        yield f"reward_model.ground_truth: {truth!r} does not fit the reward of {source!r} ({error!r})"

@@ -1,4 +1,4 @@
-"""Countdown problems that have a solution: reach a target with every given number once."""
+"""Countdown problems that have a solution: reach a target, using every given number once."""
 
 import argparse
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-MAX_TRIES = 1000  # draws in a row that give nothing new before the space counts as exhausted
+MAX_TRIES = 1000  # after so many draws in a row without a new problem, there are no more
 
 _TASK = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
@@ -37,21 +37,21 @@ class Problem:
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
-        """What makes it another problem: neither the order of the numbers nor the way to the target does."""
+        """Identifies the problem, whatever the order of the numbers and the solution."""
         return tuple(sorted(self.numbers)), self.target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this task."""
     parser.add_argument("--train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, none of which is in another split")
+    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from those of other splits")
     parser.add_argument("--sft", type=int, default=0, help="solved problems for supervised warm-up: sft.parquet")
     parser.add_argument(
         "--careless",
         type=float,
         default=0.0,
-        help="share, below 1, of further warm-up answers that just join the numbers by the last operator: a habit to "
-        "unlearn",
+        help="share, below 1, of further warm-up responses that just join the numbers by the last operator: a habit "
+        "to unlearn",
     )
     parser.add_argument(
         "--num-numbers", type=int, nargs="+", default=[3], help="how many numbers; several = any of them"
@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("plain", "base", "qwen-instruct"),
         default="plain",
         help="plain: '3 5 8 = 16 :', for tiny models that write it alone (rule countdown/bare); base: a text "
-        "to be continued; qwen-instruct: chat messages (rule countdown)",
+        "to continue; qwen-instruct: chat messages (rule countdown)",
     )
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train`, `val` and, where asked for, `sft`. Raises ValueError where there are too few problems."""
+    """Return the rows of `train`, `val` and, if asked for, `sft`. Raises ValueError if there are too few problems."""
     if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
         raise ValueError(f"--operators {arguments.operators!r}: give one or more of + - * /")
     if not 0.0 <= arguments.careless < 1.0:
@@ -99,12 +99,12 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def careless(problem: Problem, operator: str) -> Problem:
-    """The problem with its numbers, just joined by `operator`, in place of the solution."""
+    """Return the problem with its numbers, joined by `operator`, as the solution."""
     return replace(problem, solution=operator.join(map(str, problem.numbers)))
 
 
 def prompt(problem: Problem, template: str) -> str | list[dict[str, str]]:
-    """What the model is given: a text, or the messages of a chat."""
+    """Return the prompt: a text, or the messages of a chat."""
     if template == "plain":
         return f"{' '.join(map(str, problem.numbers))} = {problem.target} :"
     task = _TASK.format(numbers=list(problem.numbers), target=problem.target)
@@ -114,7 +114,7 @@ def prompt(problem: Problem, template: str) -> str | list[dict[str, str]]:
 
 
 def response(problem: Problem, template: str) -> str:
-    """What a model that knows the solution answers."""
+    """Return the response of a model that knows the solution."""
     if template == "plain":
         return problem.solution
     opening = "" if template == "base" else "<think>"
@@ -122,7 +122,7 @@ def response(problem: Problem, template: str) -> str:
 
 
 def draw(rng: random.Random, *, num_numbers: int, max_number: int, operators: str) -> Problem | None:
-    """Join random numbers by random operators until one value is left; None where that takes a fraction."""
+    """Join random numbers by random operators until one value is left; return None if that takes a fraction."""
     numbers = [rng.randint(1, max_number) for _ in range(num_numbers)]
     pool = [(number, str(number), _ATOM) for number in numbers]
     while len(pool) > 1:

@@ -1,4 +1,4 @@
-"""The problems of published data sets: files of a directory, one file, or a data set of the Hugging Face hub."""
+"""Reads the problems of published data sets: from a directory, a file, or a data set of the Hugging Face hub."""
 
 import argparse
 import json
@@ -10,42 +10,41 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SPLITS = {"train": "train", "val": "test"}  # ours, and what the data sets call it
-KINDS = ("jsonl", "parquet", "json")
+from megarl.data.table import DataRow
 
-DataRow = dict[str, Any]
+SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets
+KINDS = ("jsonl", "parquet", "json")
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declare where the problems come from and how many of them are taken."""
+    """Declare the options for the source and the number of problems."""
     parser.add_argument(
         "--from",
         dest="source",
         default=default,
         help="directory with files *train*.jsonl and *test*.jsonl (or .parquet, .json, or folders of such names with "
-        "one problem per .json), one such file, which then makes the training problems only, or a data set id of the "
-        "hub",
+        "one problem per .json), one such file, for training problems alone, or the id of a data set of the hub",
     )
-    parser.add_argument("--train", type=int, default=None, help="training problems at most")
-    parser.add_argument("--val", type=int, default=None, help="validation problems at most")
+    parser.add_argument("--train", type=int, default=None, help="most training problems")
+    parser.add_argument("--val", type=int, default=None, help="most validation problems")
 
 
 def add_extraction_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare which number of a response is its answer."""
+    """Declare the option that picks the number of a response that is its answer."""
     parser.add_argument(
         "--extraction",
         choices=("strict", "flexible"),
         default="strict",
-        help="which number of a response counts: the one after '####', or the last",
+        help="the number of a response that counts: the number after '####', or the last",
     )
 
 
 def rows_of(
     arguments: argparse.Namespace, make_row: Callable[[DataRow, str, str, int], DataRow]
 ) -> dict[str, list[DataRow]]:
-    """The rows of `train` and `val`, each `make_row(problem, place, split, index)`.
+    """Return the rows of `train` and `val`, each `make_row(problem, place, split, index)`.
 
-    Raises ValueError where files are missing or cannot be read.
+    Raises ValueError if files are missing or cannot be read.
     """
     place = Path(arguments.source)
     if not place.exists():
@@ -63,7 +62,7 @@ def rows_of(
 def _files_of(directory: Path, split: str) -> list[Path]:
     for kind in KINDS:
         found = sorted(directory.rglob(f"*{split}*.{kind}"))
-        # the hub's copy of GSM8K holds a second wording of the same problems beside `main`
+        # the hub's copy of GSM8K has a second wording of the same problems besides `main`
         main = [path for path in found if path.parent.name == "main"]
         if found:
             return main or found
@@ -74,7 +73,7 @@ def _files_of(directory: Path, split: str) -> list[Path]:
 
 
 def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
-    """The problems of a file with their row numbers. Raises ValueError where it cannot be read."""
+    """Yield the problems of a file with their row numbers. Raises ValueError if the file cannot be read."""
     try:
         found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else _json(file)
     except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -101,6 +100,6 @@ def _download(source: str) -> Path:
         return Path(snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--from {source}: there is no such directory, and the hub does not give such a data set ({error}); "
-            "where there is no network, download train.jsonl and test.jsonl elsewhere and name their directory"
+            f"--from {source}: there is no such directory, and no such data set can be fetched from the hub ({error}); "
+            "without a network, download train.jsonl and test.jsonl on another machine and name their directory"
         ) from error

@@ -8,7 +8,7 @@ from itertools import islice, product
 from typing import Any, Literal
 
 NAMES = ("Ava", "Ben", "Chloe", "David", "Emma", "Jack", "Lily", "Noah", "Olivia", "Zoe")
-MAX_TRIES = 10_000  # draws in a row that give nothing new before the space counts as exhausted
+MAX_TRIES = 10_000  # after so many draws in a row without a new puzzle, there are no more
 
 Kind = Literal["is", "and", "or", "same"]
 
@@ -22,22 +22,22 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody says: one person's role, or two of them joined."""
+    """A statement about the role of one person, or the roles of two."""
 
     kind: Kind
     people: tuple[int, ...]
     knights: tuple[bool, ...]
-    """The role it gives to each of them; none where it only says that two have the same."""
+    """The roles that it gives to the people; empty if it only says that two have the same role."""
 
     def holds(self, world: Sequence[bool]) -> bool:
-        """Whether it is true where `world[i]` says that person `i` is a knight."""
+        """Return whether the claim is true in a world; `world[i]` says whether person `i` is a knight."""
         if self.kind == "same":
             return world[self.people[0]] == world[self.people[1]]
         parts = [world[person] == knight for person, knight in zip(self.people, self.knights, strict=True)]
         return any(parts) if self.kind == "or" else all(parts)
 
     def text(self, names: Sequence[str]) -> str:
-        """The claim in words."""
+        """Return the claim in words."""
         if self.kind == "same":
             return f"{names[self.people[0]]} is a knight if and only if {names[self.people[1]]} is a knight"
         parts = [
@@ -47,20 +47,20 @@ class Claim:
 
 
 def role(knight: bool) -> str:
-    """The word for it."""
+    """Return the name of a role."""
     return "knight" if knight else "knave"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this task."""
     parser.add_argument("--train", type=int, default=2000, help="training puzzles")
-    parser.add_argument("--val", type=int, default=256, help="validation puzzles, none of which is a training puzzle")
+    parser.add_argument("--val", type=int, default=256, help="validation puzzles, distinct from training puzzles")
     parser.add_argument("--num-people", type=int, nargs="+", default=[3], help="how many people; several = any of them")
     parser.add_argument("--seed", type=int, default=1)
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where there are too few puzzles."""
+    """Return the rows of `train` and `val`. Raises ValueError if there are too few puzzles."""
     if not all(2 <= count <= len(NAMES) for count in arguments.num_people):
         raise ValueError(f"--num-people {arguments.num_people}: give 2 to {len(NAMES)}")
     total = arguments.train + arguments.val
@@ -77,7 +77,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def solutions(claims: Sequence[Claim]) -> list[tuple[bool, ...]]:
-    """All worlds in which exactly the knights tell the truth; person `i` says `claims[i]`."""
+    """Return all worlds whose knights, and only they, tell the truth; person `i` says `claims[i]`."""
     worlds = product((True, False), repeat=len(claims))
     return [
         world
@@ -88,7 +88,7 @@ def solutions(claims: Sequence[Claim]) -> list[tuple[bool, ...]]:
 
 def _draw(rng: random.Random, speaker: int, count: int) -> Claim:
     kind: Kind = rng.choice(("is", "and", "or", "same"))
-    if kind == "is":  # nobody says who they are themselves: all are bound to say "a knight"
+    if kind == "is":  # nobody states their own role: everybody would say "a knight"
         people = rng.sample([person for person in range(count) if person != speaker], 1)
     else:
         people = rng.sample(range(count), 2)

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where the files are missing or not MATH."""
+    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or not MATH."""
     return rows_of(arguments, _row)
 
 

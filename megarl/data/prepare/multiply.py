@@ -13,7 +13,7 @@ _TASK = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this task."""
     parser.add_argument("--train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, none of which is a training problem")
+    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from training problems")
     parser.add_argument("--digits", type=int, default=3, help="digits of either factor")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where there are too few problems."""
+    """Return the rows of `train` and `val`. Raises ValueError if there are too few problems."""
     if not 1 <= arguments.digits <= 9:
         raise ValueError(f"--digits {arguments.digits}: give 1 to 9")
     low, high = 10 ** (arguments.digits - 1), 10**arguments.digits
     total, exist = arguments.train + arguments.val, (high - low) ** 2
     if total > exist:
         raise ValueError(f"only {exist} problems exist, {total} were asked for: raise --digits, or ask for fewer")
-    # a problem by its number, so that none comes twice; drawn one by one, so that more do not change the first
+    # distinct numbers of problems; drawn one by one, so that asking for more does not change the first problems
     rng, seen = random.Random(arguments.seed), dict[int, None]()
     while len(seen) < total:
         seen.setdefault(rng.randrange(exist))

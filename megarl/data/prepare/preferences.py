@@ -1,4 +1,4 @@
-"""Preference pairs for a reward model, from files in the layouts that such data sets have, or from the hub."""
+"""Preference pairs for a reward model, from files in the usual layouts of such data sets, or from the hub."""
 
 import argparse
 import random
@@ -25,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=int,
         default=0,
-        help="pairs to take out of a source without a test split, for validation; no prompt is then in both",
+        help="pairs for validation, taken from a source without a test split; no prompt is in both splits",
     )
-    parser.add_argument("--seed", type=int, default=1, help="which pairs are held out")
+    parser.add_argument("--seed", type=int, default=1, help="seed for the choice of held-out pairs")
     parser.add_argument(
-        "--chat", action="store_true", help="make a text prompt the message of a user; else the answers continue it"
+        "--chat", action="store_true", help="make a text prompt a user message; else the responses continue the text"
     )
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where the files are missing or hold something else."""
+    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or have something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
     if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:
         raise ValueError(f"{arguments.source}: some prompts are texts and some are messages: add --chat")
@@ -48,9 +48,9 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 def hold_out(
     rows: list[dict[str, Any]], number: int, seed: int, *, key: Callable[[dict[str, Any]], Any]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Divide `rows` into `train` and `val`: at least `number` of them for validation, rows of one `key` together.
+    """Divide `rows` into `train` and `val`: at least `number` rows for validation, equal `key`s in one split.
 
-    Raises ValueError where nothing would be left to train on.
+    Raises ValueError if no rows are left for training.
     """
     order = sorted({key(row) for row in rows})
     random.Random(seed).shuffle(order)
@@ -63,7 +63,9 @@ def hold_out(
     for row in rows:
         splits["val" if key(row) in held else "train"].append(row)
     if not splits["train"]:
-        raise ValueError(f"{number} of {len(rows)} pairs are to be held out, which leaves none: ask for fewer")
+        raise ValueError(
+            f"{number} of {len(rows)} pairs are to be held out, so none is left for training: ask for fewer"
+        )
     return splits
 
 
@@ -81,7 +83,7 @@ def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: 
 
 
 def _named(problem: dict[str, Any]) -> Pair | None:
-    """Responses by name; as messages, the last one is the response, and those before it are the prompt."""
+    """Read responses by name; in a list of messages, the last message is the response, the others are the prompt."""
     for better, worse in NAMED:
         chosen, rejected = problem.get(better), problem.get(worse)
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -95,7 +97,7 @@ def _named(problem: dict[str, Any]) -> Pair | None:
 
 
 def _numbered(problem: dict[str, Any]) -> Pair | None:
-    """Two responses and the number, letter or name of the better one."""
+    """Read two responses, and the number, letter or name of the better response."""
     prompt = _prompt(problem)
     winner = next((problem[key] for key in WINNERS if problem.get(key) is not None), None)
     for names in NUMBERED:
@@ -109,7 +111,7 @@ def _numbered(problem: dict[str, Any]) -> Pair | None:
 
 
 def _transcripts(problem: dict[str, Any]) -> Pair | None:
-    """Two dialogues of `Human:` and `Assistant:` that differ in their last answer."""
+    """Read two dialogues of `Human:` and `Assistant:` that differ in their last response."""
     chosen, rejected = problem.get("chosen"), problem.get("rejected")
     if not isinstance(chosen, str) or not isinstance(rejected, str) or TURN not in chosen or TURN not in rejected:
         return None
@@ -134,7 +136,7 @@ def _are_messages(value: Any) -> TypeGuard[Messages]:
 
 
 def _margin(problem: dict[str, Any]) -> dict[str, float]:
-    """By how much the first response is better, where the data says so."""
+    """Return the margin of the chosen response, if the data has one."""
     margin, high, low = (problem.get(key) for key in ("margin", "score_chosen", "score_rejected"))
     if margin is None and isinstance(high, (int, float)) and isinstance(low, (int, float)):
         margin = high - low

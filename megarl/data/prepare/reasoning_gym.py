@@ -14,9 +14,9 @@ _TASK = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this task."""
-    parser.add_argument("name", help="of the task in reasoning-gym")
+    parser.add_argument("name", help="name of the task in reasoning-gym")
     parser.add_argument("--size", "--train", dest="train", type=int, default=2000, help="training problems")
-    parser.add_argument("--val", type=int, default=256, help="validation problems, none of which is a training problem")
+    parser.add_argument("--val", type=int, default=256, help="validation problems, distinct from training problems")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--set", metavar="KEY=VALUE", nargs="+", default=[], help="settings of the task; VALUE is JSON: max_terms=4"
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where the task is not to be had or has too few problems."""
+    """Return the rows of `train` and `val`. Raises ValueError if the task is refused or has too few problems."""
     total = arguments.train + arguments.val
     config = _settings(arguments.set)
     task = load_task(arguments.name, json.dumps(config | {"seed": arguments.seed, "size": 2 * total}))
-    problems: dict[str, dict[str, Any]] = {}  # by question: none comes twice
+    problems: dict[str, dict[str, Any]] = {}  # by question: all are distinct
     for index in range(2 * total):
         problem = task[index]
         problems.setdefault(problem["question"], problem)
@@ -75,20 +75,20 @@ def _row(problem: dict[str, Any], name: str, config: dict[str, Any], split: str,
 
 
 def _check(row: dict[str, Any], problem: dict[str, Any], name: str, config: dict[str, Any]) -> None:
-    """The scorer must say of the row what it says of the problem: not every task's metadata outlives JSON."""
+    """Check that the row gets the same score as the problem: JSON changes the metadata of some tasks."""
     answer = _answer(problem)
     expected = float(load_task(name, json.dumps(config)).score_answer(answer, problem))
     try:
         found: float | str = compute_score(row["data_source"], f"<answer>{answer}</answer>", answer, row["extra_info"])
-    except Exception as error:  # the scorer may stumble over anything that JSON has changed
+    except Exception as error:  # the scorer may fail on anything that JSON has changed
         found = repr(error)
     if found != expected or not (answer or from_json(row["extra_info"]["metadata"]) == problem["metadata"]):
         raise ValueError(
-            f"reasoning-gym's {name} cannot be kept in a file: its own answer scores {found} there, and {expected} as "
-            "it was made, or its metadata changes"
+            f"reasoning-gym's {name} cannot be kept in a file: its own answer scores {found} from the file, but "
+            f"{expected} before, or its metadata changes"
         )
 
 
 def _answer(problem: dict[str, Any]) -> str:
-    """The task's own answer; '' where it has none, as many are right."""
+    """Return the task's own answer; '' if it has none because many answers are correct."""
     return "" if problem["answer"] is None else str(problem["answer"])

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where the files are missing or not SVAMP."""
+    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or not SVAMP."""
     source = "svamp" if arguments.extraction == "strict" else "svamp/flexible"
     return rows_of(arguments, partial(_row, source))
 

@@ -1,4 +1,4 @@
-"""Preference pairs from stories: of two passages of a story, the more cheerful one (VADER) is preferred."""
+"""Preference pairs from stories: the more cheerful (VADER) of two passages of a story is preferred."""
 
 import argparse
 import random
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", type=Path, required=True, help="jsonl or parquet file with a story as `text` per row"
     )
     parser.add_argument("--val", type=int, default=256, help="held-out pairs; no story is in both splits")
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of one story at most")
-    parser.add_argument("--words", type=int, default=25, help="words of a passage, which begins where a sentence does")
+    parser.add_argument("--pairs", type=int, default=6, help="most pairs of one story")
+    parser.add_argument("--words", type=int, default=25, help="words of a passage, which starts with a sentence")
     parser.add_argument("--gap", type=float, default=0.5, help="least difference of a pair's scores, from 0 to 2")
     parser.add_argument("--seed", type=int, default=1)
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of `train` and `val`. Raises ValueError where the file is missing or has too few stories."""
+    """Return the rows of `train` and `val`. Raises ValueError if the file is missing or has too few stories."""
     score, rows = _sentiment(), []
     for index, problem in problems_of(arguments.source):
         if not isinstance(problem.get("text"), str):
@@ -44,7 +44,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def cut(story: str, num_words: int) -> tuple[str, list[str]]:
-    """The opening sentence of a story, and what begins at each later one: `num_words` words, whole or not."""
+    """Return the first sentence of a story, and passages of `num_words` words that start at each later sentence."""
     sentences = [sentence for sentence in _SENTENCE.split(story.strip()) if sentence]
     words = [sentence.split() for sentence in sentences[1:]]
     passages = []
@@ -56,7 +56,7 @@ def cut(story: str, num_words: int) -> tuple[str, list[str]]:
 
 
 def pairs(passages: Sequence[str], score: Callable[[str], float], *, gap: float) -> list[tuple[str, str, float]]:
-    """All pairs of `passages`, the better one first, whose scores differ by `gap` or more, and by how much."""
+    """Return all pairs of `passages` whose scores differ by `gap` or more, the better first, and the difference."""
     scored = [(score(passage), passage) for passage in passages]
     return [
         (better, worse, round(high - low, 4)) for high, better in scored for low, worse in scored if high - low >= gap
