@@ -110,13 +110,15 @@ def test_every_number_that_is_taken_is_finite_in_float32(score: Any, others: dic
 @given(st.lists(st.tuples(st.floats(-1e30, 1e30), st.floats(-3e38, 3e38)), min_size=1, max_size=3))
 def test_a_weighted_sum_is_finite_in_float32_or_a_fault(parts: list[tuple[float, float]]) -> None:
     rules = Rules(weights={str(place): weight for place, (weight, _) in enumerate(parts)})
-    verdicts = {str(place): as_rule_result(score) for place, (_, score) in enumerate(parts)}
+    results = {str(place): as_rule_result(score) for place, (_, score) in enumerate(parts)}
     total = sum(weight * score for weight, score in parts)
     if math.isfinite(torch.tensor(total, dtype=torch.float32)):
-        assert rules._sum(verdicts).numbers["score"] == total
+        assert rules._sum(results).numbers["score"] == total
     else:
-        with pytest.raises(TypeError, match="the weighted sum of the scores is .*, which is no finite number in float"):
-            rules._sum(verdicts)
+        with pytest.raises(
+            TypeError, match="the weighted sum of the scores is .*, which is not a finite number in float"
+        ):
+            rules._sum(results)
 
 
 def test_a_weighted_model_score_beyond_float32_is_named() -> None:

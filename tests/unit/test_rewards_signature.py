@@ -59,7 +59,7 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
         ("def f(prompt, **others): ...", f"f needs prompt, which is not given: the call is {CALL}; **kwargs accepts"),
         (
             "def f(solution_str, ground_truth, k): ...",
-            "not take data_source, extra_info as a keyword and needs k, which",
+            "not accept data_source, extra_info as a keyword and needs k, which",
         ),
         ("def f(data_source, /, **others): ...", "f needs data_source, which is not given"),
         ("async def f(**others): ...", "f is asynchronous"),
