@@ -1,4 +1,4 @@
-"""Work beside training: all ranks go on together, or fail together."""
+"""Asynchronous work: all ranks continue together, or fail together."""
 
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -11,7 +11,7 @@ from tests.support.ranks import RankPool
 
 
 def count(diary: list[object], *, wait: Event | None = None) -> Task:
-    """Two pieces of work, the first of which waits; says in the end what all ranks answered."""
+    """Do two pieces of work; the first waits. Notes the results of all ranks."""
 
     def work(number: int) -> int:
         assert current_thread() is not main_thread()
@@ -32,7 +32,7 @@ def goes_on_when_all_ranks_are_done() -> list[object]:
     background.advance()  # nothing is under way
     background.start(count(diary, wait=gate if dist.get_rank() == 1 else None))
     for _ in range(5):
-        background.advance()  # rank 0 is done before long, rank 1 is not
+        background.advance()  # rank 0 finishes soon, rank 1 does not
     before = list(diary)
     gate.set()
     background.finish()
@@ -40,7 +40,7 @@ def goes_on_when_all_ranks_are_done() -> list[object]:
     return [before, *diary]
 
 
-def test_goes_on_when_all_ranks_are_done(pool: RankPool) -> None:
+def test_a_task_continues_when_all_ranks_have_finished(pool: RankPool) -> None:
     assert pool.run(2, goes_on_when_all_ranks_are_done) == 2 * [[[], [10, 11], [20, 21]]]
 
 
@@ -65,19 +65,19 @@ def fails_on_all_ranks(directory: Path) -> list[object]:
 
     def task() -> Task:
         yield write
-        raise AssertionError("it went on")
+        raise AssertionError("the task continued")
 
     background = Background()
     background.start(task())
     with pytest.raises(FileNotFoundError, match="not there"):
         while True:
             background.advance()
-    background.finish()  # what failed is over
+    background.finish()  # the failed task has ended
     diary: list[object] = []
     background.start(count(diary))
     background.finish()
     return diary
 
 
-def test_fails_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_a_task_fails_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, fails_on_all_ranks, tmp_path) == 2 * [[[10, 11], [20, 21]]]

@@ -18,9 +18,9 @@ CHECKPOINTS = {"llama": ("llama", {})}
 
 
 def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tuple[list[Any], str]:
-    """Save on a disk with room, without, with room for a part only, for all but the index, and with room again.
+    """Save on a disk with space, without, with space for a part, for all except the index, and with space again.
 
-    Returns what each has come to, and the error of a run that ends before the last.
+    Returns the result of each save, and the error of a run that ends before the last one.
     """
     from megarl.checkpoint import failures, store
     from megarl.checkpoint.find import find_checkpoint
@@ -47,13 +47,13 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
     diary = [save(1)]
     on_first_rank(disk.fill)
     diary.append(save(2))
-    with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when the save has begun
+    with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up after the start of the save
         patch.setattr(failures, "SMALL_BYTES", 0)
         patch.setattr(CheckpointStore, "num_bytes", 0)
         on_first_rank(lambda: disk.fill(leave=200_000))
         diary.append(save(3))
     on_first_rank(disk.clear)
-    with pytest.MonkeyPatch.context() as patch:  # as if it did when all but what rank 0 writes alone was written
+    with pytest.MonkeyPatch.context() as patch:  # as if the disk filled up when only the files of rank 0 are missing
         write_all = store._write_all
         patch.setattr(store, "_write_all", lambda writings: (write_all(writings), together(lambda: None), disk.fill()))
         diary.append(save(4))
@@ -66,10 +66,10 @@ def saves(source: Path, disk: Disk, split: dict[str, Any], is_async: bool) -> tu
 
 
 def saves_with_exports(source: Path, disk: Disk, split: dict[str, Any]) -> list[Any]:
-    """Save with the weights for others, on a disk that fills up when rank 0 alone has something to write.
+    """Save with exported weights, on a disk that fills up when rank 0 alone has something to write.
 
-    Returns what has come of a save with room, of one for which the disk fills up right after room was found for it, of
-    one before the weights for others, whose room is not kept, of one before their config.json, and of one with room.
+    Returns the results of five saves: with space; with a disk that fills up right after the check of the space, before
+    the exported weights, whose space is not reserved, or before their config.json; and with space again.
     """
     from megarl.checkpoint import store
     from megarl.checkpoint.failures import require_space
@@ -131,7 +131,7 @@ def on_first_rank(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_all_ranks_go_on_without_a_save_that_fails(
+def test_all_ranks_continue_after_a_save_that_fails(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, is_async: bool
 ) -> None:
     with small_disk(tmp_path / "disk", 16 << 20) as disk:
@@ -151,7 +151,7 @@ def test_all_ranks_go_on_without_a_save_that_fails(
         assert error.endswith("No space left on device; free space there, or name a directory on another disk")
 
 
-def test_what_one_rank_cannot_write_fails_the_save_on_all(
+def test_a_file_that_one_rank_cannot_write_fails_the_save_on_all(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 16 << 20) as disk:

@@ -1,4 +1,4 @@
-"""A checkpoint with Hugging Face weights: `transformers` and vLLM say of it what the models say that were saved."""
+"""A checkpoint with Hugging Face weights: `transformers` and vLLM compute the same from it as the saved models."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ RESPONSE = 8
 
 
 def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
-    """Learn, save beside training, and learn again; what actor and critic said when they were saved."""
+    """Learn, save asynchronously, and learn again; return the outputs of actor and critic at the save."""
     from megarl.checkpoint.huggingface import export_model
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
@@ -63,7 +63,7 @@ def save(model: Path, run_dir: Path) -> tuple[Any, Any]:
 
 
 def vllm_says(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
-    """The likeliest answers to PROMPTS, and their log-probabilities."""
+    """Return the likeliest responses to PROMPTS, and their log-probabilities."""
     from vllm import SamplingParams
 
     llm = load_as_published(directory)
@@ -81,7 +81,7 @@ def vllm_says(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, Any]]:
-    """A checkpoint, and what its models said."""
+    """Return a checkpoint, and the outputs of its models."""
     root = tmp_path_factory.mktemp("saved")
     model = write_checkpoint(root / "model", "llama")
     train_sentencepiece(model / "tokenizer.model", vocab_size=200)
@@ -102,7 +102,7 @@ def test_transformers_reads_actor_and_critic(saved: tuple[Path, tuple[Any, Any]]
         with torch.no_grad():
             values = critic.score(critic.model(tokens).last_hidden_state)[0, len(prompt.token_ids) - 1 : -1, 0]
         torch.testing.assert_close(values, values_of_critic[number, :length], rtol=1e-4, atol=1e-4)
-    assert values_of_critic.abs().max() > 1e-3  # the head is no longer the zeros that it began with
+    assert values_of_critic.abs().max() > 1e-3  # the head has learnt: it started as zeros
 
 
 def test_vllm_reads_the_actor(saved: tuple[Path, tuple[Any, Any]], pool: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""A directory belongs to one living job, and what a dead one left unfinished there goes, or comes back."""
+"""A directory belongs to one running job, and the unfinished files of a job that died are removed or restored."""
 
 import os
 import subprocess
@@ -35,12 +35,12 @@ with occupy(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
-LEFT = {  # by a job that died: what is there, and what of it is there afterwards
+LEFT = {  # by a job that died: a file, and whether it is there afterwards
     "global_step_4/state.json": True,
-    ".global_step_4.old/state.json": False,  # its successor is there
+    ".global_step_4.old/state.json": False,  # the new checkpoint is there
     ".global_step_5.part/actor/shard": False,
     ".latest_checkpointed_iteration.txt.part": False,
-    "notes.part": True,  # nobody's but the user's
+    "notes.part": True,  # a file of the user
     "samples/.kept.part": True,
 }
 
@@ -80,19 +80,21 @@ def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, capfd: pyt
     assert said == f"megarl: {tmp_path} is in use: waiting up to 600 s for {holder}\n"
 
 
-def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(pool: RankPool, tmp_path: Path) -> None:
+def test_a_running_job_keeps_others_out_and_a_job_that_died_does_not(pool: RankPool, tmp_path: Path) -> None:
     directory = tmp_path / "new"
     with another_job(directory) as process:
         with pytest.raises(AssertionError) as refused:
             pool.run(2, enter, directory, 0.0)
         assert f"is in use by another job: process {process.pid} on {os.uname().nodename}" in str(refused.value)
         process.kill()
-        pool.run(2, enter, directory, 600.0)  # which waits until it is gone
-    assert pool.run(2, enter, directory, 0.0) == pool.run(2, enter, directory, 0.0)  # a job that ended is out
+        pool.run(2, enter, directory, 600.0)  # waits until that job has ended
+    assert pool.run(2, enter, directory, 0.0) == pool.run(
+        2, enter, directory, 0.0
+    )  # a job that has ended does not hold the directory
 
 
 def see_own_directory(root: Path, look: Callable[[Path], Any]) -> str:
-    """What a rank is told that looks at RUN_DIR on a disk of its own."""
+    """Return the error of a rank whose RUN_DIR is on a local disk."""
     disk = root / f"rank{dist.get_rank()}"
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ValueError, match="run") as refused:
         monkeypatch.chdir(disk)
@@ -112,7 +114,7 @@ def test_ranks_that_see_another_directory_refuse_it(pool: RankPool, tmp_path: Pa
     )
 
 
-def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_see_another_step_refuse_to_resume(pool: RankPool, tmp_path: Path) -> None:
     for rank in range(2):
         (checkpoint := tmp_path / f"rank{rank}" / "run" / f"global_step_{rank + 2}").mkdir(parents=True)
         (checkpoint / "state.json").touch()
@@ -126,7 +128,7 @@ def test_ranks_that_see_another_step_refuse_to_go_on(pool: RankPool, tmp_path: P
 
 
 def start_again(run_dir: Path) -> Path | None:
-    """What a job begins from that was told to start afresh, where one of its ranks was started before."""
+    """Return the checkpoint that a job resumes with `disable` if one of its ranks was restarted."""
     run = CheckpointStore(directory=run_dir, learners={}, keep=None, write_huggingface=lambda _: None)
     run.save(State(step=2))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -134,11 +136,11 @@ def start_again(run_dir: Path) -> Path | None:
         return prepare_checkpoint(TrainerSection(default_local_dir=str(run_dir), resume_mode="disable"))
 
 
-def test_a_launcher_need_not_tell_all_ranks_that_they_are_started_again(pool: RankPool, tmp_path: Path) -> None:
+def test_a_launcher_need_not_notify_all_ranks_of_a_restart(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, start_again, tmp_path) == [tmp_path / "global_step_2"] * 2
 
 
-def test_what_a_dead_job_left_unfinished_is_removed(pool: RankPool, tmp_path: Path) -> None:
+def test_unfinished_files_of_a_job_that_died_are_removed(pool: RankPool, tmp_path: Path) -> None:
     for name in LEFT:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

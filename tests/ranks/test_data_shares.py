@@ -1,4 +1,4 @@
-"""The first look at all rows, shared out among ranks, finds what one rank finds, and what one finds ends all."""
+"""The check of all rows, divided among ranks, finds the same as one rank, and a fault on one rank ends all."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def test_runs_of_equal_length_in_rank_order(pool: RankPool) -> None:
 
 
 def first_batch(file: str, model: str, changes: dict[str, Any]) -> tuple[int, list[int]] | str:
-    """How many prompts were left out, and the rows of the first batch; or what is wrong."""
+    """Return the number of dropped prompts and the rows of the first batch; or the faults."""
     section = DataSection(**{"train_files": file, "max_prompt_length": 12, **changes})
     try:
         dataset = PromptDataset(section, file, load_tokenizer(model))

@@ -1,4 +1,4 @@
-"""The reward, spread over ranks: every rank has every score, whoever called the reward, and whatever became of it."""
+"""The reward on several ranks: every rank has every score, whichever rank called the reward, and after any failure."""
 
 import math
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def judged(
     timeout_s: float = 100.0,
     on_failure: Any = "score",
 ) -> Any:
-    """Texts, scores, accuracies, metrics, warnings, and which processes called rewards; or the error.
+    """Return texts, scores, accuracies, metrics, warnings, and the processes that called rewards; or the error.
 
-    `begun` are (rank, sample) that are begun before all are asked for.
+    `begun` are pairs (rank, sample): that rank starts to score the sample before `score` is called.
     """
     import logging
 

@@ -1,4 +1,4 @@
-"""Whatever becomes of a file of a checkpoint, the run goes on from it only if it is intact, else from the one before.
+"""A run resumes from a checkpoint only if it is intact, whatever happens to its files, else from the one before.
 
 One real checkpoint of a tiny model is spoilt in every way, file by file, and mended again.
 """
@@ -125,7 +125,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def newest(run_dir: Path, caplog: pytest.LogCaptureFixture) -> Path:
-    """The newest checkpoint; what is said of it is in the log."""
+    """Return the newest checkpoint; messages about it are in the log."""
     assert found(run_dir) == run_dir / "global_step_2"
     caplog.clear()
     return run_dir / "global_step_2"
@@ -141,7 +141,7 @@ def before(newest: Path) -> Path:
 
 @contextmanager
 def spoilt(*paths: Path) -> Iterator[None]:
-    """Let files be spoilt within the block, and mend them."""
+    """Allow damage to files inside the block, and repair them after it."""
     contents = {path: path.read_bytes() for path in paths}
     try:
         yield
@@ -159,7 +159,7 @@ def remove(path: Path) -> None:
 
 
 def assert_named(newest: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest is passed over because of this file, and the one before it is used."""
+    """Check that the newest checkpoint is skipped because of this file, and the one before it is used."""
     assert found(newest.parent) == before(newest)
     assert f"{newest} is damaged and skipped: {newest / name} " in caplog.text
     caplog.clear()
@@ -170,7 +170,7 @@ def test_every_file_is_spoilt_here(newest: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_other_contents_and_other_things_in_the_place_of_a_file(
+def test_altered_contents_and_other_things_in_place_of_a_file(
     newest: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = newest / name
@@ -212,7 +212,7 @@ def test_random_changes(newest: Path, caplog: pytest.LogCaptureFixture, name: st
 def test_contents_that_the_manifest_confirms_are_understood_or_named(
     newest: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a faulty program, or one of another version, may have written them."""
+    """Contents that a faulty program, or another version, may have written."""
     original = (newest / name).read_bytes()
     entries, rng, changed = json.loads((newest / MANIFEST_FILE).read_text()), random.Random(name), []
     for _ in range(12):
@@ -233,7 +233,7 @@ def test_contents_that_the_manifest_confirms_are_understood_or_named(
 
 
 def manifest_of(entries: dict[str, Any]) -> bytes:
-    """A manifest that confirms its own entries, whatever they are."""
+    """Return a manifest that confirms its own entries, whatever they are."""
     entries.pop(MANIFEST_FILE, None)
     return json.dumps({**entries, MANIFEST_FILE: (len(entries), zlib.crc32(json.dumps(entries).encode()))}).encode()
 
@@ -269,7 +269,7 @@ def test_manifests_that_confirm_themselves(
         assert f"{newest} is damaged and skipped: {newest}/" in caplog.text
 
 
-def test_an_entry_less_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_entry_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
     entries = json.loads((newest / MANIFEST_FILE).read_text())
     for name in entries:
         with spoilt(newest / MANIFEST_FILE):
@@ -279,7 +279,7 @@ def test_an_entry_less_is_noticed(newest: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_a_sector_that_cannot_be_read(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The size is right, and reading fails with EIO: of the file, and amid its content."""
+    """The size is correct, but reading fails with EIO, at once or in the middle of the content."""
     path = newest / "huggingface/config.json"
     with spoilt(path, newest / MANIFEST_FILE):
         path.write_bytes(b"")
@@ -307,7 +307,7 @@ def test_a_spoilt_pointer_names_itself_and_the_newest_counts(
         caplog.clear()
 
 
-def test_a_flipped_bit_of_the_pointer_is_said(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_of_the_pointer_is_reported(newest: Path, caplog: pytest.LogCaptureFixture) -> None:
     pointer = newest.parent / LATEST_FILE
     for bit in range(8):
         pointer.write_bytes(bytes([ord("2") ^ (1 << bit)]))
@@ -317,7 +317,7 @@ def test_a_flipped_bit_of_the_pointer_is_said(newest: Path, caplog: pytest.LogCa
     pointer.write_text("2")
 
 
-def test_one_that_is_named_is_refused_by_its_file(newest: Path) -> None:
+def test_a_damaged_checkpoint_that_is_named_is_refused(newest: Path) -> None:
     for name in ("state.json", MANIFEST_FILE, "actor/.metadata"):
         with spoilt(newest / name), pytest.raises(ValueError, match=rf"resume_from_path=.*{newest / name} "):
             (newest / name).write_bytes(b"{}")
@@ -326,7 +326,7 @@ def test_one_that_is_named_is_refused_by_its_file(newest: Path) -> None:
         find_checkpoint(newest.parent, mode="resume_path", path="x" * 5000)
 
 
-def test_what_is_spoilt_between_the_check_and_the_load_is_named(newest: Path, tmp_path: Path) -> None:
+def test_damage_between_the_check_and_the_load_is_named(newest: Path, tmp_path: Path) -> None:
     from megarl.learner.checkpoint import load_learner
 
     learner = make_test_learner(newest.parents[1] / "model", {})

@@ -1,4 +1,4 @@
-"""What another configuration does to a run that goes on: every key is judged, and what differs is said."""
+"""The effect of a changed configuration on a run that resumes: every key has one, and differences are reported."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -63,11 +63,11 @@ def test_every_row_has_a_key_and_only_a_changed_curve_is_taken_for_granted() -> 
         ("some.key.of.tomorrow", Effect.CURVE),
     ],
 )
-def test_what_a_key_does(key: str, effect: Effect) -> None:
+def test_the_effect_of_a_key(key: str, effect: Effect) -> None:
     assert effect_of(key)[0] is effect
 
 
-def test_what_matters_comes_first() -> None:
+def test_the_largest_effects_come_first() -> None:
     was, now = tree(), tree("trainer.save_freq=5", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=1e-5")
     found = config_differences(was, now, Schema.of(Config).leaves)
     assert [(one.key, one.was, one.now) for one in found] == [
@@ -88,7 +88,7 @@ def test_what_matters_comes_first() -> None:
         (["warmup_style=cosine", "total_training_steps=9"], Effect.NONE),
     ],
 )
-def test_a_longer_run_is_another_one_where_the_learning_rate_follows_its_length(
+def test_a_longer_run_has_another_curve_if_the_learning_rate_follows_its_length(
     optim: list[str], effect: Effect
 ) -> None:
     schedule = [f"critic.optim.{setting}" for setting in optim]
@@ -96,14 +96,14 @@ def test_a_longer_run_is_another_one_where_the_learning_rate_follows_its_length(
     assert effects(was, now) == {"trainer.total_training_steps": effect}
 
 
-def test_a_key_that_another_version_had_is_passed_over() -> None:
+def test_a_key_of_another_version_is_skipped() -> None:
     was = tree()
     del was["trainer"]["phase_timeout_s"]
     was["trainer"]["of_yesterday"] = 1
     assert effects(was, tree()) == {}
 
 
-def test_models_of_other_sizes_are_named() -> None:
+def test_models_of_different_sizes_are_named() -> None:
     was = {"actor": {"hidden_size": 64, "vocab_size": 500}, "critic": {"hidden_size": 64}}
     assert size_differences(was, {"actor": {"hidden_size": 64, "vocab_size": 500}}) == {}
     assert size_differences(was, {"actor": {"hidden_size": 64, "vocab_size": 512}, "reward_model": {}}) == {

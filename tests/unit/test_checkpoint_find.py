@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from when it has a mirror, or is told a URI."""
+"""The checkpoint that a run with a mirror, or with a URI to resume from, uses."""
 
 import json
 import shutil
@@ -58,9 +58,9 @@ def named(here: Path, uri: object) -> Path | None:
     return find_checkpoint(here, mode="resume_path", path=str(uri), waits=WAITS)
 
 
-def test_onto_an_empty_disk_comes_the_last_whole_one(here: Path, there: Path) -> None:
+def test_an_empty_disk_gets_the_last_complete_checkpoint(here: Path, there: Path) -> None:
     assert found(here, there) is None  # nothing anywhere
-    (write(there, 1, 2, 3) / MANIFEST_FILE).unlink()  # one that was not uploaded to its end
+    (write(there, 1, 2, 3) / MANIFEST_FILE).unlink()  # an incomplete upload
     (there / "metrics.jsonl").write_text("the records\n")
     assert found(here, there) == here / "global_step_2"
     assert not find_damage(here / "global_step_2")
@@ -70,10 +70,10 @@ def test_onto_an_empty_disk_comes_the_last_whole_one(here: Path, there: Path) ->
     assert sorted(path.name for path in here.iterdir()) == ["global_step_2", LATEST_FILE, "metrics.jsonl"]
     shutil.rmtree(there)
     there.mkdir()
-    assert found(here, there) == here / "global_step_2"  # from now on it is a local one
+    assert found(here, there) == here / "global_step_2"  # from now on it is local
 
 
-def test_the_newer_one_is_taken_and_of_equal_ones_the_local(here: Path, there: Path) -> None:
+def test_the_newer_checkpoint_wins_and_on_a_tie_the_local_one(here: Path, there: Path) -> None:
     write(here, 1, 2)
     write(there, 1, 2, kl_coef=0.7)
     assert found(here, there) == here / "global_step_2"
@@ -85,7 +85,7 @@ def test_the_newer_one_is_taken_and_of_equal_ones_the_local(here: Path, there: P
     assert find_checkpoint(here, mode="disable", path=None, mirror=str(there)) is None
 
 
-def test_what_the_mirror_has_beyond_its_latest_is_of_another_past(here: Path, there: Path) -> None:
+def test_checkpoints_of_the_mirror_after_its_pointer_are_ignored(here: Path, there: Path) -> None:
     write(there, 1, 2, 90)
     (there / LATEST_FILE).write_text("2")
     assert found(here, there) == here / "global_step_2"
@@ -97,7 +97,7 @@ def test_a_pointer_that_was_half_written_points_at_the_newest(here: Path, there:
     assert found(here, there) == here / "global_step_2"
 
 
-def test_a_damaged_local_one_is_replaced_from_the_mirror(here: Path, there: Path) -> None:
+def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(here: Path, there: Path) -> None:
     (write(here, 1, 2) / "state.json").unlink()
     (here / "global_step_1" / MANIFEST_FILE).unlink()
     write(there, 1, 2, kl_coef=0.7)
@@ -105,7 +105,7 @@ def test_a_damaged_local_one_is_replaced_from_the_mirror(here: Path, there: Path
     assert State.read(here / "global_step_2").kl_coef == 0.7
 
 
-def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
+def test_a_damaged_checkpoint_of_the_mirror_is_named_and_the_one_before_it_is_used(
     here: Path, there: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt = write(there, 1, 2) / "actor" / SHARDS
@@ -115,7 +115,7 @@ def test_a_damaged_one_of_the_mirror_is_named_and_the_one_before_it_is_used(
     assert f"{SHARDS} has another content than when it was written" in caplog.text
 
 
-def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: Path, there: Path) -> None:
+def test_a_mirror_without_a_complete_checkpoint_is_an_error(here: Path, there: Path) -> None:
     (write(there, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(ValueError, match=r"no intact checkpoint.*names step 3, but no complete.*resume_mode=disable"):
         found(here, there)
@@ -124,7 +124,7 @@ def test_a_mirror_with_nothing_whole_is_no_reason_to_start_again_silently(here: 
         found(here, there)
 
 
-def test_a_mirror_out_of_reach(here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_mirror(here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     away = tmp_path / "a file"
     away.write_text("")
     with pytest.raises(ValueError, match=r"has no intact checkpoint, and none can be fetched from the mirror .*a file"):
@@ -146,7 +146,7 @@ def test_a_manifest_that_leads_elsewhere_is_refused(here: Path, there: Path) -> 
 def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
     uri = f"file://{write(there, 4, 5)}"
     assert named(here, uri) == here / "global_step_5"
-    assert not (here / LATEST_FILE).exists()  # what the run goes on from by itself is its own last one
+    assert not (here / LATEST_FILE).exists()  # the pointer keeps naming the last checkpoint of the run itself
     (there / "global_step_5" / "state.json").write_bytes(b"")
     assert named(here, uri) == here / "global_step_5"  # the same, as its manifest says
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path: file://.*/there is not a complete checkpoint"):
@@ -157,7 +157,7 @@ def test_a_checkpoint_named_by_its_uri(here: Path, there: Path) -> None:
         named(here, f"file://{there}/global_step_9")
 
 
-def test_a_checkpoint_named_by_its_uri_never_replaces_a_whole_one(here: Path, there: Path) -> None:
+def test_a_checkpoint_named_by_its_uri_never_replaces_an_intact_one(here: Path, there: Path) -> None:
     write(here, 4)
     uri = f"file://{write(there, 4, kl_coef=0.7)}"
     with pytest.raises(ValueError, match=r"global_step_4 is intact, but differs from file://.*move it away"):

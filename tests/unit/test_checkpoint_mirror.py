@@ -68,7 +68,7 @@ def save(run: CheckpointStore, *steps: int, kl_coef: float | None = None) -> dic
     return metrics
 
 
-def whole(directory: Path) -> list[str]:
+def intact(directory: Path) -> list[str]:
     """Return the intact checkpoints of a directory."""
     return [path.name for path in sorted(directory.glob("global_step_*")) if not find_damage(path)]
 
@@ -77,13 +77,13 @@ def written() -> list[str]:
     return [path.partition("/there/")[2] for path in FaultyFileSystem.written]
 
 
-def test_what_is_saved_is_mirrored_and_its_manifest_and_the_pointer_come_last(
+def test_a_saved_checkpoint_is_mirrored_and_its_manifest_and_the_pointer_come_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, there = start(tmp_path), tmp_path / "there"
     (tmp_path / "here" / "metrics.jsonl").write_text("the records\n")
     metrics = save(run, 3)
-    assert whole(there) == ["global_step_3"]
+    assert intact(there) == ["global_step_3"]
     assert (there / LATEST_FILE).read_text() == "3"
     assert (there / "metrics.jsonl").read_text() == "the records\n"
     assert sorted(written()[:-3]) == [f"global_step_3/{file}" for file in FILES]
@@ -104,7 +104,7 @@ def test_the_end_of_a_run_waits_for_the_mirror(tmp_path: Path, is_async: bool) -
     run = start(tmp_path, is_async=is_async)
     run.save(State(step=1))
     run.close()
-    assert whole(tmp_path / "there") == ["global_step_1"]
+    assert intact(tmp_path / "there") == ["global_step_1"]
 
 
 def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,13 +112,13 @@ def test_a_file_that_fails_now_and_then_is_tried_again(tmp_path: Path, caplog: p
         faults={"state.json": 2, MANIFEST_FILE: 1, LATEST_FILE: 2}, shortened={"there/global_step_1/rng/rank_0.pt": 2}
     )
     assert save(start(tmp_path), 1)["checkpoint/mirror_failures"] == 0.0
-    assert whole(tmp_path / "there") == ["global_step_1"]
+    assert intact(tmp_path / "there") == ["global_step_1"]
     assert FaultyFileSystem.shortened.total() == 0  # both times the size was asked for
     assert not caplog.records
 
 
 @pytest.mark.parametrize("file", ["rng/rank_0.pt", MANIFEST_FILE, LATEST_FILE])
-def test_what_keeps_failing_is_reported_and_tried_again_after_the_next_save(
+def test_an_upload_that_keeps_failing_is_reported_and_tried_again_after_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
@@ -128,11 +128,11 @@ def test_what_keeps_failing_is_reported_and_tried_again_after_the_next_save(
     assert "global_step_1 could not be mirrored to" in caplog.text
     assert "OSError: no connection" in caplog.text
     assert not (there / LATEST_FILE).exists()
-    assert whole(there) == (["global_step_1"] if file == LATEST_FILE else [])
-    assert whole(here) == ["global_step_1"]
+    assert intact(there) == (["global_step_1"] if file == LATEST_FILE else [])
+    assert intact(here) == ["global_step_1"]
     metrics = save(run, 2)
     assert (metrics["checkpoint/mirrored_step"], metrics["checkpoint/mirror_failures"]) == (1.0, 1.0)
-    assert whole(there) == whole(here) == ["global_step_1", "global_step_2"]
+    assert intact(there) == intact(here) == ["global_step_1", "global_step_2"]
     assert (there / LATEST_FILE).read_text() == "2"
     assert sorted(name for name in written() if name.startswith("global_step_1/") and MANIFEST_FILE not in name) == [
         f"global_step_1/{name}"
@@ -150,10 +150,10 @@ def test_a_local_file_that_was_damaged_does_not_reach_the_mirror(
     FaultyFileSystem.gate.set()
     assert settle(run) == {"checkpoint/mirror_failures": 1.0}
     assert "state.json has another content than its manifest says" in caplog.text
-    assert whole(tmp_path / "there") == []
+    assert intact(tmp_path / "there") == []
 
 
-def test_a_mirror_that_stays_away_is_told_at_the_end_and_costs_nothing_else(
+def test_an_unreachable_mirror_is_reported_at_the_end_and_costs_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "there").write_text("a file where the directory should be")
@@ -161,17 +161,15 @@ def test_a_mirror_that_stays_away_is_told_at_the_end_and_costs_nothing_else(
     assert save(run, 1, 2, 3) == {"checkpoint/mirror_failures": 5.0}  # the older ones again each time
     run.close()
     assert "lacks global_step_2, global_step_3." in caplog.text
-    assert whole(tmp_path / "here") == ["global_step_2", "global_step_3"]
+    assert intact(tmp_path / "here") == ["global_step_2", "global_step_3"]
     (tmp_path / "there").unlink()  # the same command again, when the mirror is back
     run = start(tmp_path, keep=2)
     run.load(tmp_path / "here" / "global_step_3")
     run.close()
-    assert whole(tmp_path / "there") == ["global_step_3"]
+    assert intact(tmp_path / "there") == ["global_step_3"]
 
 
-def test_a_mirror_that_takes_nothing_does_not_hold_up_the_end_for_ever(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stalled_mirror_does_not_delay_the_end_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = start(tmp_path)
     mirror = Mirror(Remote(f"faulty://{tmp_path / 'there'}"), tmp_path / "here", keep=None, stalled_s=0.0)
     run.save(State(step=1))
@@ -183,53 +181,53 @@ def test_a_mirror_that_takes_nothing_does_not_hold_up_the_end_for_ever(
     assert "lacks global_step_1." in caplog.text
 
 
-def test_the_oldest_go_and_the_last_whole_one_stays(tmp_path: Path) -> None:
+def test_the_oldest_are_removed_and_the_last_complete_one_stays(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=2), tmp_path / "there"
     save(run, 8, 9, 10)
-    assert whole(there) == ["global_step_10", "global_step_9"]
+    assert intact(there) == ["global_step_10", "global_step_9"]
     FaultyFileSystem.arm(faults={"global_step_11/state.json": 3, "global_step_12/state.json": 3})
     save(run, 11, 12)
-    assert whole(there) == ["global_step_10", "global_step_11"]
+    assert intact(there) == ["global_step_10", "global_step_11"]
 
 
-def test_who_may_not_delete_may_still_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mirror_without_permission_to_delete_still_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = start(tmp_path, keep=1)
     FaultyFileSystem.undeletable = True
     assert save(run, 1, 2)["checkpoint/mirrored_step"] == 2.0
-    assert whole(tmp_path / "there") == ["global_step_1", "global_step_2"]
+    assert intact(tmp_path / "there") == ["global_step_1", "global_step_2"]
     assert "old checkpoints in" in caplog.text
     assert "not allowed to delete" in caplog.text
 
 
-def test_a_run_that_went_back_replaces_what_it_saved_before(tmp_path: Path) -> None:
+def test_a_run_that_resumes_from_an_earlier_step_replaces_its_later_checkpoints(tmp_path: Path) -> None:
     there = tmp_path / "there"
     save(start(tmp_path), 1, 2, 3, kl_coef=0.5)
     run = start(tmp_path)
     FaultyFileSystem.arm(faults={"state.json": 3})
     save(run, 2, kl_coef=0.7)
-    assert whole(there) == ["global_step_1", "global_step_3"]  # of the old one there is no manifest any more
-    assert (there / LATEST_FILE).read_text() == "2"  # 3 is of a past that is not this run's
+    assert intact(there) == ["global_step_1", "global_step_3"]  # the old manifest of step 2 is gone
+    assert (there / LATEST_FILE).read_text() == "2"  # step 3 is not of this run
     run.close()
-    assert whole(there) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert intact(there) == ["global_step_1", "global_step_2", "global_step_3"]
     assert State.read(there / "global_step_2").kl_coef == 0.7
     assert (there / LATEST_FILE).read_text() == "2"
 
 
-def test_what_is_being_uploaded_is_removed_afterwards(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_uploaded_is_removed_afterwards(tmp_path: Path) -> None:
     run, here, there = start(tmp_path, keep=1), tmp_path / "here", tmp_path / "there"
     FaultyFileSystem.gate.clear()
     for step in (1, 2, 3):
         run.save(State(step=step))
         run.advance()
-    assert whole(here) == ["global_step_1", "global_step_3"]
+    assert intact(here) == ["global_step_1", "global_step_3"]
     FaultyFileSystem.gate.set()
     run.close()
-    assert whole(here) == ["global_step_3"]
-    assert whole(there) == ["global_step_3"]
+    assert intact(here) == ["global_step_3"]
+    assert intact(there) == ["global_step_3"]
     assert "global_step_2" not in " ".join(written())  # overtaken
 
 
-def test_what_is_removed_by_others_while_it_is_uploaded_is_missed_by_nobody(
+def test_a_checkpoint_that_is_removed_during_its_upload_is_not_pending_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, here, there = start(tmp_path), tmp_path / "here", tmp_path / "there"
@@ -243,27 +241,27 @@ def test_what_is_removed_by_others_while_it_is_uploaded_is_missed_by_nobody(
     assert not caplog.records
 
 
-def test_what_failed_and_is_removed_here_leaves_nothing_in_the_mirror(tmp_path: Path) -> None:
+def test_a_failed_upload_of_a_removed_checkpoint_leaves_nothing_in_the_mirror(tmp_path: Path) -> None:
     run, there = start(tmp_path, keep=1), tmp_path / "there"
     FaultyFileSystem.arm(faults={"global_step_1/state.json": 3, f"global_step_2/{MANIFEST_FILE}": 3})
     save(run, 1, 2)
     assert [path.name for path in sorted(there.glob("global_step_*"))] == ["global_step_1", "global_step_2"]
-    assert whole(there) == []
+    assert intact(there) == []
     save(run, 3)
     assert [path.name for path in there.glob("global_step_*")] == ["global_step_3"]
 
 
-def test_what_is_whole_in_the_mirror_stays_when_it_is_removed_here(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_stays_in_the_mirror_when_it_is_removed_locally(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     save(start(tmp_path), 1, 2)
     run = start(tmp_path)
     run.load(here / "global_step_2")
     (here / "global_step_2").rename(here / "elsewhere")
     save(run, 3)
-    assert whole(there) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert intact(there) == ["global_step_1", "global_step_2", "global_step_3"]
 
 
-def test_what_is_there_already_is_not_uploaded_again(tmp_path: Path) -> None:
+def test_a_mirrored_checkpoint_is_not_uploaded_again(tmp_path: Path) -> None:
     save(start(tmp_path), 1, 2)
     FaultyFileSystem.arm()
     run = start(tmp_path)
@@ -272,15 +270,15 @@ def test_what_is_there_already_is_not_uploaded_again(tmp_path: Path) -> None:
     assert written() == []
 
 
-def test_what_the_run_goes_on_from_stays_until_one_of_its_own_is_whole(tmp_path: Path) -> None:
+def test_the_resumed_checkpoint_stays_until_the_run_has_saved_its_own(tmp_path: Path) -> None:
     save(start(tmp_path), 1, 2)
     here, run = tmp_path / "here", start(tmp_path, keep=1)
-    (here / "global_step_2" / "state.json").write_text("{}")  # damaged, and still called the latest
+    (here / "global_step_2" / "state.json").write_text("{}")  # damaged, but the pointer still names it
     run.load(here / "global_step_1")
     run.close()
-    assert whole(here) == ["global_step_1"]
+    assert intact(here) == ["global_step_1"]
     save(run, 2)
-    assert whole(here) == ["global_step_2"]
+    assert intact(here) == ["global_step_2"]
 
 
 def test_every_file_has_one_rank_and_every_rank_about_as_much() -> None:

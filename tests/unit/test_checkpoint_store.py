@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, whenever the process dies."""
+"""Checkpoints on disk: complete or absent, whenever the process dies."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def alone() -> Iterator[None]:
 
 
 def checkpoints(directory: Path, *, keep: int | None = 2, is_async: bool = False) -> CheckpointStore:
-    """Of a run without models."""
+    """Return the checkpoints of a run without models."""
 
     def write_huggingface(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
@@ -54,7 +54,7 @@ def steps(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
-def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_found_and_loaded(tmp_path: Path) -> None:
     run = checkpoints(tmp_path / "run")
     torch.manual_seed(3)
     groups, of_group = tensor_parallel.get_cuda_rng_tracker(), torch.arange(16, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
     assert checkpoint == tmp_path / "run" / "global_step_4"
     assert (checkpoint / "huggingface" / "config.json").is_file()
     assert run.load(checkpoint) == state
-    assert torch.equal(torch.rand(5), drawn)  # the generators go on where they were
+    assert torch.equal(torch.rand(5), drawn)  # the generators continue from their saved states
     assert torch.equal(groups.get_states()["model-parallel-rng"], of_group)
 
 
@@ -82,7 +82,7 @@ def test_the_first_of_the_best_is_remembered() -> None:
     assert Best(0.6, 4).or_better(first) == Best(0.6, 4)
 
 
-def test_the_oldest_go(tmp_path: Path) -> None:
+def test_the_oldest_are_removed(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         checkpoints(tmp_path).save(State(step=step, kl_coef=0.0))
     assert steps(tmp_path) == ["global_step_10", "global_step_11"]
@@ -90,9 +90,11 @@ def test_the_oldest_go(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["global_step_10", "global_step_11", "global_step_12"]
 
 
-def test_an_old_one_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_is_not_a_failed_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, first = checkpoints(tmp_path, keep=1), tmp_path / "global_step_1"
-    with small_disk(first, 1 << 20):  # which can be neither renamed nor removed
+    with small_disk(first, 1 << 20):  # a mount point can be neither renamed nor removed
         (first / "state.json").write_text("{}")
         for step in (2, 3):
             run.save(State(step=step))
@@ -103,9 +105,7 @@ def test_an_old_one_that_cannot_be_removed_is_no_failed_save(tmp_path: Path, cap
         assert f"the old checkpoint {first} cannot be removed: {first}: Device or resource busy" in caplog.text
 
 
-def test_one_that_was_being_removed_when_the_job_was_killed_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_removed_checkpoint_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints(tmp_path).save(State(step=1))
     rmtree = shutil.rmtree
 
@@ -124,13 +124,15 @@ def test_one_that_was_being_removed_when_the_job_was_killed_is_none(
     assert steps(tmp_path) == ["global_step_2"]
 
 
-def test_what_cannot_be_tidied_up_keeps_no_job_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_cannot_be_tidied_up_do_not_keep_a_job_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_disk(tmp_path / ".global_step_1.part", 1 << 20) as disk:
         tidy_up(tmp_path)
     assert f"{disk.path}, left unfinished by a job that died, cannot be removed" in caplog.text
 
 
-def test_names_of_another_form_and_links_are_no_checkpoints(tmp_path: Path) -> None:
+def test_other_names_and_links_are_not_checkpoints(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 7)
     for name in ("007", "7.bak", "\u0663"):
         shutil.copytree(tmp_path / "global_step_7", tmp_path / f"global_step_{name}")
@@ -163,13 +165,13 @@ def test_a_crash_while_saving_leaves_the_one_before(
     assert checkpoint == tmp_path / "global_step_1"
     assert checkpoints(tmp_path).load(checkpoint) == State(step=1, kl_coef=0.5)
 
-    checkpoints(tmp_path).save(State(step=2, kl_coef=0.7))  # what the crash left behind is in nobody's way
+    checkpoints(tmp_path).save(State(step=2, kl_coef=0.7))  # the files that the crash left do no harm
     assert State.read(tmp_path / "global_step_2") == State(step=2, kl_coef=0.7)
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
 
 @pytest.mark.parametrize("dies_before_rename", [1, 2])
-def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
+def test_a_crash_while_a_checkpoint_is_replaced_leaves_an_intact_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_before_rename: int
 ) -> None:
     for step in (1, 2):
@@ -186,7 +188,9 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
         patch.setattr(Path, "rename", crash)
-        checkpoints(tmp_path).save(State(step=2, kl_coef=0.9))  # sent back to step 1, the run comes by step 2 again
+        checkpoints(tmp_path).save(
+            State(step=2, kl_coef=0.9)
+        )  # the run has resumed from step 1 and reaches step 2 again
     checkpoint = found(tmp_path)
     assert checkpoint is not None
     step = checkpoints(tmp_path).load(checkpoint).step
@@ -196,7 +200,7 @@ def test_a_crash_while_one_is_replaced_leaves_a_whole_one(
     assert steps(tmp_path) == ["global_step_1", "global_step_2"]
 
 
-def test_what_is_saved_beside_training_becomes_the_latest_when_it_is_whole(tmp_path: Path) -> None:
+def test_an_asynchronous_save_becomes_the_latest_when_it_is_complete(tmp_path: Path) -> None:
     run = checkpoints(tmp_path, is_async=True)
     run.save(State(step=1, kl_coef=0.5))
     assert found(tmp_path) is None
@@ -220,7 +224,9 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert found(tmp_path) is None
     assert found(tmp_path / "nothere") is None
     checkpoint = write_checkpoint(tmp_path, 3)
-    assert found(tmp_path) == checkpoint  # a crash came before it was named, or it was copied here without its name
+    assert (
+        found(tmp_path) == checkpoint
+    )  # as after a crash before the pointer was written, or a copy without the pointer
     (tmp_path / LATEST_FILE).write_text("3\n")
     assert found(tmp_path) == checkpoint
     assert find_checkpoint(tmp_path, mode="disable", path=None) is None
@@ -230,17 +236,17 @@ def test_resume_modes(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, mode="resume_path", path=str(elsewhere.parent))
 
 
-def test_latest_names_the_one_to_continue_from(tmp_path: Path) -> None:
+def test_the_pointer_names_the_checkpoint_to_resume(tmp_path: Path) -> None:
     for step in (3, 12):
         write_checkpoint(tmp_path, step)
     (tmp_path / "global_step_copy").mkdir()
-    (tmp_path / LATEST_FILE).write_text("3")  # edited by a person who wants to go back
+    (tmp_path / LATEST_FILE).write_text("3")  # edited by a person who wants to resume from an earlier step
     assert found(tmp_path) == tmp_path / "global_step_3"
     checkpoints(tmp_path, keep=3).save(State(step=4, kl_coef=0.0))
     assert found(tmp_path) == tmp_path / "global_step_4"
 
 
-def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
+def test_lost_checkpoints_are_an_error(tmp_path: Path) -> None:
     (tmp_path / LATEST_FILE).write_text("3")
     with pytest.raises(
         ValueError, match="names step 3, but no intact global_step_3 or earlier exists.*resume_mode=disable"
@@ -249,7 +255,7 @@ def test_lost_checkpoints_are_no_reason_to_start_again_silently(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0", b"global_step_3", b"\xff", b"-3"])
-def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
+def test_a_damaged_pointer_is_named_and_the_newest_intact_checkpoint_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     for step in (3, 12, 100):
@@ -262,7 +268,7 @@ def test_a_damaged_pointer_is_named_and_the_newest_whole_one_is_used(
     assert (tmp_path / LATEST_FILE).read_text() == "13"
 
 
-def test_damaged_checkpoints_without_a_pointer_are_no_reason_to_start_again_silently(tmp_path: Path) -> None:
+def test_damaged_checkpoints_without_a_pointer_are_an_error(tmp_path: Path) -> None:
     (write_checkpoint(tmp_path, 3) / MANIFEST_FILE).unlink()
     with pytest.raises(
         ValueError, match="had checkpoints, but none of them is intact: restore it.*resume_mode=disable"
@@ -317,11 +323,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert f"{tmp_path / 'global_step_3'} is damaged and skipped: {message}" in caplog.text
     with pytest.raises(ValueError, match=r"trainer\.resume_from_path=.*global_step_2 is damaged: "):
         find_checkpoint(tmp_path, mode="resume_path", path=str(tmp_path / "global_step_2"))
-    checkpoints(tmp_path, keep=2).save(State(step=3, kl_coef=0.5))  # the run comes by here again
+    checkpoints(tmp_path, keep=2).save(State(step=3, kl_coef=0.5))  # the run reaches step 3 again
     assert found(tmp_path) == tmp_path / "global_step_3"
 
 
-def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
+def test_only_an_intact_checkpoint_is_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a checkpoint: it has no huggingface/config\.json"):
         intact_checkpoint(tmp_path)
     for step in (1, 2):
@@ -335,9 +341,7 @@ def test_only_a_whole_checkpoint_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_that_a_full_disk_does_not_take_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool
-) -> None:
+def test_a_save_on_a_full_disk_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         run = checkpoints(disk.path, keep=1, is_async=is_async)
         run.save(State(step=1))
@@ -363,7 +367,7 @@ def test_a_save_that_a_full_disk_does_not_take_is_tried_again(
         assert run.advance() == {"checkpoint/failed_saves": 2.0}
 
 
-def test_a_disk_that_fills_up_while_a_save_is_under_way(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         run = checkpoints(disk.path)
         run.save(State(step=1))
@@ -387,7 +391,9 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
         assert found(disk.path) == disk.path / "global_step_2"
 
 
-def test_a_disk_that_does_not_take_a_checkpoint_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_too_small_for_a_checkpoint_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         warn_of_space(disk.path, 7 << 20)
         assert not caplog.text

@@ -1,4 +1,4 @@
-"""How prompts and answers become the sequences that a reward model reads."""
+"""The sequences that a reward model reads, made from prompts and responses."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def conversations(tokenizer: Tokenizer, *, pad: int | None = None, max_length: i
     return Conversations(tokenizer=tokenizer, pad_token_id=pad, max_length=max_length)
 
 
-def test_messages_go_through_the_template_with_the_answer_and_a_text_continues_in_it(tokenizer: Tokenizer) -> None:
+def test_messages_and_response_go_through_the_template_and_a_text_is_continued(tokenizer: Tokenizer) -> None:
     reader = conversations(tokenizer)
     messages = [{"role": "user", "content": "ab 3"}]
     expected = tokenizer.encode("user: ab 3 assistant: cd 4 ", add_special_tokens=False)
@@ -51,4 +51,4 @@ def test_a_record_to_be_scored_has_one_state_per_sequence() -> None:
     assert record.mask.shape == (2, 1)
     assert record.mask.all()
     assert [list(record.prompt_of(sample).token_ids) for sample in range(2)] == [[5, 6, 7], [8]]
-    assert record.lengths().tolist() == [4, 2]  # the placeholder is counted, and is never computed
+    assert record.lengths().tolist() == [4, 2]  # includes the placeholder, which no model computes

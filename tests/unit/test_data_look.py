@@ -1,4 +1,4 @@
-"""The first look at rows: either it names file, row and column, or the run can read every row; in any kind of file."""
+"""The check of all rows: it names file, row and column of a fault, or the run can read every row, in all file types."""
 
 import gzip
 import json
@@ -103,7 +103,7 @@ def test_a_row_of_any_shape_is_named_or_read(
     ],
 )
 @pytest.mark.parametrize("truncation", ["error", "left"])
-def test_what_is_wrong_with_a_row_is_found_before_it_is_reached(
+def test_faults_of_a_row_are_found_before_it_is_reached(
     tmp_path: Path, tokenizer: Tokenizer, change: dict[str, Any], fault: str, truncation: str
 ) -> None:
     file = write_lines(tmp_path / "rows.jsonl", [ROW, ROW, ROW | change])
@@ -249,7 +249,7 @@ def test_text_columns_of_any_arrow_type_are_read(tmp_path: Path, tokenizer: Toke
         assert [(prompts[i].raw_prompt, prompts[i].extra_info["a"]) for i in range(3)] == [(t, t) for t in texts]
 
 
-def test_text_that_is_not_utf8_and_columns_that_are_there_twice_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_text_that_is_not_utf8_and_duplicate_columns_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xe9")]
     )

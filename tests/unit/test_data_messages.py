@@ -1,4 +1,4 @@
-"""Which prompts go through the chat template, what the model then reads, and what is no prompt."""
+"""The prompts that go through the chat template, the text that the model reads, and invalid prompts."""
 
 from typing import Any
 
@@ -39,12 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (None, False, TWO, f"<s> add\n{TEXT}"),
     ],
 )
-def test_what_the_model_reads(model: str, template: str | None, applied: bool | None, prompt: Any, read: str) -> None:
+def test_the_text_that_the_model_reads(
+    model: str, template: str | None, applied: bool | None, prompt: Any, read: str
+) -> None:
     tokenizer = load_tokenizer(model, chat_template=template, apply_chat_template=applied)
     token_ids = encode_prompt(prompt, tokenizer)
     assert token_ids == tokenizer.encode(read.removeprefix("<s> "), add_special_tokens=read.startswith("<s>"))
     assert " ".join(read.split()) in as_read("the first prompt", prompt, token_ids, tokenizer)
-    # what scores reads prompts by the same rule, with the answer behind them
+    # a model that scores reads prompts in the same way, followed by the response
     scored = Conversations(tokenizer=tokenizer, pad_token_id=None, max_length=99).encode(prompt, " cd")
     words = read.removeprefix("<s> ").removesuffix("?").split()
     behind = ["assistant:", "cd"] if tokenizer.templates(prompt) else ["cd"]
@@ -111,7 +113,7 @@ def readers(model: str) -> dict[bool | None, Tokenizer]:
         ([{"role": "user", "content": [{"type": "image"}]}], "message 0: .*images, audio and video are not supported"),
     ],
 )
-def test_what_is_no_prompt_is_said(readers: dict[bool | None, Tokenizer], prompt: Any, fault: str) -> None:
+def test_invalid_prompts_are_reported(readers: dict[bool | None, Tokenizer], prompt: Any, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         encode_prompt(prompt, readers[None])
 

@@ -13,7 +13,7 @@ def order(num_rows: int, batch_size: int, *, shuffle: bool = True, seed: int = 1
 
 
 def walk(order: Order, position: Position, counts: list[int]) -> tuple[list[list[int]], Position]:
-    """What is taken, `counts` rows at a time, and where that ends."""
+    """Return the rows that are taken, `counts` at a time, and the last position."""
     taken = []
     for count in counts:
         rows, position = order.take(position, count)
@@ -27,7 +27,7 @@ def test_positions_by_hand() -> None:
     assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]  # rows 8 and 9 fill no batch
     assert end == Position(1, 4)
     assert [ten.position_of(step) for step in range(4)] == [Position(), Position(0, 4), Position(1, 0), Position(1, 4)]
-    taken, end = walk(ten, Position(), [6, 5, 5])  # 4 are left behind the first six, too few for the five
+    taken, end = walk(ten, Position(), [6, 5, 5])  # 4 rows are left after the first six, too few for five
     assert taken == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert end == Position(2, 0)
     assert ten.take(Position(3, 50), 2) == (range(2), Position(4, 2))  # files that have become shorter
@@ -59,7 +59,7 @@ def test_a_batch_at_a_time_is_the_order_of_the_steps(
 
 
 def chunked(sizes: list[int], batch_size: int, *, window: int, seed: int = 1) -> Order:
-    """Chunks of so many rows and as many bytes, in windows of so many bytes."""
+    """Return the order of chunks with these numbers of rows, and as many bytes, in windows of `window` bytes."""
     chunks = [Chunk(num_rows=size, num_bytes=size) for size in sizes]
     return Order(chunks, batch_size=batch_size, shuffle=True, seed=seed, window_bytes=window)
 
@@ -75,7 +75,7 @@ def test_every_row_once_per_epoch_whatever_the_windows(
     taken, _ = walk(chunked(sizes, 1, window=window), Position(epoch), counts)
     assert sorted(sum(taken, [])) == list(range(num_rows))
     again, _ = walk(chunked(sizes, 1, window=window), Position(epoch), [num_rows])
-    assert sum(taken, []) == again[0]  # in whatever portions, and by whoever: the order is the same
+    assert sum(taken, []) == again[0]  # the order is the same for all portions and readers
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 40))
@@ -83,7 +83,7 @@ def test_a_window_fits_or_is_one_chunk(sizes: list[int], window: int) -> None:
     (rows,), _ = walk(chunked(sizes, 1, window=window), Position(), [sum(sizes)])
     ends = np.cumsum(sizes)
     chunk_of = [int(np.searchsorted(ends, row, side="right")) for row in rows]
-    # what a reader has to hold: a chunk is open from its first row to its last
+    # the memory of a reader: a chunk is open from its first row to its last
     open_from = {chunk: chunk_of.index(chunk) for chunk in chunk_of}
     open_to = {chunk: len(rows) - 1 - chunk_of[::-1].index(chunk) for chunk in chunk_of}
     for place in range(len(rows)):
@@ -91,7 +91,7 @@ def test_a_window_fits_or_is_one_chunk(sizes: list[int], window: int) -> None:
         assert sum(held) <= window or len(held) == 1
 
 
-def test_what_fits_in_a_window_is_shuffled_as_a_whole() -> None:
+def test_rows_that_fit_in_a_window_are_shuffled_together() -> None:
     shuffled = np.random.default_rng((7, 3)).permutation(9).tolist()
     for sizes in ([9], [4, 5], [1] * 9):
         taken, _ = walk(chunked(sizes, 3, window=9, seed=7), Position(3), [3, 3, 3])

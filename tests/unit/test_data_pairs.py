@@ -1,4 +1,4 @@
-"""Supervised pairs: what carries loss, what is refused."""
+"""Supervised pairs: the tokens that have a loss, and invalid pairs."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, tokenizer: 
     assert len(set(drawn)) > 1
 
 
-def test_pairs_that_are_none_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_invalid_pairs_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(
         ValueError,
         match=r"row 5, column response: prompt and response have \d+ tokens, but data.max_length is 16",

@@ -1,4 +1,4 @@
-"""Reading parquet: from wherever it lies, a row group at a time, and what is said of a file that will not be read."""
+"""Reading parquet: from any location, one row group at a time, and the messages about unreadable files."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from megarl.data.rows import Rows
 
 
 def table(start: int, stop: int) -> Any:
-    """Rows that say their number, beside a column that nobody asks for."""
+    """Write rows with their number, and a column that is not requested."""
     numbers = range(start, stop)
     nested = [{"truth": {"number": number}} for number in numbers]
     return pa.table({"number": list(numbers), "nested": nested, "bulk": [f"{number:01000}" for number in numbers]})
@@ -36,7 +36,7 @@ def numbers(rows: Rows) -> list[int]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    """25 rows in two files: groups of 4 4 2, and 4 4 4 3."""
+    """Write 25 rows in two files: groups of 4 4 2, and 4 4 4 3."""
     return [write(tmp_path / "a.parquet", 0, 10), write(tmp_path / "b.parquet", 10, 25)]
 
 
@@ -80,7 +80,7 @@ def test_row_groups_used_last_are_kept(files: list[str], monkeypatch: pytest.Mon
     for index in (0, 5, 1, 6, 12, 7, 3):
         assert rows[index]["number"] == index
     a0, a1, b0 = ("a.parquet", 0), ("a.parquet", 1), ("b.parquet", 0)
-    # 12 sends away what was used longest ago, group 0; so row 7 is still there and row 3 is not
+    # reading row 12 evicts the least recently used group 0, so row 7 is still cached and row 3 is not
     assert reads.groups == [a0, a1, b0, a0]
 
 
@@ -98,7 +98,7 @@ def test_an_epoch_in_windows_reads_each_row_group_once(tmp_path: Path, monkeypat
     assert sorted(reads.groups) == [("rows.parquet", group) for group in range(40)]
 
 
-def test_a_window_is_half_of_what_is_kept() -> None:
+def test_a_window_is_half_of_the_cache() -> None:
     assert 2 * order.WINDOW_BYTES <= rows_of_files.CACHE_BYTES
 
 
@@ -214,4 +214,4 @@ def test_memory_is_bounded_by_the_cache_and_not_by_the_file(tmp_path: Path, rows
     num_seen, bounded, unbounded = map(int, done.stdout.split())
     assert num_seen == 40_960
     assert bounded < megabytes * 0.6
-    assert unbounded > megabytes * 0.9  # the measure does see a file that is held whole
+    assert unbounded > megabytes * 0.9  # the measure notices a file that is held in memory

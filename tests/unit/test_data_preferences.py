@@ -1,4 +1,4 @@
-"""Preference pairs as records: whose score is whose, what is refused."""
+"""Preference pairs as records: the order of their scores, and invalid pairs."""
 
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,7 @@ def test_every_pair_once_through_and_shuffled_epochs(tmp_path: Path, reader: Con
         ({"margin": float("nan")}, "row 5, column margin: a number is expected, not nan"),
     ],
 )
-def test_rows_that_are_no_pairs_are_named(
-    tmp_path: Path, reader: Conversations, changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_rows_are_named(tmp_path: Path, reader: Conversations, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stream(tmp_path, reader, [*PAIRS, PAIRS[0] | changes], margin_key="margin")
 

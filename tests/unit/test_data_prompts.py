@@ -1,4 +1,4 @@
-"""Prompts: real parquet files, what is refused and how it is said, and an order of seed and position alone."""
+"""Prompts: real parquet files, messages about invalid rows, and an order that depends on seed and position alone."""
 
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokeni
     file = write(tmp_path / "long.parquet", [row("+ " * 30), row("1 2 3"), row("- " * 30), row("4")])
     filtered = dataset(file, tokenizer, filter_overlong_prompts=True)
     assert [filtered[i].text for i in range(len(filtered))] == ["1 2 3", "4"]
-    assert [filtered[i].index for i in range(len(filtered))] == [1, 3]  # the row in the file, not what is left of it
+    assert [filtered[i].index for i in range(len(filtered))] == [1, 3]  # numbers of rows in the file, before the filter
     assert filtered.num_filtered == 2
     with pytest.raises(ValueError, match="every prompt is longer than data.max_prompt_length=1"):
         dataset(file, tokenizer, filter_overlong_prompts=True, max_prompt_length=1)
@@ -120,7 +120,7 @@ def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokeni
     assert list(cut[1].token_ids) == tokenizer.encode("1 2 3", add_special_tokens=True)[-3:]
 
 
-def test_what_is_left_out_is_out_of_the_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_dropped_prompts_do_not_count_in_the_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [row("+ " * 30 if number in (0, 1, 2, 4) else str(number)) for number in range(10)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "groups.parquet", row_group_size=3)
     filtered = dataset(str(tmp_path / "groups.parquet"), tokenizer, filter_overlong_prompts=True)
@@ -145,7 +145,7 @@ def test_ids_of_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert dataset(numbered, tokenizer, prompt_id_key="uid")[0].prompt_id == "17"
 
 
-def test_reward_functions_are_told_the_raw_prompt_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_reward_functions_receive_the_raw_prompt_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1 2"}]
     chat = write(tmp_path / "chat.parquet", [row(messages)])
     plain = write(tmp_path / "plain.parquet", [row("1 2")])
@@ -168,7 +168,7 @@ def test_truncate_by_hand() -> None:
     assert truncate(ids, 7, "error") == ids
 
 
-def test_rows_that_are_no_prompts_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_invalid_rows_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     nothing = write(tmp_path / "null.parquet", [row("1"), row(None)])
     with pytest.raises(ValueError, match=r"null.parquet, row 1, column prompt: None is neither a text nor"):
         dataset(nothing, tokenizer)

@@ -54,7 +54,7 @@ def test_the_classical_puzzle_of_two_knaves() -> None:
     # A: "A and B are knaves." B says that A is a knave. A knight would lie, so A is a knave and B tells the truth.
     both = Claim(kind="and", people=(0, 1), knights=(False, False))
     assert solutions([both, Claim(kind="is", people=(0,), knights=(False,))]) == [(False, True)]
-    # two who accuse each other: one of them is right
+    # two people accuse each other: exactly one is right
     accuse = [Claim(kind="is", people=(1,), knights=(False,)), Claim(kind="is", people=(0,), knights=(False,))]
     assert solutions(accuse) == [(True, False), (False, True)]
     # "A is like B" from A makes B a knight, whatever A is; then B's "both are knights" makes A one too
@@ -65,7 +65,7 @@ def test_the_classical_puzzle_of_two_knaves() -> None:
 
 
 def told(statement: str, world: dict[str, bool]) -> bool:
-    """Brute-force reading of a statement from its words."""
+    """Read a statement from its words by brute force."""
     left, word, right = re.fullmatch(r"(.*?)(?: (and|or|if and only if) (.*))?", statement).groups()  # type: ignore[union-attr]
 
     def simple(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tokenizers: SentencePiece by its own library, ours, and what transformers reads back, agree id for id."""
+"""Tokenizers: SentencePiece's own library, ours, and the saved files in transformers agree id for id."""
 
 import random
 from pathlib import Path

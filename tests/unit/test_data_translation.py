@@ -1,4 +1,4 @@
-"""A reader of other tokens sees the text so far, as much of it as whole tokens of its own hold, and never more."""
+"""A reader with other tokens sees the text so far, as much as its complete tokens cover, and never more."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollouts:
-    """The given responses to one prompt."""
+    """Return the given responses to one prompt."""
     mask = torch.arange(max(map(len, answers))) < torch.tensor([len(answer) for answer in answers])[:, None]
     row = Prompt(
         index=7,
@@ -60,7 +60,7 @@ def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollou
 
 @settings(deadline=None, max_examples=60)
 @given(prompt=TEXTS, answer=TEXTS, writer=st.sampled_from(list(MODELS)), reader=st.sampled_from(list(MODELS)))
-def test_a_state_holds_all_whole_tokens_of_the_text_so_far(
+def test_a_state_covers_all_complete_tokens_of_the_text_so_far(
     tokenizers: dict[str, Tokenizer], prompt: str, answer: str, writer: str, reader: str
 ) -> None:
     writes, reads = tokenizers[writer], tokenizers[reader]
@@ -73,7 +73,7 @@ def test_a_state_holds_all_whole_tokens_of_the_text_so_far(
     assert read.sequence(0) == [*encode_prompt(prompt, reads), *own, reads.eos_token_id]
     for place, so_far in zip(read.predictors()[0].tolist(), range(len(written)), strict=True):
         texts = [writes.decode(written[:end]) for end in range(so_far + 1)]
-        text = [text for text in texts if not text.endswith(HALF)][-1]  # a part of a character is none yet
+        text = [text for text in texts if not text.endswith(HALF)][-1]  # a part of a character does not count yet
         seen = place + 1 - begin
         assert text.startswith(reads.decode(own[:seen]))
         assert seen == len(own) or len(reads.decode(own[: seen + 1])) > len(text)
@@ -91,7 +91,7 @@ def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str
     assert chosen.sequence(0) == batch.sequence(1)
 
 
-def test_the_same_responses_are_read_once_and_others_anew(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_same_responses_are_read_once_and_others_again(tokenizers: dict[str, Tokenizer]) -> None:
     writer = tokenizers["coarse"]
     first, second = (rollouts(writer, "3 18", [writer.encode(text, add_special_tokens=False)]) for text in ("ab", "cd"))
     translation = Translation(writer=writer, reader=tokenizers["fine"])

@@ -1,4 +1,4 @@
-"""The answer that a rule judges: the same text for the same answer, which majorities are counted by."""
+"""The answer that a rule extracts: equal texts for equal answers, so that majorities can be counted."""
 
 import pytest
 
@@ -46,14 +46,14 @@ def test_the_answer_in_a_response(source: str, response: str, answer: str) -> No
     assert answer_in(response) == answer
 
 
-def test_every_rule_that_judges_an_answer_has_one() -> None:
+def test_every_rule_that_judges_an_answer_extracts_it() -> None:
     assert REWARDS.keys() - ANSWERS.keys() == {"format"}
     assert not ANSWERS.keys() - REWARDS.keys()
     assert answers_of("format") is answers_of("sudoku") is None
 
 
 @pytest.mark.parametrize("source", ANSWERS)
-def test_responses_without_an_answer_are_not_right(source: str) -> None:
+def test_responses_without_an_answer_are_not_correct(source: str) -> None:
     assert ANSWERS[source]("") == ""
     assert REWARDS[source](source, "", GROUND_TRUTHS.get(source, "8"), {}) == 0.0
 

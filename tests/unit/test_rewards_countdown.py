@@ -1,4 +1,4 @@
-"""Countdown: the scores of the reference trainer, from a parser that runs nothing a model writes and is never slow."""
+"""Countdown: the scores of the reference trainer, from a parser that runs no code of a response and is never slow."""
 
 import re
 import warnings
@@ -62,7 +62,7 @@ def test_scores_by_hand(response: str, expected: float, expected_bare: float) ->
     assert (score(response), bare(response)) == (expected, expected_bare)
 
 
-def test_powers_whole_division_and_floats_count_as_in_python() -> None:
+def test_powers_integer_division_and_floats_count_as_in_python() -> None:
     assert score("<answer>2**3</answer>", {"target": 8, "numbers": [2, 3]}) == CORRECT
     assert score("<answer>7//2</answer>", {"target": 3, "numbers": [2, 7]}) == CORRECT
     assert score("<answer>8/(3-8/3)</answer>", {"target": 24, "numbers": [3, 3, 8, 8]}) == CORRECT  # 23.999999999999986
@@ -71,7 +71,7 @@ def test_powers_whole_division_and_floats_count_as_in_python() -> None:
 
 
 def by_eval(line: str, truth: dict[str, Any]) -> float:
-    """The reference trainer's rule from its description, with Python's `eval`."""
+    """Score by the reference trainer's rule from its description, with Python's `eval`."""
     tagged = re.findall("<answer>(.*?)</answer>", line)
     if not tagged:
         return 0.0
@@ -109,7 +109,7 @@ TOKENS = [
     "\r",
     "\u0663",
 ]
-SMALL_POWERS = re.compile(r"\*\*.*\*\*|\*\*[^*]*[0-9]{4}")  # what eval computes in time
+SMALL_POWERS = re.compile(r"\*\*.*\*\*|\*\*[^*]*[0-9]{4}")  # eval computes these in time
 
 
 @settings(max_examples=3000)

@@ -1,4 +1,4 @@
-"""Every rule reads a response in linear time: what a quadratic one would need hours for is read at once."""
+"""Every rule reads a response in linear time: a quadratic rule would need hours for these responses."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from tests.support.programs import ROOT
 
 CHARACTERS = 200_000
 LIMIT_S = 10
-"""For one response; at this length, a linear reader takes tenths of a second, and a quadratic one minutes."""
+"""Time limit of one response: at this length, a linear rule takes tenths of a second, and a quadratic rule minutes."""
 TAGS = ["<answer>", "</answer>", "\n", " ", "1"]
 TOKENS = {
     "countdown": [*TAGS, "+(", "*"],
@@ -35,7 +35,7 @@ TRUTHS = {
 
 
 def responses(tokens: list[str]) -> list[str]:
-    """Each token and each pair of tokens again and again, and each pair one after the other."""
+    """Return each token and each pair of tokens, repeated, and the pairs one after the other."""
 
     def fill(text: str, share: float = 1.0) -> str:
         return text * int(CHARACTERS * share / len(text))
@@ -46,8 +46,8 @@ def responses(tokens: list[str]) -> list[str]:
 
 
 def read_all(source: str) -> None:
-    """Score each of them; the kernel ends this process where one takes too long."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not to be put off until a regular expression has ended
+    """Score each response; the kernel ends this process if a response takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a Python handler would wait until a regular expression has ended
     for response in responses(TOKENS[source]):
         print(repr(response[:30]), repr(response[-30:]), flush=True)
         signal.alarm(LIMIT_S)

@@ -52,7 +52,7 @@ TRUTHS_FOR_CODE = ["7", "x^2", r"\text{Monday}"]
 
 
 class Watch:
-    """Notes what Python compiles or runs while it is armed, but for what modules do when they are imported."""
+    """Notes code that Python compiles or runs while it is armed, except during imports of modules."""
 
     def __init__(self) -> None:
         self.is_armed = False
@@ -71,12 +71,12 @@ class Watch:
 @pytest.fixture(scope="module")
 def watch() -> Watch:
     found = Watch()
-    sys.addaudithook(found)  # it cannot be taken away
+    sys.addaudithook(found)  # a hook cannot be removed
     return found
 
 
 def forget() -> None:
-    """Empty the caches: each of two readers has to read for itself."""
+    """Empty the caches, so that each of two readers parses for itself."""
     for name in ("parse_latex_cached", "parse_expr_cached", "extract_latex"):
         getattr(math_verify.parser, name).cache_clear()
     clear_cache()
@@ -84,7 +84,7 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def verdicts(watch: Watch) -> Iterator[dict[tuple[str, str], bool]]:
-    """Ours, of all pairs and of code, by truth and answer."""
+    """Return our results for all pairs and for code, by truth and answer."""
     load()
     forget()
     pairs = [*JUDGED, *((truth, answer) for truth in TRUTHS_FOR_CODE for answer in CODE)]
@@ -111,13 +111,13 @@ def test_nothing_is_compiled_or_run_but_what_sympy_writes_itself(
 ) -> None:
     sources = [note for note in watch.seen if note.startswith("compile")]
     assert [source for source in sources if not source.startswith("compile: b'def monomial_")] == []
-    assert len(watch.seen) == 2 * len(sources)  # each is compiled, then run
+    assert len(watch.seen) == 2 * len(sources)  # each source is compiled, then run
     assert {pair for pair in verdicts if any(len(pair[1]) > 3 and pair[1] in source for source in sources)} == set()
     noticed, watch.seen = watch.seen, []
     watch.is_armed = True
     parse("$7$")
     watch.is_armed = False
-    assert any("Integer (7 )" in note for note in watch.seen)  # this is what the rule does without
+    assert any("Integer (7 )" in note for note in watch.seen)  # the rule avoids this code
     watch.seen = noticed
 
 

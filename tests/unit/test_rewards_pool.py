@@ -1,4 +1,4 @@
-"""Rewards that do what they must not: each response has its outcome, the others have theirs, and nothing stays."""
+"""Rewards that misbehave: every response gets its result, also the other responses, and nothing stays behind."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.support.hostile_rewards import SECRET, counts_the_escaped
 from tests.support.programs import ROOT
 
 TIMEOUT_S = 3.0
-MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: what they are found by
+MARK = f"98765.{os.getpid()}"  # seconds that escaped processes sleep: the test finds them by this number
 RULES = Rules(path=str(ROOT / "tests" / "support" / "hostile_rewards.py"))
 FAILS = {
     "loops": ("timeout", "it took longer than reward_model.timeout_s=3"),
@@ -114,7 +114,7 @@ def test_a_response_that_is_scored_has_its_score(behaviour: str, outcomes: dict[
         assert outcome.numbers["score"] == SUCCEEDS[behaviour]
 
 
-def test_numbers_beside_the_score_are_few_and_have_names_that_metrics_may_have(
+def test_numbers_besides_the_score_are_few_and_have_names_that_metrics_may_have(
     outcomes: dict[str, list[ScoringResult]],
 ) -> None:
     (outcome,) = outcomes["says_many_numbers"]
@@ -159,8 +159,8 @@ def test_processes_start_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> 
     pool.close()
 
 
-def test_signals_from_the_start_on_lose_no_reward() -> None:
-    """A launcher tells every process of a job to end: keepers that start, workers that load, and those at work."""
+def test_signals_at_any_time_lose_no_reward() -> None:
+    """Signal every process of a job as a launcher does: keepers that start, workers that load, and busy workers."""
     pools, before, is_over = [make_pool(num_workers=1, timeout_s=100.0) for _ in range(4)], {*descendants()}, Event()
 
     def storm() -> None:
@@ -184,7 +184,7 @@ def test_signals_from_the_start_on_lose_no_reward() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: int) -> None:
-    """The keeper, or the worker below it: both are the first of their pool."""
+    """End the keeper, or its worker: both are the first of their pool."""
     pool, before = make_pool(num_workers=1, timeout_s=100.0), {*descendants()}
     future = pool.submit(arguments("waits"))
     while len(below := [pid for pid in descendants() if pid not in before]) < 2:
@@ -223,7 +223,7 @@ def test_nothing_outlives_a_rank(number: signal.Signals) -> None:
             assert rank.poll() is None
             time.sleep(0.05)
         below = [*descendants(rank.pid)]
-        assert len(below) >= 3  # keeper, worker, and what escaped
+        assert len(below) >= 3  # keeper, worker, and the escaped process
         rank.send_signal(number)
     while counts_the_escaped(mark) or any(map(runs, below)):
         time.sleep(0.05)  # until the test's own time limit
@@ -236,7 +236,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_what_runs_beside_a_rank_is_small() -> None:
+def test_the_processes_of_a_rank_are_small() -> None:
     """A worker that imported torch would take seconds to start and half a gigabyte."""
     code = "import sys, megarl.rewards.keeper; print([name for name in sys.modules if name in ('torch', 'pydantic')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -45,7 +45,7 @@ CONSTANTS = (
 NUM_PROBLEMS = 16
 SLOW = {"knight_swap": 2}  # tasks that take seconds to make a problem
 UNEARNED = 0.5
-"""What a constant may score on average, beyond the share of problems whose own answer it is:
+"""The score that a constant may get on average, beyond the share of problems whose own answer it is:
 `True` may be right by chance. Some tasks give a part of a point for what is nearly right, the most of it
 polynomial_equations: 0.4 for `0`."""
 FACTORY = importlib.import_module("reasoning_gym.factory")
@@ -65,7 +65,7 @@ for name in sorted(DATASETS.keys() - REFUSED.keys()):
     problem = task[0]
     info = {"config": "{}", "metadata": to_json(problem["metadata"])}
     for answer in (str(problem["answer"]), *sys.argv[1:]):
-        for armed in (False, True):  # what a scorer imports, it imports the first time
+        for armed in (False, True):  # a scorer imports modules at its first call
             try:
                 compute_score(SOURCE_PREFIX + name, f"<answer>{answer}</answer>", problem["answer"], info)
             except Exception:
@@ -104,7 +104,7 @@ def test_prepared_problems_are_distinct_and_their_own_answers_score(
     assert prepare(monkeypatch, tmp_path / "again", name, "--size", 6, "--val", 3) == splits
 
 
-def test_a_task_of_which_many_answers_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_task_with_many_correct_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (row,) = prepare(monkeypatch, tmp_path, "graph_color", "--size", 1, "--val", 0)["train"]
     puzzle = from_json(row["extra_info"]["metadata"])["puzzle"]
     colors: dict[int, int] = {}
@@ -140,7 +140,7 @@ def test_settings_reach_the_task_and_its_scorer(monkeypatch: pytest.MonkeyPatch,
         (["chain_sum", "--set", "max_terms=2", "max_digits=1"], "were asked for: ask for fewer, or --set other sizes"),
     ],
 )
-def test_what_cannot_be_had_is_said(
+def test_unavailable_tasks_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -173,7 +173,7 @@ def test_no_scorer_runs_a_response_as_code(tmp_path: Path) -> None:
 
 
 def unearned(name: str) -> dict[str, float]:
-    """What each constant, and the prompt itself, scores on average beyond the share of problems that it solves."""
+    """Return the mean score of each constant, and of the prompt, beyond the share of problems that it solves."""
     number = SLOW.get(name, NUM_PROBLEMS)
     task = FACTORY.create_dataset(name, seed=1, size=number)
     problems = [task[index] for index in range(number)]

@@ -59,12 +59,12 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
         ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", ({"score": 0.5, "steps_taken": 3.0}, "7")),
         ("return {'pred': '', 'score': 0}", ({"score": 0.0}, "")),
         ("return {'pred': 'x' * 10**6, 'score': 0}", ({"score": 0.0}, "x" * MAX_PRED)),
-        ("return {'pred': chr(0xd800), 'score': 0}", ({"score": 0.0}, "?")),  # no text in any encoding
+        ("return {'pred': chr(0xd800), 'score': 0}", ({"score": 0.0}, "?")),  # no encoding has this text
         ("return {'pred': ['7'], 'score': 0}", ({"score": 0.0}, None)),
         ("import numpy; return numpy.float32(0.25)", ({"score": 0.25}, None)),
     ],
 )
-def test_what_field_scripts_return_is_taken(
+def test_return_values_of_common_scripts_are_accepted(
     body: str, verdict: tuple[dict[str, float], str | None], tmp_path: Path
 ) -> None:
     reward = custom(tmp_path, f"def compute_score(**_):\n    {body}\n").load()
@@ -72,7 +72,7 @@ def test_what_field_scripts_return_is_taken(
 
 
 @pytest.mark.parametrize("result", ["good", None, float("nan"), float("inf"), {"score": "1"}, {"accuracy": 1}, {}])
-def test_what_is_no_number_is_refused(result: Any) -> None:
+def test_other_values_than_numbers_are_refused(result: Any) -> None:
     with pytest.raises(TypeError, match="a reward returns a finite number or a dict with such a 'score', not "):
         as_numbers(result)
 
@@ -140,7 +140,7 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
         scorer.score(answer(prompts([1]), [1, 1]))
 
 
-def test_of_a_giant_response_a_bounded_piece_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_piece_of_a_giant_response_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     secret, searched = "hf_" + "a1B2" * 8, list[int]()
 
     def counting(text: str) -> str:
@@ -159,7 +159,7 @@ def test_of_a_giant_response_a_bounded_piece_is_searched_for_secrets(monkeypatch
     assert max(searched) <= READ_CHARACTERS
 
 
-def test_rules_are_summed_with_their_weights_and_the_first_says_what_is_right(tmp_path: Path) -> None:
+def test_rules_are_summed_with_their_weights_and_the_first_gives_the_accuracy(tmp_path: Path) -> None:
     source = "def compute_score(**_):\n    return {'score': 3, 'acc': 0.5, 'calls': 2}\n"
     weights = {"data_source": 1.0, "format": 0.25, "custom": -0.5}
     reward = custom(tmp_path, source, weights=weights).load()

@@ -1,4 +1,4 @@
-"""A function of the user's is taken if and only if the call of a reward works, and no file is run to find that out."""
+"""A user's function is accepted if and only if the call of a reward works, and the check runs no file."""
 
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ NAMES = [*ARGUMENTS, "prompt", "tokens"]
 
 @st.composite
 def parameters(draw: st.DrawFn) -> str:
-    """The parameters of a function, of every kind and in the order that Python wants."""
+    """Draw the parameters of a function, of every kind and in a valid order."""
     names = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
     cuts = sorted(draw(st.integers(0, len(names))) for _ in range(2))
     only, both, keyword = names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]
@@ -33,7 +33,9 @@ def parameters(draw: st.DrawFn) -> str:
 
 
 @given(parameters())
-def test_a_signature_is_taken_if_and_only_if_the_call_works(tmp_path_factory: pytest.TempPathFactory, of: str) -> None:
+def test_a_signature_is_accepted_if_and_only_if_the_call_works(
+    tmp_path_factory: pytest.TempPathFactory, of: str
+) -> None:
     path = tmp_path_factory.getbasetemp() / "mine.py"
     path.write_text(f"def compute_score({of}): return 1.0\nraise AssertionError('the file is run')\n")
     function = eval(f"lambda {of}: 1.0")  # noqa: S307 - our own text
@@ -70,7 +72,7 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
         ("(" * 10**5, "fails to load: "),
     ],
 )
-def test_what_is_wrong_is_said_once_for_the_file_and_for_the_rank(source: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(source)
     found = fault_in_file(path, "f")
@@ -94,7 +96,7 @@ def test_what_is_wrong_is_said_once_for_the_file_and_for_the_rank(source: str, f
         "for f in judges: pass",
     ],
 )
-def test_what_only_running_the_file_can_tell_is_left_to_the_ranks(source: str, tmp_path: Path) -> None:
+def test_faults_that_only_running_the_file_shows_are_left_to_the_ranks(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     assert fault_in_file(tmp_path / "mine.py", "f") is None
 
@@ -112,5 +114,5 @@ def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
                 ValueError, match="f does not accept data_source.* and needs prompt, which is not given"
             ):
                 Rules(path=str(path), name="f").load()
-    path.write_text("f = max")  # C code that does not know its signature
+    path.write_text("f = max")  # C code without a signature
     Rules(path=str(path), name="f").load()
