@@ -99,7 +99,7 @@ def test_chat_template_may_be_a_file_and_must_be_there_to_be_applied(tmp_path: P
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     message = [{"role": "user", "content": "1"}]
     assert load_tokenizer(str(model), chat_template=str(tmp_path / "own.jinja")).chat(message)
-    with pytest.raises(ValueError, match=r"apply_chat_template=true, and .*small.model has no chat template"):
+    with pytest.raises(ValueError, match=r"apply_chat_template=true, but .*small.model has no chat template"):
         load_tokenizer(str(model), apply_chat_template=True)
     with pytest.raises(ValueError, match=r"neither a Jinja template nor a file"):
         load_tokenizer(str(model), chat_template="absent.jinja")
