@@ -1,4 +1,4 @@
-"""What a user may say about rewards over time: advantages and the penalty for leaving the reference."""
+"""The keys of advantages, of the divergence in the reward, and of the policy loss; and what each choice needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """What an advantage estimator asks of a run."""
+    """The needs of an advantage estimator."""
 
     critic: bool = False  # the values of a critic
     compares: bool = False  # several responses to each prompt
@@ -59,105 +59,108 @@ class KLControlSection:
     """`algorithm.kl_ctrl.*`: the coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """A constant, or a controller that steers the divergence to target_kl."""
+    """fixed = a constant; adaptive = a controller that steers the divergence towards target_kl."""
     kl_coef: Weight = 0.005
-    """The coefficient, or its first value."""
+    """The coefficient; with type=adaptive its first value."""
     horizon: Length = 10000
-    """Samples over which the adaptive controller corrects."""
+    """Number of samples over which the adaptive controller corrects a deviation."""
     target_kl: Bound = 0.1
-    """Divergence the adaptive controller aims at."""
+    """Divergence that the adaptive controller aims at, in nats per token."""
 
 
 @section
 class FilterGroupsSection:
-    """`algorithm.filter_groups.*`: dynamic sampling, until the responses of a whole batch of prompts differ (DAPO)."""
+    """`algorithm.filter_groups.*`: sample until a full batch of prompts has responses that differ (DAPO)."""
 
     enable: bool = False
-    """Leave out prompts whose responses are all equally good, and sample further ones in their place."""
+    """Drop prompts whose responses all score the same, and sample further prompts in their place."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
-    """What they must differ in: the reward's acc (its score where it gives none), its score, or that with penalties."""
+    """The number that must differ: the acc of the reward (its score if there is no acc), the score, or the score with
+    the length penalty (seq_reward, seq_final_reward)."""
     max_num_gen_batches: CountFromZero = 10
-    """Batches sampled in an iteration at most, after which the run stops; 0 = no limit."""
+    """Most batches that one step samples. A step that needs more stops the run; 0 = no limit."""
 
 
 @section
 class OverlongBufferSection:
-    """`algorithm.overlong_buffer.*`: a penalty in the reward that grows towards the length limit (DAPO)."""
+    """`algorithm.overlong_buffer.*`: a penalty in the reward for responses near the length limit (DAPO)."""
 
     enable: bool = False
     """Add the penalty to the scores."""
     len: CountFromZero = 0
-    """Over how many tokens before the limit it grows."""
+    """Number of tokens before the limit over which the penalty grows."""
     penalty_factor: Weight = 1.0
-    """The penalty at the limit."""
+    """Penalty at the limit."""
     max_resp_len: Length = 512
-    """The limit, in tokens; follows actor_rollout_ref.rollout.response_length unless set."""
+    """The limit, in tokens."""
 
 
 @section
 class RolloutCorrectionSection:
-    """`algorithm.rollout_correction.*`: what to do where the engine's probabilities differ from the trainer's."""
+    """`algorithm.rollout_correction.*`: correct for engine probabilities that differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weigh the policy gradient by the ratio of a token's or a sequence's probabilities; null = not at all."""
+    """Weight the policy gradient by the probability ratio of each token or of each sequence; null = no weights."""
     rollout_is_threshold: Bound = 2.0
-    """The largest such weight."""
+    """Largest weight."""
     rollout_rs: Literal["token", "sequence", "geometric"] | None = None
-    """Leave tokens, or sequences by their ratio or its mean per token, out of the policy gradient; null = none."""
+    """Drop tokens (token), or sequences by their ratio (sequence) or its geometric mean per token (geometric), from the
+    policy gradient; null = drop none."""
     rollout_rs_threshold: Bound | None = None
-    """The largest ratio that is kept; null = rollout_is_threshold."""
+    """Largest ratio that is kept; null = rollout_is_threshold."""
     rollout_rs_threshold_lower: Fraction | None = None
-    """The smallest ratio that is kept; null = 1 / rollout_rs_threshold."""
+    """Smallest ratio that is kept; null = 1 / rollout_rs_threshold."""
 
 
 @section
 class AlgorithmSection:
-    """`algorithm.*`."""
+    """`algorithm.*`: from scores to advantages."""
 
     adv_estimator: AdvantageEstimator = "gae"
-    """From a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), or the group (the rest)."""
+    """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), or a
+    comparison of the responses to one prompt (all others)."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 1.0
     """Lambda of GAE."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide the advantages of grpo and grpo_passk by the group's standard deviation; false = Dr.GRPO."""
+    """Divide the advantages by the standard deviation of the group; false = Dr. GRPO."""
     use_kl_in_reward: bool | None = None
-    """Subtract the divergence from the reference from the reward; null = not actor.use_kl_loss."""
+    """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""
     kl_penalty: KLEstimator = "kl"
-    """Its estimator; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the whole vocabulary."""
+    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the vocabulary."""
     kl_penalty_k3_bound: Bound | None = 10.0
-    """The largest k3 (low_var_kl) estimate of a token in nats; null = no bound."""
+    """Largest k3 (low_var_kl) estimate of a token, in nats; null = no bound."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
-    """Its coefficient."""
+    """Coefficient of the divergence in the reward."""
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
-    """Prompts whose responses teach nothing make room for others."""
+    """Replacement of prompts whose responses teach nothing."""
     overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
-    """A penalty for long responses."""
+    """Penalty for long responses."""
     mask_truncated_completions: bool = False
-    """Leave responses that met the length limit out of the updates; they still count in their group."""
+    """Leave responses that reached the length limit out of the updates. They still count in their group."""
     rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Importance weights between engine and trainer."""
 
     @property
     def estimator(self) -> Estimator:
-        """What `adv_estimator` asks of the run."""
+        """Return the needs of `adv_estimator`."""
         return ESTIMATORS[self.adv_estimator]
 
 
 @section
 class PolicyLossSection:
-    """`actor_rollout_ref.actor.policy_loss.*`: which loss the advantages go into."""
+    """`actor_rollout_ref.actor.policy_loss.*`: the policy loss."""
 
     loss_mode: LossMode = "vanilla"
-    """vanilla = PPO's clipped surrogate with dual clip."""
+    """vanilla = the clipped surrogate of PPO with dual clip; docs/algorithms.md describes all losses."""
     clip_cov_ratio: Fraction = 0.0002
     """clip_cov: share of the tokens that get no gradient."""
     clip_cov_lb: Covariance = 1.0
-    """clip_cov: they are drawn where the covariance of log-probability and advantage is above this."""
+    """clip_cov: draw these tokens if their covariance of log-probability and advantage is larger than this."""
     clip_cov_ub: Covariance = 5.0
-    """clip_cov: and below this."""
+    """clip_cov: and smaller than this."""
     kl_cov_ratio: Fraction = 0.0002
-    """kl_cov: share of the tokens, those of the largest covariance, that are penalised."""
+    """kl_cov: share of the tokens that are penalised: the tokens of the largest covariance."""
     ppo_kl_coef: Weight = 1.0
-    """kl_cov: weight of the penalty on their divergence from the old policy."""
+    """kl_cov: weight of the penalty on the divergence of these tokens from the old policy."""

@@ -1,4 +1,4 @@
-"""What must hold of a run's estimator and losses, with the remedy where it does not."""
+"""Rules of the advantage estimator and the losses; each fault names its remedy."""
 
 import json
 from collections.abc import Iterator
@@ -84,8 +84,8 @@ def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
         if getattr(rollout, key) != wanted:
             yield Fault(
                 path=f"{ROLLOUT}.{key}",
-                message="the engine then draws from other probabilities than the trainer computes, which are those of "
-                "all tokens, and algorithm.rollout_correction cannot weigh the one with the other: write "
+                message="the engine then draws from other probabilities than the trainer, which computes those of all "
+                "tokens, and algorithm.rollout_correction cannot relate the two: write "
                 f"{json.dumps(wanted)}, or leave out rollout_is and rollout_rs",
             )
     upper = correction.rollout_rs_threshold or correction.rollout_is_threshold

@@ -1,6 +1,6 @@
-"""Checks that PPO and supervised runs share: of one section, or of one model against one mesh.
+"""Checks that several roots share: of one section, or of one model on one mesh.
 
-Each yields a `Fault` per thing to correct. `where` is the dotted path of the section that is looked at.
+Each check yields `Fault`s. `where` is the dotted path of the checked section.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ MLFLOW_SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mss
 
 
 def engine_argument_faults(rollout: RolloutSection, where: str) -> Iterator[Fault]:
-    """vLLM must have the arguments that it is to get, and they must be the user's to give."""
+    """Check that vLLM has the arguments, and that they do not follow from other keys."""
     if rollout.engine_kwargs:
         for said in engine_faults(rollout.engine_kwargs):
             yield Fault(path=f"{where}.engine_kwargs", message=said)
@@ -38,7 +38,7 @@ def world_size(trainer: TrainerSection) -> int:
 
 
 def launch_faults(trainer: TrainerSection, started: int | None) -> Iterator[Fault]:
-    """The launcher must have started as many ranks as the configuration says."""
+    """Check that the launcher started as many ranks as the configuration says."""
     if started is not None and started != world_size(trainer):
         yield Fault(
             path="trainer.n_gpus_per_node",
@@ -48,13 +48,13 @@ def launch_faults(trainer: TrainerSection, started: int | None) -> Iterator[Faul
 
 
 def mesh_faults(megatron: MegatronSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
-    """The ranks must fall into whole model replicas."""
+    """Check that the ranks form complete replicas of the model."""
     yield from size_faults(megatron, world_size(trainer), where)
     yield from override_faults(megatron, where)
 
 
 def replica_faults(rollout: RolloutSection, trainer: TrainerSection, where: str) -> Iterator[Fault]:
-    """The ranks must fall into whole engine replicas."""
+    """Check that the ranks form complete replicas of the engine."""
     tp, world = rollout.tensor_model_parallel_size, world_size(trainer)
     if world % tp:
         yield Fault(
@@ -65,7 +65,7 @@ def replica_faults(rollout: RolloutSection, trainer: TrainerSection, where: str)
 
 
 def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterator[Fault]:
-    """`tp` ranks must be able to share each layer of the model that the key `model` names."""
+    """Check that `tp` ranks can share each layer of the model at the key `model`."""
     if sizes.num_attention_heads % tp:
         yield Fault(
             path=tp_key,
@@ -92,7 +92,7 @@ def cut_faults(sizes: Architecture, model: str, tp_key: str, tp: int) -> Iterato
 
 
 def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """The trainer's ranks must be able to share the experts of the model that the key `model` names."""
+    """Check that the trainer's ranks can share the experts of the model at the key `model`."""
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     if experts is None:
         if ep > 1:
@@ -123,7 +123,7 @@ def expert_faults(experts: Experts | None, model: str, megatron: MegatronSection
 
 
 def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSection, where: str) -> Iterator[Fault]:
-    """The engine's ranks must be able to share the model at `key`."""
+    """Check that the engine's ranks can share the model at `key`."""
     if sizes := read_sizes(model):
         tp_key, tp = f"{where}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
@@ -150,7 +150,7 @@ def _expert_cut_faults(experts: Experts, model: str, key: str, parts: int, remed
 
 
 def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """The trainer's ranks must be able to share the model at `key`."""
+    """Check that the trainer's ranks can share the model at `key`."""
     if not (sizes := read_sizes(model)):
         return
     yield from cut_faults(
@@ -162,7 +162,7 @@ def partition_faults(model: CheckpointSection, key: str, megatron: MegatronSecti
 
 
 def offload_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """A model that learns can only be taken off its device as the distributed optimizer's one buffer."""
+    """Check that a model that learns leaves its device only as the one buffer of the distributed optimizer."""
     if megatron.param_offload and not megatron.use_distributed_optimizer:
         yield Fault(
             path=f"{where}.param_offload",
@@ -172,7 +172,7 @@ def offload_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
 
 
 def length_faults(sizes: Architecture | None, model: str, key: str, length: int) -> Iterator[Fault]:
-    """A whole sequence must fit the positions the model knows."""
+    """Check that a complete sequence fits the positions of the model."""
     if sizes and length > sizes.max_position_embeddings:
         yield Fault(
             path=key,
@@ -182,7 +182,7 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
 
 
 def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
-    """Local files must be there; a URI is left to whoever opens it."""
+    """Check that local files exist and that URIs are of a kind that is opened."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value
         if key == "train_files" and not any(files):
@@ -193,7 +193,7 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:
-    """The weights must be of rules that there are, and every rule that is given must have one."""
+    """Check that the weights name existing rules, and that the user's own rule has a weight."""
     key, weights = "reward_model.weights", section.weights
     if weights is None:
         return
@@ -213,12 +213,12 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
 
 
 def file_faults(file: str, key: str, remedy: str = "give data files that exist") -> Iterator[Fault]:
-    """What is local must be there; a URI must be of a kind that is opened."""
+    """Check that a local file exists, or that a URI is of a kind that is opened."""
     yield from uri_faults(file, key) if "://" in file else path_faults(file, key, remedy)
 
 
 def uri_faults(name: str, key: str) -> Iterator[Fault]:
-    """What is a URI must be of a kind that pyarrow or fsspec opens, with the packages that are installed."""
+    """Check that pyarrow or fsspec opens the URI with the installed packages."""
     if why := why_unopened(name):
         yield Fault(
             path=key,
@@ -227,13 +227,13 @@ def uri_faults(name: str, key: str) -> Iterator[Fault]:
 
 
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
-    """A local path must exist."""
+    """Check that a local path exists."""
     if path and not Path(path).exists():
         yield Fault(path=key, message=f"no such file: {path}: {remedy}")
 
 
 def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
-    """A tracking server must be of a kind that MLflow knows, by itself or by a plug-in that is installed."""
+    """Check that MLflow, or an installed plug-in of it, knows the scheme of the tracking server."""
     scheme, separator, _ = (trainer.mlflow_tracking_uri or "").partition("://")
     kind = scheme.partition("+")[0]
     if not separator or kind in MLFLOW_SCHEMES:
@@ -246,7 +246,7 @@ def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
 
 
 def schedule_faults(optim: OptimSection, where: str) -> Iterator[Fault]:
-    """The warm-up must be shorter than the schedule."""
+    """Check that the warm-up is no longer than the schedule."""
     if 0 < optim.total_training_steps < (optim.lr_warmup_steps or 0):
         yield Fault(
             path=f"{where}.lr_warmup_steps",
@@ -256,7 +256,7 @@ def schedule_faults(optim: OptimSection, where: str) -> Iterator[Fault]:
 
 
 def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
-    """`resume_path` needs a path, and a path needs it."""
+    """Check that `resume_mode=resume_path` and a path come together."""
     if (trainer.resume_mode == "resume_path") != bool(trainer.resume_from_path):
         yield Fault(
             path="trainer.resume_from_path",
@@ -268,7 +268,7 @@ def resume_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fau
 
 
 def mirror_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fault]:
-    """The mirror must be another place than the run's own directory, and one that something opens."""
+    """Check that the mirror is a place other than the run's own directory, and that something opens it."""
     key, mirror = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
     if mirror == "":
         yield Fault(path=key, message="is empty: name a directory or a URI, or write null")

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one fault per key, all of them in one error."""
+"""The faults of a configuration: one for each key, and one error that holds all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Fault:
     path: str  # the dotted key, or the argument that could not be read
     message: str  # what is wrong and what to write instead
     origin: str | None = None  # the file or the command line it was read from
-    about: str | None = None  # another key that this one was probably meant to be
+    about: str | None = None  # another key that was probably meant
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in the order of its keys; secrets in it are not shown."""
+    """All faults of a configuration, in the order of its keys; its text is free of secrets."""
 
     def __init__(self, faults: Sequence[Fault]):
         self.faults = tuple(sorted(faults, key=lambda fault: fault.path))

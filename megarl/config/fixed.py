@@ -1,7 +1,7 @@
-"""Keys without a choice: one value is what megarl does anyway, and any other asks for what it does not have.
+"""Keys without a choice: one value is what megarl does anyway, and any other value asks for a missing feature.
 
-Such a key is accepted with its value and dropped, so that no section has a field that nothing reads. A value that
-follows another key (`${...}`) is judged where that key is.
+Such a key is accepted with its one value and dropped, so that no section has a field that nothing reads. A value that
+follows another key (`${...}`) is accepted: the other key is checked itself.
 """
 
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ _BACKEND = (
     "models are partitioned by Megatron-Core, not {value}: write megatron, and cut the model by "
     "{owner}megatron.tensor_model_parallel_size and {owner}megatron.pipeline_model_parallel_size"
 )
-_REPLICA = "an engine replica is tensor-parallel, and the ranks that remain are further replicas: write 1"
+_REPLICA = "an engine replica is tensor-parallel, and the other ranks are further replicas: write 1"
 
 FIXED: tuple[tuple[str, tuple[Any, ...], str | None], ...] = (
     ("actor_rollout_ref.hybrid_engine", (True,), "trainer and engine always share their processes: write true"),
@@ -55,7 +55,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str | None], ...] = (
     (
         "reward_model.launch_reward_fn_async",
         (True,),
-        "responses are always scored while the engine goes on with others: write true",
+        "responses are always scored while the engine generates others: write true",
     ),
     ("*ulysses_sequence_parallel_size", (1,), None),
     ("*lora_rank", (0,), None),
@@ -77,16 +77,16 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str | None], ...] = (
         )
     ),
 )
-"""(pattern of a path, values that are accepted, why no other is); None: as for any key of that feature."""
+"""(pattern of a path, accepted values, reason why no other value is accepted); None: the reason in FOREIGN_KEYS."""
 
 
 def is_fixed(path: str) -> bool:
-    """Tell whether the key at `path` is one without a choice."""
+    """Tell whether the key at `path` has no choice."""
     return any(fnmatchcase(path, pattern) for pattern, _, _ in FIXED)
 
 
 def refuse(path: str, value: object) -> str | None:
-    """Return why the key without a choice at `path` cannot be `value`; None if it is its only value."""
+    """Return why the key at `path`, which has no choice, cannot be `value`; None if `value` is accepted."""
     _, accepted, why = next(row for row in FIXED if fnmatchcase(path, row[0]))
     if any(value == one and type(value) is type(one) for one in accepted):
         return None

@@ -1,7 +1,7 @@
-"""Keys and values that users bring from other trainers: other spellings, our equivalents, and what we do not have.
+"""Keys and values of other trainers: other spellings, the equivalent keys of megarl, and features that it lacks.
 
-An alias is read as our own name for the same thing. Any other foreign key gets a fault that says what to write instead,
-or that the feature is not supported. Keys of which only one value is possible are in `megarl.config.fixed`.
+An alias is read as the key of megarl. Any other foreign key gets a fault that says what to write instead, or that the
+feature is not supported. Keys with only one possible value are in `megarl.config.fixed`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ALIASES = {
     "lr_scheduler_type": "warmup_style",
     "lr_decay_steps": "total_training_steps",
 }
-"""The last part of a path in other versions of the vocabulary -> ours."""
+"""The last part of a path in other versions of the vocabulary -> the name here."""
 
 _MEGATRON_KEY = "belongs to FSDP; models are partitioned by Megatron-Core: write {owner}megatron."
 _REMOVE = "remove it: "
@@ -107,16 +107,16 @@ FOREIGN_KEYS = (
     ("data.gen_batch_size", "write data.train_batch_size: batches for algorithm.filter_groups have that size too"),
     ("data.apply_chat_template_kwargs*", _NOT + "write data.chat_template"),
     ("data.trust_remote_code", "write actor_rollout_ref.model.trust_remote_code"),
-    ("data.*_workers", _REMOVE + "rows are read and prompts are encoded beside training"),
+    ("data.*_workers", _REMOVE + "rows are read and prompts are encoded asynchronously"),
     ("actor_rollout_ref.model.tokenizer_path", "write data.tokenizer"),
     ("*custom_chat_template", "write data.chat_template"),
-    ("*hf_config_path", _NOT + "config.json lies beside the weights; override_config replaces fields of it"),
+    ("*hf_config_path", _NOT + "config.json is in the directory of the weights; override_config replaces its fields"),
     ("*use_shm", _NOT + "models and data are read from where they are"),
     ("*checkpoint.async_save", "write trainer.async_save"),
     ("*checkpoint.*_contents", _NOT + "a checkpoint holds all that a resume needs; see trainer.save_huggingface"),
     ("trainer.max_*_ckpt_to_keep", "write trainer.max_ckpt_to_keep: a checkpoint holds actor and critic"),
     ("trainer.del_local_ckpt_after_load", _NOT + "see trainer.max_ckpt_to_keep"),
-    ("trainer.esi_redundant_time", _NOT + "a job that is told to end saves first; see docs/reliability.md"),
+    ("trainer.esi_redundant_time", _NOT + "a job that is asked to end saves first; see docs/reliability.md"),
     ("trainer.use_legacy_worker_impl", _REMOVE + "there is one implementation"),
     ("*nccl_timeout", "write trainer.phase_timeout_s"),
     ("*dist_checkpointing*", _REMOVE + "checkpoints are always Megatron-Core's sharded ones"),
@@ -257,7 +257,7 @@ FLAGS = {
     "ds.tensor_parallel_size": f"{_ACTOR}megatron.tensor_model_parallel_size",
     "ds.ring_attn_size": f"{_ACTOR}megatron.context_parallel_size",
 }
-"""Flags of a trainer with an argument parser -> the key of ours that does the same."""
+"""Flags of trainers with an argument parser -> the key that does the same here."""
 
 FOREIGN_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
@@ -280,13 +280,13 @@ FOREIGN_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def alias(path: str) -> str:
-    """Return `path` by our own name if it ends in an alias, else as it is."""
+    """Return `path` with an alias at its end replaced by the name here."""
     parent, dot, name = path.rpartition(".")
     return f"{parent}{dot}{ALIASES.get(name, name)}"
 
 
 def answer_key(path: str) -> str | None:
-    """Return what to write instead of the key `path`, or None if it is not known as a foreign one."""
+    """Return what to write instead of the key `path`, or None if the key is not known from another trainer."""
     if path in FLAGS:
         return f"write {FLAGS[path]}"
     for pattern, answer in FOREIGN_KEYS:
@@ -296,7 +296,7 @@ def answer_key(path: str) -> str | None:
 
 
 def answer_values(path: str, value: object) -> Iterator[str]:
-    """Yield what to write instead of each foreign value at `path`; a list is judged item by item."""
+    """Yield what to write instead of each foreign value at `path`; a list is checked item by item."""
     for item in value if isinstance(value, list) else [value]:
         for pattern, values, answer in FOREIGN_VALUES:
             if fnmatchcase(path, pattern) and item in values:
@@ -304,7 +304,7 @@ def answer_values(path: str, value: object) -> Iterator[str]:
 
 
 def owner_of(path: str) -> str:
-    """Return the section of the model that `path` is about, with a dot; empty if it is about none."""
+    """Return the section of the model that `path` belongs to, with a dot; empty if there is none."""
     for owner in ("actor_rollout_ref.ref.", "critic.", "reward_model."):
         if path.startswith(owner):
             return owner

@@ -1,6 +1,6 @@
-"""What the user wrote: files and `a.b.c=value` arguments, each read into a layer of dotted keys that the schema knows.
+"""Files and `a.b.c=value` arguments of the user, each read into a layer of dotted keys that the schema knows.
 
-Later layers win. Nothing here looks at values, but to answer those that belong to another trainer.
+Later layers override earlier ones. Values are checked elsewhere, except values of other trainers.
 """
 
 import re
@@ -33,7 +33,7 @@ class Layer:
 
 
 def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
-    """Read `argv`, YAML files before `a.b.c=value` wherever they stand, into layers in the order they apply."""
+    """Read `argv`, YAML files before `a.b.c=value` in any order, into layers in the order in which they apply."""
     layers: list[Layer] = []
     faults: list[Fault] = []
     for argument in sorted(argv, key=lambda argument: "=" in argument):
@@ -45,7 +45,7 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
 
 
 def recognise(layer: Layer, schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the layer's values by our own dotted keys, and a fault for each key or value that is not ours."""
+    """Return the layer's values by dotted key, and a fault for each key or value that megarl does not have."""
     leaves: dict[str, Any] = {}
     faults: list[Fault] = []
     for written, value in _flatten(layer.tree, schema, ""):
@@ -116,7 +116,7 @@ def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tupl
 
 
 def _say(error: YAMLError | OmegaConfBaseException) -> str:
-    """What is wrong in one line, without the values that the error quotes: one may be secret under its key alone."""
+    """Describe the error in one line without the values that it quotes: only the key may show that one is secret."""
     words = str(error)
     if isinstance(error, MarkedYAMLError):  # its own words may show the line
         words = " ".join(part for part in (error.context, error.problem) if part)

@@ -1,6 +1,6 @@
 """From the command line to a checked configuration: a pure function of files and arguments.
 
-It starts no process, imports no torch, and reports everything that is wrong in one error.
+It starts no process, imports no torch, and reports all faults in one error.
 """
 
 import math
@@ -43,12 +43,12 @@ def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: boo
     """Read the configuration of a PPO or GRPO run.
 
     Args:
-        argv: YAML files, merged left to right, and `a.b.c=value` arguments, which win over them.
-        world_size: how many ranks the launcher has started; None before a launch.
-        check_paths: whether data and models have to be there.
+        argv: YAML files, merged left to right, and `a.b.c=value` arguments, which override the files.
+        world_size: number of ranks that the launcher started; None before a launch.
+        check_paths: whether data and models must exist.
 
     Raises:
-        ConfigError: naming every fault by its dotted key, with the remedy.
+        ConfigError: names every fault by its dotted key, with the remedy.
     """
     facts = Facts(world_size=world_size, check_paths=check_paths)
     config = _load(Config, argv, rules=(*PPO_RULES, *ALGORITHM_RULES, *REWARD_RULES), facts=facts)
@@ -59,26 +59,26 @@ def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: boo
 
 
 def load_sft_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> SFTConfig:
-    """Read the configuration of a supervised run; as `load_config`."""
+    """Read the configuration of a supervised run, as `load_config` does."""
     return _load(SFTConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
 
 
 def load_reward_train_config(
     argv: Sequence[str], *, world_size: int | None, check_paths: bool = True
 ) -> RewardTrainConfig:
-    """Read the configuration of a reward model's training; as `load_config`."""
+    """Read the configuration of a reward model's training, as `load_config` does."""
     return _load(RewardTrainConfig, argv, rules=SFT_RULES, facts=Facts(world_size=world_size, check_paths=check_paths))
 
 
 def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> VerifyConfig:
-    """Read the configuration of `megarl.verify`; as `load_config`.
+    """Read the configuration of `megarl.verify`, as `load_config` does.
 
-    Where trainer.n_gpus_per_node is not given, it follows the launcher, and without one from the sizes: the fewest
-    ranks that they fit.
+    Without a trainer.n_gpus_per_node, the launcher decides about it. Without a launcher it is the smallest number of
+    ranks that the sizes fit.
     """
     facts = Facts(world_size=world_size, check_paths=True)
     if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
-        asked, _, _ = _read(VerifyConfig, argv)  # any faults are for the second look
+        asked, _, _ = _read(VerifyConfig, argv)  # the second reading reports the faults
         megatron, rollout = asked.actor_rollout_ref.actor.megatron, asked.actor_rollout_ref.rollout
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
@@ -90,18 +90,18 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
 
 
 def written_keys(root: type, argv: Sequence[str]) -> dict[str, str]:
-    """Return the keys of `root` that the files and arguments in `argv` set, each with where it was set last."""
+    """Return the keys of `root` that the files and arguments in `argv` set, each with its last origin."""
     schema, layers = _schema(root), read_layers(argv)[0]
     return {key: layer.origin for layer in layers for key in recognise(layer, schema)[0] if key in schema.leaves}
 
 
 def to_dict(config: Config | SupervisedConfig) -> dict[str, Any]:
-    """Return every key with its resolved value, nested, in plain types, to be kept and shown: secrets are redacted."""
+    """Return every key with its resolved value, nested, in plain types, to be kept and shown; secrets are redacted."""
     return redacted(_plain(config))
 
 
 def to_yaml(config: Config | SupervisedConfig) -> str:
-    """Return a YAML file that loads as this very configuration, but for its secrets; it says where it had some."""
+    """Return a YAML file that loads as this configuration, except for its secrets, which a comment mentions."""
     shown = to_dict(config)
     note = "" if shown == _plain(config) else SECRETS_NOTE
     return note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
@@ -128,7 +128,7 @@ def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts
 
 
 def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
-    """Return the configuration, with stand-ins for what is faulty, the faults, and where each key was set."""
+    """Return the configuration with substitutes for faulty values, the faults, and the origin of each key."""
     schema = _schema(root)
     layers, faults = read_layers(argv)
     written: list[dict[str, Any]] = [{**schema.leaves, **LINKS[root]}]
@@ -138,7 +138,7 @@ def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str,
         faults.extend(found)
         origins.update(dict.fromkeys(leaves, layer.origin))
         if schema.sections & (leaves.keys() | written[-1].keys()):
-            written.append({})  # a section that follows another as a whole: only OmegaConf can write over a part of it
+            written.append({})  # a section that follows a section: only OmegaConf can override a part of it
         _write(leaves, over=written[-1])
     values, unresolved = _resolve(written, schema)
     config, mistyped = _validate(root, values, schema)
@@ -149,7 +149,7 @@ def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str,
 
 
 def _write(values: Mapping[str, Any], *, over: dict[str, Any]) -> None:
-    """Write `values` over those of lower layers; dictionaries are joined."""
+    """Write `values` over the values of lower layers; dictionaries are merged."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(over.get(key), dict):
             _write(value, over=(joined := dict(over[key])))
@@ -159,7 +159,7 @@ def _write(values: Mapping[str, Any], *, over: dict[str, Any]) -> None:
 
 
 def _resolve(written: Sequence[dict[str, Any]], schema: Schema) -> tuple[dict[str, Any], list[Fault]]:
-    """Return plain values by dotted key; for a key that has none, a stand-in of its type and a fault.
+    """Return plain values by dotted key; for a key without a value, a substitute of its type and a fault.
 
     OmegaConf takes a tenth of a second for a tree. It sees only values that `_follow` leaves unresolved.
     """
@@ -180,7 +180,7 @@ def _resolve(written: Sequence[dict[str, Any]], schema: Schema) -> tuple[dict[st
 
 
 def _follow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without an interpolation, and those of keys that follow such a value by `${its.path}`."""
+    """Return the values without interpolations, and the values of keys that follow them by `${a.b.c}`."""
     plain = {path: value for path, value in values.items() if value != MANDATORY and not _interpolates(value)}
     followers = {path: value for path, value in values.items() if isinstance(value, str) and path not in plain}
     while found := {path: _fill(text, plain) for path, text in followers.items() if _leads_to(text, plain)}:
@@ -212,7 +212,7 @@ def _fill(text: str, plain: Mapping[str, Any]) -> Any:
 
 
 def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
-    """Return the checked configuration; where a value is of the wrong type, its default and a fault."""
+    """Return the checked configuration; for a value of the wrong type, the default and a fault."""
     adapter = _adapter(root)
     try:
         return adapter.validate_python(nest(values)), []
@@ -233,7 +233,7 @@ def _select(tree: Any, path: str) -> Any:
 
 
 def _at_home(value: Any) -> Any:
-    """Expand the `~` that no shell sees in a file or behind `key=`."""
+    """Expand `~`, which no shell sees in a file or after `key=`."""
     if isinstance(value, list):
         return [_at_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
@@ -244,7 +244,7 @@ def _stand_in(default: Any) -> Any:
 
 
 def _leaf(location: Sequence[int | str], schema: Schema) -> str:
-    """Cut from pydantic's location what goes on below the key: the arm of a union, the index of a list."""
+    """Return the key in pydantic's location, without what follows it: the arm of a union, the index of a list."""
     for length in range(len(location), 0, -1):
         if (path := ".".join(map(str, location[:length]))) in schema.leaves:
             return path

@@ -1,6 +1,6 @@
-"""Checks of one model's mesh: do the ranks fall into whole replicas, and the layers into whole stages.
+"""Checks of the mesh of one model: the ranks must form complete replicas, and the layers complete stages.
 
-Each yields a `Fault` per thing to correct. `where` is the dotted path of the `megatron` section that is looked at.
+Each check yields `Fault`s. `where` is the dotted path of the checked `megatron` section.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def data_parallel_size(megatron: MegatronSection, world: int) -> int:
 
 
 def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[Fault]:
-    """The ranks must fall into whole replicas, of the model and of its experts."""
+    """Check that the ranks form complete replicas, of the model and of its experts."""
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
@@ -55,12 +55,12 @@ def size_faults(megatron: MegatronSection, world: int, where: str) -> Iterator[F
     if megatron.virtual_pipeline_model_parallel_size and pp == 1:
         yield Fault(
             path=f"{where}.virtual_pipeline_model_parallel_size",
-            message="chunks take turns only where pipeline_model_parallel_size > 1: raise that, or leave this out",
+            message="chunks take turns only if pipeline_model_parallel_size > 1: raise that key, or leave this key out",
         )
 
 
 def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """Sizes have keys of their own, and layers are placed by them and two numbers alone."""
+    """Check that overrides hold no sizes, which have keys of their own, and no layout that megarl does not read."""
     override, path = megatron.override_transformer_config, f"{where}.override_transformer_config"
     for key in SIZES:
         if key in override:
@@ -87,7 +87,7 @@ def override_faults(megatron: MegatronSection, where: str) -> Iterator[Fault]:
 
 
 def stage_faults(num_layers: int, model: str, megatron: MegatronSection, where: str) -> Iterator[Fault]:
-    """The layers of the model that the key `model` names must fall into whole stages and chunks.
+    """Check that the layers of the model at the key `model` form complete stages and chunks.
 
     Expects a section without `override_faults`.
     """

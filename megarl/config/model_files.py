@@ -1,4 +1,4 @@
-"""What can be known of a model before any library is imported: whether its files are there, and its sizes."""
+"""Facts about a model before any library is imported: its files and its sizes."""
 
 import re
 from collections.abc import Iterator
@@ -19,22 +19,22 @@ _HF_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read_sizes(model: CheckpointSection) -> Architecture | None:
-    """Return the sizes of a model with `override_config` applied; None where they cannot be known yet.
+    """Return the sizes of a model with `override_config` applied; None if they are not known yet.
 
-    Of a model at a URI `config.json` is read, once.
+    The `config.json` of a model at a URI is read once.
     """
     try:
         return read_model(place_of(model.path), model.override_config)[1]
     except ValueError:
-        return None  # `model_faults` says what is wrong
+        return None  # `model_faults` reports the fault
 
 
 def model_faults(
     model: CheckpointSection, key: str, *, needs_weights: bool = True, needs_head: bool = True
 ) -> Iterator[Fault]:
-    """Yield what is missing of the model that `key` names, or damaged; a HF id is left to the hub.
+    """Yield the missing and the damaged parts of the model that `key` names; the hub checks a Hugging Face id.
 
-    `needs_head` says whether an output layer for tokens must be there where config.json speaks of it.
+    With `needs_head` an output layer for tokens must exist if config.json has one.
     """
     if not model.path:
         return
@@ -67,7 +67,7 @@ def _place_faults(place: Place, model: CheckpointSection, *, needs_weights: bool
 
 
 def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
-    """Yield why there is no tokenizer at a local path or a URI; a HF id is left to the hub."""
+    """Yield why there is no tokenizer at a local path or a URI; the hub checks a Hugging Face id."""
     if not path or not (is_uri(path) or path.startswith(("/", "."))):
         return
     try:

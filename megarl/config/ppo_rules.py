@@ -1,4 +1,4 @@
-"""What must hold between the sections of a run that learns from rewards, with the remedy where it does not."""
+"""Rules between the sections of a run that learns from rewards; each fault names its remedy."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -114,7 +114,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 def _condition(path: str, root: type, *, known: str = "") -> str:
     """Say when the key or section at `path` is read; empty if it always is.
 
-    The rows of `unread` say so. Rows that name all of the section `known` are left out.
+    Rows of `unread` that name all of the section `known` are left out.
     """
     section = path.rpartition(".")[0]
     rows = [row for row in ROWS.get(root, ()) if _names(row, path) and not _names(row, known)]

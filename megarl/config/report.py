@@ -1,4 +1,4 @@
-"""What rank 0 shows before training: how a batch is divided, and choices that work but deserve a second look."""
+"""The report before training: how a batch is divided, and choices that work but are rarely intended."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,10 +24,10 @@ TOKENIZERS = {
     "critic.model": "critic.model.tokenizer_path",
     "reward_model.model": "reward_model.model.input_tokenizer",
 }
-"""By the section of a model: which key names a tokenizer that may lie elsewhere, and is trusted as the model is."""
+"""Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
 IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
-"""How arguments of vLLM end that name what it is to import."""
+"""Endings of the arguments of vLLM that name modules to import."""
 
 
 class BatchRow(NamedTuple):
@@ -39,7 +39,7 @@ class BatchRow(NamedTuple):
 
 
 def batch_table(config: Config) -> list[BatchRow]:
-    """Return how one iteration's prompts become samples, mini-batches, micro-batches and the ranks' shares."""
+    """Return how the prompts of a step become samples, mini-batches, micro-batches and shares of ranks."""
     policy, prompts = config.actor_rollout_ref, config.data.train_batch_size
     megatron, rollout, world = policy.actor.megatron, policy.rollout, world_size(config.trainer)
     tp, pp, cp = (
@@ -56,7 +56,7 @@ def batch_table(config: Config) -> list[BatchRow]:
             f"{engines}",
             f"tensor {rollout.tensor_model_parallel_size}; at most {ceil(prompts / engines)} prompts each",
         ),
-        BatchRow("prompts", f"{prompts}", "per iteration"),
+        BatchRow("prompts", f"{prompts}", "per step"),
         BatchRow("samples", f"{prompts * rollout.n}", f"{prompts} prompts x n {rollout.n}"),
         *_further_samples(config),
         *_update_rows(
@@ -69,7 +69,7 @@ def batch_table(config: Config) -> list[BatchRow]:
     ]
     if config.num_supervised:
         rows.append(
-            BatchRow("supervised pairs", f"{config.num_supervised}", "beside each mini-batch of the actor (ptx_files)")
+            BatchRow("supervised pairs", f"{config.num_supervised}", "with each mini-batch of the actor (ptx_files)")
         )
     if config.has_critic:
         critic = config.critic
@@ -83,7 +83,7 @@ def batch_table(config: Config) -> list[BatchRow]:
 
 
 def _further_samples(config: Config) -> Iterator[BatchRow]:
-    """What is sampled besides one batch of prompts."""
+    """Yield the samples besides one batch of prompts."""
     prompts, section = config.data.train_batch_size, config.algorithm.filter_groups
     if section.enable:
         yield BatchRow(
@@ -96,7 +96,7 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
 
 
 def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
-    """Return what runs that is neither megarl's nor one of its packages, by the keys that say so; without secrets."""
+    """Return the code to run that is not part of megarl or its packages, by the keys that name it; without secrets."""
     leaves = dict(flatten(asdict(config)))
     found = {}
     for key, value in leaves.items():
@@ -120,7 +120,7 @@ def _modules(value: Any) -> str:
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """Yield a sentence for each choice that runs, but rarely does what its author wants."""
+    """Yield a sentence for each choice that works but is rarely intended."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if actor.megatron.dtype != rollout.dtype:
         yield (
@@ -130,7 +130,7 @@ def remarks(config: Config) -> Iterator[str]:
     if rollout.top_p < 1.0 or rollout.top_k != -1:
         yield (
             "rollout.top_p and rollout.top_k cut the distribution that training samples from, while the "
-            "trainer's log-probabilities are those of the whole one"
+            "trainer's log-probabilities are of all tokens"
         )
     if not rollout.compares:
         why = (
@@ -139,9 +139,7 @@ def remarks(config: Config) -> Iterator[str]:
             else "vLLM has no log-probabilities of all tokens at another temperature than 1 once top_p, top_k or "
             "do_sample=false leave some out"
         )
-        yield (
-            f"{why}: no iteration compares the engine with the trainer, only the checks of rollout.sync.check_every do"
-        )
+        yield (f"{why}: no step compares the engine with the trainer, only the checks of rollout.sync.check_every do")
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield "both actor.use_kl_loss and algorithm.use_kl_in_reward are on: the divergence is penalised twice"
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
@@ -151,7 +149,7 @@ def remarks(config: Config) -> Iterator[str]:
         )
     if actor.policy_loss.loss_mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
-            f"gspo's ratio is that of a whole sequence, but actor.loss_agg_mode={actor.loss_agg_mode} does not weigh "
+            f"gspo has one ratio for a sequence, but actor.loss_agg_mode={actor.loss_agg_mode} does not weigh "
             "all sequences the same, as seq-mean-token-mean does"
         )
     leaves = dict(flatten(asdict(config)))
@@ -169,7 +167,7 @@ def remarks(config: Config) -> Iterator[str]:
 
 
 def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each key that `argv`, of which `config` was read, sets and nothing reads."""
+    """Yield a sentence for the keys that `argv`, the source of `config`, sets and nothing reads."""
     return unread(config, written_keys(type(config), argv))
 
 
@@ -213,13 +211,13 @@ def _micro_batch_row(config: Config, model: str, share: int, micro_batch: int | 
     return BatchRow(
         f"{model} micro-batches",
         f"<= {ceil(share / sequences / round_size) * round_size}",
-        f"at most {' and '.join(bounds)} each; {sequences} samples where all reach {longest} tokens",
+        f"at most {' and '.join(bounds)} each; {sequences} samples if all reach {longest} tokens",
     )
 
 
 def show_plan(config: Config) -> None:
-    """Print how an iteration's prompts are divided, and what in the configuration deserves a second look."""
-    table = Table(title="one iteration")
+    """Print how the prompts of a step are divided, and the remarks on the configuration."""
+    table = Table(title="one step")
     for column in ("stage", "size", "meaning"):
         table.add_column(column)
     for row in batch_table(config):

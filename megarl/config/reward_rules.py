@@ -1,4 +1,4 @@
-"""What must hold of rewards and of the neural reward model, with the remedy where it does not."""
+"""Rules of rewards and of the neural reward model; each fault names its remedy."""
 
 from collections.abc import Iterator
 from pathlib import Path

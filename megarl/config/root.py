@@ -1,6 +1,6 @@
-"""The roots: which sections make up a run that learns from rewards or from files, and which keys follow which.
+"""The roots: the sections of each kind of run, and the keys that follow other keys.
 
-A key that follows another is an interpolation underneath the user's files, so that whatever a user sets wins.
+A key that follows another key is an interpolation below the user's files, so that a value of the user wins.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class ActorRolloutRefSection:
     actor: ActorSection = field(default_factory=ActorSection)
     """The policy that learns."""
     ref: RefSection = field(default_factory=RefSection)
-    """The policy it is kept close to."""
+    """The policy that the actor is kept close to."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     """The engine that samples."""
 
@@ -36,30 +36,30 @@ MODEL_SCORE = "model"  # the reward model among `reward_model.weights`
 
 @section
 class RewardModelSection(RulesSection):
-    """`reward_model.*`: what a response is worth, by rules and by a neural model."""
+    """`reward_model.*`: the score of a response, by rules and by a neural model."""
 
     enable: bool = False
     """Let a neural model score the responses."""
     model: RewardCheckpointSection = field(default_factory=RewardCheckpointSection)
-    """That model."""
+    """The neural model."""
     megatron: MegatronSection = field(default_factory=MegatronSection)
-    """Its partition; each key follows the actor's unless set."""
+    """The split of the neural model over the ranks."""
     micro_batch_size: Count | None = 64
-    """Sequences per forward pass at most, per rank; null = only the actor's token budget bounds it."""
+    """Most sequences per forward pass, per rank; null = only the token budget of the actor limits them."""
     max_length: Length | None = None
-    """Tokens of a prompt with its answer, in its own vocabulary: of a longer one the beginning is cut off; null = as
-    many as it knows positions."""
+    """Most tokens of a prompt with its response, in the model's own vocabulary. A longer text loses its beginning.
+    null = the model's number of positions."""
 
     @property
     def model_weight(self) -> float | None:
-        """What the model's score counts; None: there is no model, or it has no weight."""
+        """Return the weight of the model's score; None if there is no model or no weight."""
         if not self.enable:
             return None
         return 1.0 if self.weights is None else self.weights.get(MODEL_SCORE)
 
     @property
     def rules(self) -> RulesSection | None:
-        """The rules beside the model; None: it scores alone."""
+        """Return the rules; None if the model scores alone."""
         if not self.enable:
             return self
         others = {name: weight for name, weight in (self.weights or {}).items() if name != MODEL_SCORE}
@@ -71,7 +71,7 @@ class Config:
     """The root of a run that learns from rewards."""
 
     data: DataSection
-    """Prompts."""
+    """The prompts."""
     actor_rollout_ref: ActorRolloutRefSection
     """The policy."""
     critic: CriticSection = field(default_factory=CriticSection)
@@ -79,64 +79,64 @@ class Config:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Advantages and the KL penalty."""
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)
-    """What a response is worth."""
+    """The score of a response."""
     custom_reward_function: CustomRewardSection = field(default_factory=CustomRewardSection)
-    """A reward of the user's own."""
+    """A reward function of the user."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
-    """The run as a whole."""
+    """Length, ranks, records and checkpoints of the run."""
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantages need a value model."""
+        """Tell whether the advantages need a critic."""
         return self.algorithm.estimator.critic
 
     @property
     def tokenizer_of_critic(self) -> str | None:
-        """Where the critic's own tokenizer is; None: it reads the policy's tokens."""
+        """Return the place of the critic's own tokenizer; None if the critic reads the policy's tokens."""
         own = self.critic.model.tokenizer_path
         return None if own in (self.data.tokenizer, self.actor_rollout_ref.model.path) else own
 
     @property
     def kl_of_reward(self) -> str | None:
-        """How the divergence from the frozen policy in the reward is measured; None: there is none."""
+        """Return the estimator of the divergence in the reward; None if there is no such term."""
         algorithm = self.algorithm
         return algorithm.kl_penalty if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0 else None
 
     @property
     def kl_of_loss(self) -> str | None:
-        """How the divergence from the frozen policy in the loss is measured; None: there is none."""
+        """Return the estimator of the divergence in the loss; None if there is no such term."""
         actor = self.actor_rollout_ref.actor
         return actor.kl_loss_type if actor.use_kl_loss else None
 
     @property
     def num_supervised(self) -> int:
-        """Supervised pairs in every optimizer step of the actor."""
+        """Return the number of supervised pairs in every optimizer step of the actor."""
         actor = self.actor_rollout_ref.actor
         per_step = actor.ptx_batch_size or actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
         return per_step if actor.ptx_files else 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether something asks for the divergence from the frozen policy."""
+        """Tell whether the reward or the loss has a divergence from the reference."""
         return bool(self.kl_of_reward or self.kl_of_loss)
 
 
 @section
 class SupervisedConfig:
-    """What every run has that learns from files alone."""
+    """The keys of every run that learns from files alone."""
 
     model: ModelSection
     """The checkpoint to start from."""
     optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
     """The optimizer."""
     megatron: MegatronSection = field(default_factory=MegatronSection)
-    """The partition of the model."""
+    """The split of the model over the ranks."""
     grad_clip: Bound = 1.0
     """Largest gradient norm."""
     max_token_len_per_gpu: Length = 16384
-    """Token budget of a micro-batch."""
+    """Token budget of a micro-batch, per rank."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
-    """The run as a whole."""
+    """Length, ranks, records and checkpoints of the run."""
 
 
 @section
@@ -154,23 +154,23 @@ class RewardTrainConfig(SupervisedConfig):
     data: PreferenceDataSection
     """Pairs of responses."""
     center_rewards_coefficient: Weight = 0.0
-    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0."""
+    """Weight of the squared sum of the two rewards of a pair, a term that keeps the mean reward near 0."""
 
 
 @section
 class VerifiedActorSection:
-    """`actor_rollout_ref.actor.*`, as far as weights go."""
+    """`actor_rollout_ref.actor.*` of `megarl.verify`."""
 
     megatron: MegatronSection = field(default_factory=lambda: MegatronSection(dtype="float32"))
-    """The partition of the trainer's model; float32 unless set, so that rounding neither hides nor feigns a fault."""
+    """The split of the trainer's model. The default is float32, so that rounding neither hides nor feigns a fault."""
 
 
 @section
 class VerifiedPolicySection:
-    """`actor_rollout_ref.*`, as far as weights go."""
+    """`actor_rollout_ref.*` of `megarl.verify`."""
 
     model: ModelSection
-    """The checkpoint to try, or a directory with only its config.json."""
+    """The checkpoint to try, or a directory that holds only a config.json."""
     actor: VerifiedActorSection = field(default_factory=VerifiedActorSection)
     """The trainer."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
@@ -179,7 +179,7 @@ class VerifiedPolicySection:
 
 @section
 class VerifyConfig:
-    """The root of `megarl.verify`: the keys that a run has for model, trainer and engine."""
+    """The root of `megarl.verify`: the keys of a run for model, trainer and engine."""
 
     actor_rollout_ref: VerifiedPolicySection
     """The policy."""

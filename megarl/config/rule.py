@@ -1,7 +1,7 @@
-"""A rule: what must hold between sections, and the keys it reads.
+"""A rule: a check between sections, and the keys that the check reads.
 
-The keys are named so that a rule is left out while one of them is in doubt: a misspelt batch size should not also be
-reported as a batch size that does not divide.
+A rule names its keys so that it is skipped if a key has a fault: a misspelt batch size should not also be reported as a
+batch size that does not divide.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -15,7 +15,7 @@ C = TypeVar("C", contravariant=True)  # a rule of what two roots share is a rule
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What rules may know besides the configuration."""
+    """Facts that rules may know besides the configuration."""
 
     world_size: int | None  # ranks the launcher started; None before a launch
     check_paths: bool
@@ -23,13 +23,13 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(Generic[C]):
-    """A check and the keys (or whole sections) it reads."""
+    """A check and the keys (or sections) that it reads."""
 
     reads: tuple[str, ...]
     check: Callable[[C, Facts], Iterator[Fault]]
 
     def reads_any(self, paths: Set[str]) -> bool:
-        """Tell whether one of `paths` is, holds or lies within a key that the rule reads."""
+        """Tell whether one of `paths` is, contains or lies within a key that the rule reads."""
         pairs = ((path + ".", key + ".") for path in paths for key in self.reads)
         return any(path.startswith(key) or key.startswith(path) for path, key in pairs)
 

@@ -1,4 +1,4 @@
-"""The tree of keys that a root section spans: its paths, its defaults, and the path a misspelt one was meant to be."""
+"""The tree of keys under a root section: paths, defaults, and the path that a misspelt path was meant to be."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
@@ -12,7 +12,7 @@ MANDATORY = "???"  # OmegaConf's own mark of a key that has no value yet
 class Schema:
     """Every key under one root."""
 
-    leaves: Mapping[str, Any]  # dotted path -> default, MANDATORY where there is none
+    leaves: Mapping[str, Any]  # dotted path -> default, or MANDATORY
     sections: frozenset[str]  # dotted paths of the sections between root and leaves
 
     @classmethod
@@ -45,7 +45,7 @@ class Schema:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted paths into the tree they spell."""
+    """Turn dotted paths into a tree."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
         *parents, name = path.split(".")

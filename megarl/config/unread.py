@@ -1,6 +1,6 @@
-"""Which keys nothing reads, under which other keys: a written one of them is remarked on when a run starts.
+"""The keys that nothing reads, depending on other keys. A run remarks on such a key at its start if the user wrote it.
 
-A key is read unless a row that names it says otherwise.
+A key is read unless a row that names it denies that.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -83,7 +83,7 @@ def _penalises_reward(config: Config) -> bool:
 
 
 def _reference_computes(config: Config) -> bool:
-    """Tell whether the reference has forward passes of its own; `full` runs it beside the actor's."""
+    """Tell whether the reference has forward passes of its own; `full` runs it together with the actor."""
     return bool({config.kl_of_reward, config.kl_of_loss} - {None, "full"})
 
 
@@ -114,7 +114,7 @@ def _optim_rows(where: str, optim: Callable[[Any], OptimSection]) -> tuple[Row, 
 
 
 def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
-    """What holds of every run that trains; `megatron` are its sections of that name."""
+    """Return the rows of every run that trains; `megatron` are its sections of that name."""
     return (
         Row(
             keys=("trainer.mlflow_tracking_uri",),
@@ -303,7 +303,7 @@ ROWS: dict[type, tuple[Row, ...]] = {Config: PPO_ROWS, SFTConfig: FILE_ROWS, Rew
 
 
 def unread(config: Config | SFTConfig | RewardTrainConfig, written: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for the keys `written` by the user that nothing reads, one for those of one reason."""
+    """Yield a sentence for each reason why nothing reads some keys that the user has `written`."""
     found = reasons(config, written)
     for reason in dict.fromkeys(found.values()):
         keys = [key for key, own in found.items() if own == reason]

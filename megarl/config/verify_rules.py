@@ -1,4 +1,4 @@
-"""What must hold between the sections of `megarl.verify`, with the remedy where it does not."""
+"""Rules between the sections of `megarl.verify`; each fault names its remedy."""
 
 from collections.abc import Iterator
 

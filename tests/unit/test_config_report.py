@@ -163,7 +163,7 @@ def test_fixed_micro_batches_ignore_the_token_budget() -> None:
         ([f"{ROLLOUT}.dtype=float32"], "rollout.dtype=float32 differs"),
         ([f"{ROLLOUT}.top_k=50"], "cut the distribution"),
         ([f"{ROLLOUT}.top_p=0.9"], "cut the distribution"),
-        ([f"{ROLLOUT}.calculate_log_probs=false"], "calculate_log_probs is false: no iteration compares"),
+        ([f"{ROLLOUT}.calculate_log_probs=false"], "calculate_log_probs is false: no step compares"),
         ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "penalised twice"),
         (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k1"],
@@ -181,7 +181,7 @@ def test_doubtful_choices_are_remarked_on(arguments: list[str], remark: str) -> 
 
 def test_a_run_says_when_its_engine_is_not_compared_in_every_iteration() -> None:
     silent, other = load(f"{ROLLOUT}.top_p=0.9"), load(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.temperature=0.7")
-    assert not any("no iteration compares" in sentence for sentence in remarks(silent))
+    assert not any("no step compares" in sentence for sentence in remarks(silent))
     assert any("at another temperature than 1" in sentence for sentence in remarks(other))
 
 

@@ -43,7 +43,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             f"{ACTOR}.megatron.{EP}",
             "expert tensor 4 x expert 4 x pipeline 1 = 16 does not divide the world of 8 ranks",
         ),
-        ([f"{ACTOR}.megatron.{VPP}=2"], f"{ACTOR}.megatron.{VPP}", "only where pipeline_model_parallel_size > 1"),
+        ([f"{ACTOR}.megatron.{VPP}=2"], f"{ACTOR}.megatron.{VPP}", "only if pipeline_model_parallel_size > 1"),
         ([f"{ACTOR}.megatron.{VPP}=1"], f"{ACTOR}.megatron.{VPP}", "greater than or equal to 2"),
         (
             [f"{ACTOR}.megatron.{PP}=2", f"{ACTOR}.megatron.{VPP}=2"],
