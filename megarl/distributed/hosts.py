@@ -36,7 +36,7 @@ class Seat:
 
 
 class WaitReports:
-    """The times at which a waiting job reports: every REPORT_INTERVAL_S seconds, on one rank per host."""
+    """The schedule of reports of a waiting job: every REPORT_INTERVAL_S seconds, on one rank per host."""
 
     def __init__(self, launch: Launch) -> None:
         self._reports, self._next = launch.local_rank == 0, time.monotonic() + REPORT_INTERVAL_S
@@ -77,7 +77,7 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
     """Wait until rank 0 listens on `port` of `host`, and return its address.
 
     Raises:
-        ValueError: the name has no address, or leads to this host, on which nobody listens, or nobody listens within
+        ValueError: the name has no address, or leads to this host and nobody listens here, or nobody listens within
             `timeout_s` seconds.
     """
     reports, since = WaitReports(launch), time.monotonic()

@@ -21,7 +21,7 @@ T = TypeVar("T")
 def once_a_node(work: Callable[[ReportProgress], T], *, phase: str) -> T:
     """Run `work` on the first rank of each node, and return its node's result on every rank. Collective.
 
-    `work` gets a function with which it reports how much more is done, in any unit. While the sum of any node grows,
+    `work` gets a function to report how much more is done, in any unit. While the sum of any node grows,
     the watchdogs of all ranks see progress in `phase`. Without ranks `work` is only called.
 
     Raises:

@@ -37,7 +37,7 @@ class Report:
     num_phases: int  # that the rank has begun since the start of the run
     step: int
     phase: str
-    rows: Sequence[int]  # of the data set, to which this rank samples responses
+    rows: Sequence[int]  # of the data set that this rank samples responses to
     where: str = ""  # the innermost line of megarl in the main thread
     waits: bool = False  # whether the rank is in a collective
 

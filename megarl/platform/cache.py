@@ -33,7 +33,7 @@ RECORD = ".copied.json"
 NUM_STREAMS = 4
 """Files that are copied at the same time."""
 SETTLED_S = 2
-"""Seconds by which the times of copied files are set back, so that a later write to a file changes its time."""
+"""The times of copied files are set back by this many seconds, so that a later write to a file changes its time."""
 ROUND_S = 0.2
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 

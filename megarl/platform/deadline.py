@@ -1,4 +1,4 @@
-"""Bound what somebody else's code may compute in this process."""
+"""A bound on the time that foreign code may compute in this process."""
 
 import signal
 import threading
@@ -9,12 +9,12 @@ from typing import NoReturn
 
 @contextmanager
 def computing_at_most(seconds: float) -> Iterator[None]:
-    """Interrupt the block once this process has computed for so long: seconds of CPU time, so that no load shortens it.
+    """Interrupt the block after `seconds` of CPU time of this process; load on the machine does not count.
 
-    Only the main thread can be interrupted; in others the block is not bounded.
+    Only the main thread can be interrupted. In another thread the block is not bounded.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: the block used up its time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,7 +31,7 @@ def computing_at_most(seconds: float) -> Iterator[None]:
 
 
 class _TimeOver(BaseException):
-    """No `except Exception` of the interrupted code takes it for an error of its own."""
+    """An error that no `except Exception` of the interrupted code catches."""
 
 
 def _interrupt(*_: object) -> NoReturn:

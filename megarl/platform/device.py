@@ -1,4 +1,4 @@
-"""Which device and which collective backend this process works with."""
+"""The device that this process works with."""
 
 import os
 
@@ -6,10 +6,10 @@ import torch
 
 
 def device_type(wanted: str) -> str:
-    """`cuda` or `cpu` for the configured `auto | cuda | cpu`.
+    """Return `cuda` or `cpu` for the configured `auto | cuda | cpu`.
 
     Raises:
-        ValueError: `cuda` is asked for and torch sees none.
+        ValueError: `cuda` is configured and torch sees no CUDA device.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -18,5 +18,5 @@ def device_type(wanted: str) -> str:
 
 
 def local_device(kind: str) -> torch.device:
-    """This process's device: CUDA device number `LOCAL_RANK`, or the CPU."""
+    """Return this process's device: CUDA device number `LOCAL_RANK`, or the CPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")

@@ -1,6 +1,6 @@
-"""Signals that reach a program while it is still being imported: it ends with a line, not with a traceback.
+"""Handling of signals during the imports of a program: it ends with a message, not with a traceback.
 
-Every program that trains imports this module first; imports take seconds. `distributed.signals` takes over.
+Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """
 
 import os
@@ -11,24 +11,24 @@ from types import FrameType
 from typing import NoReturn
 
 EXIT_CODE = 75
-"""Of a job that was told to end and can go on: EX_TEMPFAIL of sysexits.h, "invited to retry later"."""
+"""The exit code of a job that a signal stopped and that can be resumed: EX_TEMPFAIL of sysexits.h."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def say(line: str) -> None:
-    """Write a line to standard error at once; also from a signal's handler, which may interrupt `print`."""
+    """Write a line to standard error without buffering; safe in a signal handler, which may interrupt `print`."""
     with suppress(OSError):
         os.write(2, f"megarl: {line}\n".encode())
 
 
 def local_rank() -> str:
-    """Return this process's number on its host, as its launcher says; empty where nobody started it as a rank."""
+    """Return this process's rank on its host as its launcher set it; '' if no launcher started it."""
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     return next((os.environ[name] for name in names if name in os.environ), "")
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End this process with EXIT_CODE; the first one on its host says so."""
+    """End this process with EXIT_CODE; the first rank of the host prints why."""
     if local_rank() in ("", "0"):
         say(
             f"{signal.Signals(number).name}: there is nothing to save now; the job ends, and the same command starts it"
@@ -42,6 +42,6 @@ def _is_program() -> bool:
 
 
 if _is_program():
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of each name that it cannot look up backwards
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of each address without a reverse DNS entry
     for _number in SIGNALS:
         signal.signal(_number, end_at_once)

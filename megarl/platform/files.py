@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, names that lead nowhere else, and what to do where nothing can be written."""
+"""Atomic writes, safe file names, and errors of file systems with their remedies."""
 
 import errno
 import os
@@ -18,18 +18,18 @@ REMEDIES = MappingProxyType(
         errno.EACCES: "let this user write there (chown, chmod), or name another directory",
         errno.EPERM: "let this user write there (chown, chmod, chattr), or name another directory",
         errno.EFBIG: "raise the largest size of a file (ulimit -f), or name a directory on another file system",
-        errno.ENOTDIR: "a file stands where a directory should be: move it, or name another directory",
-        errno.EEXIST: "a file stands where a directory should be: move it, or name another directory",
+        errno.ENOTDIR: "a file is in the place of the directory: move it, or name another directory",
+        errno.EEXIST: "a file is in the place of the directory: move it, or name another directory",
         errno.EIO: "the disk or its connection fails: look at the kernel's log, or name a directory on another disk",
         errno.ESTALE: "the file server forgot it: mount it anew, or name another directory",
     }
 )
-"""What a user can do about an error of a file system."""
+"""The remedy for each error of a file system."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that becomes `path` when it is complete and on the disk, and never if writing fails."""
+    """Yield a new file that becomes `path` once it is complete and on the disk, and never if writing fails."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -44,17 +44,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Have `path` hold `data`, which is on the disk afterwards, or what it held before."""
+    """Write `data` to `path` atomically: afterwards the disk holds either `data` or the former content."""
     with replacing(path) as file:
         file.write(data)
 
 
 def inside(directory: Path, name: str) -> Path:
-    """`directory / name`, of a name that stands in a file and may be anything.
+    """Return `directory / name` for a name that was read from a file and may be anything.
 
     Raises:
-        ValueError: the name, as it is written, leads out of the directory, or is none. Links are followed: it is the
-            names that come from elsewhere, not the directories.
+        ValueError: the text of the name leads out of the directory, or is no name. Links are followed: only the names
+            are foreign, not the directories.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -63,7 +63,7 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring to the disk which names `directory` holds: a rename is not there after a power cut otherwise."""
+    """Flush the names in `directory` to the disk, so that a rename survives a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,9 +72,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def reserve(file: BinaryIO, num_bytes: int) -> None:
-    """Make room for a file of `num_bytes`, so that writing them cannot fail for want of it. Raises OSError.
+    """Reserve `num_bytes` for a file, so that writing them cannot fill the disk. Raise OSError if there is no room.
 
-    Where the file system cannot promise that, nothing happens.
+    If the file system cannot reserve space, nothing happens.
     """
     if hasattr(os, "posix_fallocate"):
         try:
@@ -85,12 +85,12 @@ def reserve(file: BinaryIO, num_bytes: int) -> None:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Add `data` to a file, all of it or, where there is an OSError, nothing."""
+    """Append `data` to a file, completely or, on an OSError, not at all."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab", buffering=0) as file:
             rest = memoryview(data)
-            while rest:  # a disk that fills up takes a part first
+            while rest:  # a disk that fills up first accepts a part
                 rest = rest[file.write(rest) :]
     except OSError:
         if path.exists():
@@ -99,14 +99,14 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Write a file for a moment to `directory` or, where it is still to be made, to the one that will hold it.
+    """Write a probe file to `directory` or, if it does not exist yet, to its nearest existing parent.
 
     Raises:
-        WriteError: that cannot be; names the configuration's `key`, which the directory comes from, and the remedy.
+        WriteError: writing fails. The message has the remedy and `key`, the configuration key of the directory.
     """
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
     with explained(f"{key}={directory}"):
-        probe = there / f".writable-{uuid.uuid4().hex}"
+        probe = existing / f".writable-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(bytes(4096))
         finally:
@@ -114,12 +114,12 @@ def check_writable(directory: Path, key: str) -> None:
 
 
 class WriteError(ValueError):
-    """A file system did not take something; says what, why, and what to do about it."""
+    """A failed write to a file system; the message has the subject, the cause and the remedy."""
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the error of a file system into one that says that `what` cannot be written."""
+    """Turn an error of a file system into a WriteError that names `what`."""
     try:
         yield
     except WriteError:
@@ -131,20 +131,20 @@ def explained(what: str) -> Iterator[None]:
 
 
 def file_error(error: BaseException) -> OSError | None:
-    """The error of a file system that `error` is, comes from, or as libraries in Rust have it, tells the number of."""
+    """Return the file system error that `error` is, has as its cause, or quotes by number, as libraries in Rust do."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in REMEDIES:
             return seen
-        if (told := re.search(r"\(os error (\d+)\)", str(seen))) and int(told[1]) in REMEDIES:
-            return OSError(int(told[1]), os.strerror(int(told[1])))
+        if (number := re.search(r"\(os error (\d+)\)", str(seen))) and int(number[1]) in REMEDIES:
+            return OSError(int(number[1]), os.strerror(int(number[1])))
         seen = seen.__cause__ or seen.__context__
     return None
 
 
 def remedy(error: OSError) -> str:
-    """What an error of a file system says, and what to do about it."""
-    said = os.strerror(error.errno) if error.errno else str(error)
+    """Return the message of an error of a file system, with the remedy."""
+    message = os.strerror(error.errno) if error.errno else str(error)
     place = f"{error.filename}: " if error.filename else ""
     advice = REMEDIES.get(error.errno or 0)
-    return f"{place}{said}" + (f"; {advice}" if advice else "")
+    return f"{place}{message}" + (f"; {advice}" if advice else "")

@@ -1,7 +1,7 @@
-"""Processes below this one: none may outlive it, none may escape it. Linux; elsewhere these functions do less, as said.
+"""Control of descendant processes: none outlives this process or escapes it. Full effect on Linux only.
 
-A process that adopts orphans (`PR_SET_CHILD_SUBREAPER`) keeps everything that it started below it, whatever is done to
-get away (double forks, sessions of their own), so that `end_descendants` returns True only when nothing is left.
+A process that adopts orphans (`PR_SET_CHILD_SUBREAPER`) stays the ancestor of every process that it started, even of
+double forks and new sessions. So `end_descendants` returns True only when no process is left.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ _ROUND_S = 0.001
 
 
 def die_with_parent(by: signal.Signals, *, parent: int | None = None) -> None:
-    """Have the kernel send this process `by` when the thread that started it ends; elsewhere, nothing.
+    """Make the kernel send `by` to this process when the thread that started it ends. Linux only.
 
-    `parent` is the process that should be the parent: where it is gone already, the signal comes at once.
+    `parent` is the expected parent process: if it has ended already, the signal is sent at once.
     """
     _prctl(_PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:
@@ -30,9 +30,10 @@ def die_with_parent(by: signal.Signals, *, parent: int | None = None) -> None:
 
 
 def follow_parent() -> None:
-    """End this process a second after its parent at the latest, whichever thread of it started this one.
+    """End this process at most a second after its parent, whichever thread of the parent started it.
 
-    For parents that may start processes in threads which end: to `die_with_parent` that is the end of the parent.
+    For parents that start processes in short-lived threads: `die_with_parent` takes the end of such a thread for the
+    end of the parent.
     """
     parent = os.getppid()
 
@@ -45,14 +46,14 @@ def follow_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends; elsewhere, nothing."""
+    """Become the parent of every descendant whose own parent ends. Linux only."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Have allocations beyond `num_bytes` of private memory fail in this process and in each that it starts.
+    """Let allocations beyond `num_bytes` of private memory fail in this process and in each of its descendants.
 
-    Where the machine itself runs out of memory, the kernel is asked to end these processes first.
+    If the machine runs out of memory, the kernel ends these processes first.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bound = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
@@ -63,16 +64,16 @@ def bound_memory(num_bytes: int) -> None:
 
 
 def children(pid: int | None = None) -> Iterator[int]:
-    """The processes that `pid` started, by default this one. None where the kernel does not list them."""
+    """Yield the processes that `pid`, by default this process, started; nothing if the kernel does not list them."""
     pid = os.getpid() if pid is None else pid
-    with suppress(OSError):  # it is gone
+    with suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
                 yield from map(int, (thread / "children").read_text().split())
 
 
 def descendants(pid: int | None = None) -> Iterator[int]:
-    """The processes below `pid`, by default this one, nearest first. None where the kernel does not list children."""
+    """Yield the descendants of `pid`, by default of this process, nearest first; nothing if the kernel lists none."""
     found, seen = [os.getpid() if pid is None else pid], set[int]()
     for parent in found:
         for child in children(parent):
@@ -83,10 +84,10 @@ def descendants(pid: int | None = None) -> Iterator[int]:
 
 
 def end_descendants(*, spare: Collection[int] = (), within_s: float | None = None) -> bool:
-    """Kill every process below this one but those in `spare`, and those that they start meanwhile, until none is left.
+    """Kill every descendant except those in `spare`, also new ones, until none is left.
 
-    Returns False where some are left after `within_s` seconds (None: however long it takes): the kernel does not let
-    go of a process while it waits for a device.
+    Return False if some are left after `within_s` seconds (None: no limit), because the kernel cannot end a process
+    while it waits for a device.
     """
     deadline = None if within_s is None else time.monotonic() + within_s
     while any([_end(pid) for pid in descendants() if pid not in spare]):
@@ -97,11 +98,11 @@ def end_descendants(*, spare: Collection[int] = (), within_s: float | None = Non
 
 
 def _end(pid: int) -> bool:
-    """Kill and bury a process below this one; whether there is something left of it to come back for."""
+    """Kill and reap a descendant; return whether it has to be checked again."""
     try:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return False
-    except ChildProcessError:  # not our child but one of its own, who has to bury it
+    except ChildProcessError:  # a child of a descendant, which has to reap it
         if _state(pid) in ("Z", ""):
             return False
     with suppress(ProcessLookupError):
@@ -112,7 +113,7 @@ def _end(pid: int) -> bool:
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # it is gone
+    except OSError:  # the process has ended
         return ""
 
 

@@ -1,6 +1,6 @@
-"""A directory at a URI, looked at and read; what is told of it has no secrets.
+"""Directories at a URI: listing, reading, downloading. Their messages contain no secrets.
 
-`directory / name` is a file that can be read where a `pathlib.Path` can: `read_bytes`, `exists`, `name`, `parent`.
+`directory / name` is a file with a part of the interface of `pathlib.Path`: `read_bytes`, `exists`, `name`, `parent`.
 """
 
 import hashlib
@@ -17,26 +17,26 @@ from megarl.platform.secrets import redact
 from megarl.platform.uri import open_filesystem, out_of_reach, why_unopened
 
 CHUNK_BYTES = 1 << 23
-NUM_QUESTIONS = 16
-"""Asked of a store at a time."""
+NUM_QUERIES = 16
+"""Queries of a store at the same time."""
 WITH_TAGS = ("abfs", "gcs", "s3")
-"""The file systems of pyarrow's own whose files have an ETag."""
+"""The file systems of pyarrow that give files an ETag."""
 MARKS = ("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "mtime", "updated", "created")
-"""What fsspec's file systems call something that changes with a file, the best first."""
+"""Attributes of files in file systems of fsspec that change with the content, the best first."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A file of a remote directory: what changes when the file changes."""
+    """A file of a remote directory, with attributes that change if the file changes."""
 
     name: str
     size: int  # bytes
-    mark: str  # an ETag, or a time; empty where the file system has neither
+    mark: str  # an ETag or a time; empty if the file system has neither
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that may be there."""
+    """A file that may exist."""
 
     parent: "RemoteDirectory"
     name: str
@@ -45,20 +45,20 @@ class RemoteFile:
         return f"{self.parent}/{self.name}"
 
     def exists(self) -> bool:
-        """Whether the directory lists the file."""
+        """Return whether the directory lists the file."""
         return self.name in self.parent.sizes
 
     is_file = exists
 
     def read_bytes(self) -> bytes:
-        """The content of a small file. Raises FileNotFoundError, or ValueError where the file is out of reach."""
+        """Return the content of a small file. Raise FileNotFoundError, or ValueError if the file cannot be reached."""
         return self.parent.read(self.name)
 
 
 class RemoteDirectory:
-    """The directory at a URI. What was listed or read once is remembered, and so is what failed.
+    """The directory at a URI. Listings, small files and errors are cached.
 
-    All methods raise ValueError, with the remedy, for what the file system says.
+    All methods raise ValueError, with the remedy, for an error of the file system.
     """
 
     def __init__(self, uri: str) -> None:
@@ -74,13 +74,13 @@ class RemoteDirectory:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The files right in the directory, and their bytes."""
+        """The sizes in bytes of the files directly in the directory."""
         listed = self._once("", self._list)
         assert isinstance(listed, dict)
         return listed
 
     def read(self, name: str) -> bytes:
-        """The content of a small file; FileNotFoundError where there is none."""
+        """Return the content of a small file. Raise FileNotFoundError if it does not exist."""
         if name not in self.sizes:
             raise FileNotFoundError(f"{self} has no {name}")
         content = self._once(name, lambda: self._content(name))
@@ -88,40 +88,40 @@ class RemoteDirectory:
         return content
 
     def describe(self, names: Iterable[str]) -> list[Described]:
-        """Sizes and marks of files. Raises ValueError for a file that is not there."""
-        filesystem, root = self._place
+        """Return sizes and marks of files. Raise ValueError for a file that does not exist."""
+        filesystem, root = self._opened
         wanted = list(names)
         try:
             infos = filesystem.get_file_info([f"{root}/{name}" for name in wanted])
             for name, info in zip(wanted, infos, strict=True):
                 if info.type != FileType.File or info.size is None:
-                    raise FileNotFoundError(f"{name} is not there, or has no size")
-            with ThreadPoolExecutor(NUM_QUESTIONS) as pool:
+                    raise FileNotFoundError(f"{name} does not exist, or has no size")
+            with ThreadPoolExecutor(NUM_QUERIES) as pool:
                 marks = pool.map(self._mark, infos)
             return [Described(*each) for each in zip(wanted, (info.size for info in infos), marks, strict=True)]
         except Exception as error:  # each file system has errors of its own
             raise out_of_reach(str(self), error) from error
 
-    def download(self, name: str, file: Path, count: Callable[[int], None]) -> str:
-        """Copy a file here, tell `count` the bytes of each part, and return their MD5. Raises what anything raises."""
-        filesystem, root = self._place
+    def download(self, name: str, file: Path, report: Callable[[int], None]) -> str:
+        """Copy a remote file to `file`, pass the bytes of each part to `report`, and return the MD5. Raise any error."""
+        filesystem, root = self._opened
         digest = hashlib.md5(usedforsecurity=False)
         with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
                 digest.update(chunk)
-                count(len(chunk))
+                report(len(chunk))
         return digest.hexdigest()
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
+    def _opened(self) -> tuple[Any, str]:
         if why := why_unopened(self.uri):
             raise ValueError(f"{self} cannot be opened: {why}")
         filesystem, path = open_filesystem(self.uri)
         return filesystem, path.rstrip("/")
 
     def _once(self, key: str, work: Callable[[], Any]) -> Any:
-        """The answer of `work`, or its error again, of an earlier call with the same key."""
+        """Return the result of `work`, or raise its error, from the first call with this key."""
         if key not in self._read:
             try:
                 self._read[key] = work()
@@ -134,7 +134,7 @@ class RemoteDirectory:
         return found
 
     def _list(self) -> dict[str, int]:
-        filesystem, root = self._place
+        filesystem, root = self._opened
         try:
             found = filesystem.get_file_info(FileSelector(root))
         except FileNotFoundError:
@@ -142,17 +142,17 @@ class RemoteDirectory:
         return {info.base_name: info.size for info in found if info.type == FileType.File}
 
     def _content(self, name: str) -> bytes:
-        filesystem, root = self._place
+        filesystem, root = self._opened
         with filesystem.open_input_stream(f"{root}/{name}") as file:
             content: bytes = file.read()
         return content
 
     def _mark(self, info: FileInfo) -> str:
-        filesystem, _ = self._place
+        filesystem, _ = self._opened
         handler = getattr(filesystem, "handler", None)
         if isinstance(handler, FSSpecHandler):
-            told = handler.fs.info(info.path)
-            return next((str(told[name]) for name in MARKS if told.get(name)), "")
+            facts = handler.fs.info(info.path)
+            return next((str(facts[name]) for name in MARKS if facts.get(name)), "")
         if filesystem.type_name in WITH_TAGS:
             with filesystem.open_input_file(info.path) as file:
                 tags = {str(key): value for key, value in (file.metadata() or {}).items()}
@@ -163,5 +163,5 @@ class RemoteDirectory:
 
 @lru_cache(maxsize=64)
 def remote_directory(uri: str) -> RemoteDirectory:
-    """The directory at a URI, the same object for the same URI as long as the process lives."""
+    """Return the directory at a URI; the same object for the same URI while this process runs."""
     return RemoteDirectory(uri)

@@ -1,11 +1,11 @@
-"""Tell by its name whether a variable, a key or a parameter holds a secret."""
+"""Detection of secrets by the names of variables, keys and parameters."""
 
 import re
 from enum import IntEnum
 from functools import lru_cache
 
 _READ_CHARACTERS = 200
-"""The end of a name decides; a giant run of letters is no name."""
+"""Characters that are read, from the end of a name, because the end decides."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -29,25 +29,25 @@ _KEYS_OF_DATA = _words(
     "cache column data dict fn foreign group hash hot image index input join label lookup map num object output"
     " partition primary prompt public query ref reward route row shard sort target value video"
 )
-_OF_TEXT = _words(  # tokens that are pieces of a text
+_OF_TEXT = _words(  # before `token`: the token is a piece of a text
     "a added allowed any audio avg bad batch batched bos byte cached cls completion context current decoder draft each"
     " end eos every extra first forced generated image input invalid last mask max mean min model n new next num output"
     " pad patch per prefix prev previous prompt rare reasoning response sampled sep skip special speculative start stop"
     " suffix target text the think thinking this total train unk unknown val valid video visual vocab word"
 )
-_QUALIFIERS = _words(  # of a secret: which of several it is, and how it is written
+_QUALIFIERS = _words(  # after a secret: which of several it is, or its encoding
     "admin backup base64 b64 ci dev live main new old org primary prod production raw read ro rw sandbox secondary"
     " secret staging string test user value write"
 )
-_ABOUT = _words(  # a secret, and not itself one
+_ABOUT = _words(  # after a secret: an attribute of it, which is not secret itself
     "age budget column count dir directory dispatcher enabled endpoint expires expiry field file files folder format"
     " host len length limit manager method mode name names path paths pattern policy port prefix provider regex"
     " required size suffix threshold timeout ttl type types uri url version"
 )
 
 
-class Telling(IntEnum):
-    """What a name says about its value. A text needs more than `PERHAPS`: a value that looks like a secret."""
+class Secrecy(IntEnum):
+    """How surely a name denotes a secret. In a text `PERHAPS` also requires a value that looks like a secret."""
 
     NO = 0
     PERHAPS = 1
@@ -55,51 +55,51 @@ class Telling(IntEnum):
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether what bears this name (a key, a variable, a parameter of a query) is not for everybody's eyes."""
-    return telling(name) is not Telling.NO
+    """Return whether a name (of a key, a variable, a query parameter) may denote a secret."""
+    return secrecy(name) is not Secrecy.NO
 
 
-def tells(dotted: str) -> Telling:
-    """Return the most that a part of a dotted name says about what is below it."""
-    return max(map(telling, dotted[-_READ_CHARACTERS:].split(".")))
+def secrecy_of_path(dotted: str) -> Secrecy:
+    """Return the highest secrecy among the parts of a dotted name."""
+    return max(map(secrecy, dotted[-_READ_CHARACTERS:].split(".")))
 
 
 @lru_cache(maxsize=4096)
-def telling(name: str) -> Telling:
-    """Return what a name says about its value, whatever its case and its separators are."""
+def secrecy(name: str) -> Secrecy:
+    """Return the secrecy of a name, in any case and with any separators."""
     words = [word.lower() for word in _WORD.findall(name[-_READ_CHARACTERS:])]
-    is_upper = name.isupper()  # as variables of an environment are written
+    is_upper = name.isupper()  # as environment variables are written
     while words and (words[-1].isdigit() or (len(words[-1]) == 1 and len(words) > 1)):  # TOKEN_1, SECRET_X
         words.pop()
     if "webhook" in words:
-        return Telling.YES if is_upper else Telling.PERHAPS
+        return Secrecy.YES if is_upper else Secrecy.PERHAPS
     if not words or words[-1] in _ABOUT:
-        return Telling.NO
-    return max(_telling_at(words, place, is_upper=is_upper) for place in range(len(words)))
+        return Secrecy.NO
+    return max(_secrecy_at(words, index, is_upper=is_upper) for index in range(len(words)))
 
 
-def _telling_at(words: list[str], place: int, *, is_upper: bool) -> Telling:
-    """Return what the word at `place` says, given the words around it."""
-    word, before, after = words[place], words[place - 1] if place else "", words[place + 1 :]
-    surely = Telling.YES if is_upper else Telling.PERHAPS
+def _secrecy_at(words: list[str], index: int, *, is_upper: bool) -> Secrecy:
+    """Return the secrecy that the word at `index` gives to a name."""
+    word, before, after = words[index], words[index - 1] if index else "", words[index + 1 :]
+    surely = Secrecy.YES if is_upper else Secrecy.PERHAPS
     if word.endswith(_ENDINGS):
-        return Telling.YES
+        return Secrecy.YES
     if word in ("token", "tokens"):
         is_qualified = not {"id", "ids"} & set(after) if is_upper else _QUALIFIERS.issuperset(after)
         if before in _OF_TEXT or not is_qualified:
-            return Telling.NO
-        return Telling.PERHAPS if word == "tokens" or not before else Telling.YES
+            return Secrecy.NO
+        return Secrecy.PERHAPS if word == "tokens" or not before else Secrecy.YES
     if word in ("key", "keys"):
         if before in _KINDS_OF_KEYS and (is_upper or {"id", *_QUALIFIERS}.issuperset(after)):
-            return Telling.YES
+            return Secrecy.YES
         is_named = is_upper and before and before not in _KEYS_OF_DATA
-        return Telling.YES if is_named and {"id", *_QUALIFIERS}.issuperset(after) else Telling.NO
+        return Secrecy.YES if is_named and {"id", *_QUALIFIERS}.issuperset(after) else Secrecy.NO
     if not _QUALIFIERS.issuperset(after):
-        return Telling.NO
+        return Secrecy.NO
     if word == "pwd":
-        return Telling.YES if before else Telling.NO  # PWD is the working directory
+        return Secrecy.YES if before else Secrecy.NO  # PWD is the working directory
     if word == "pat":
-        return Telling.YES if is_upper and before else Telling.NO
+        return Secrecy.YES if is_upper and before else Secrecy.NO
     if word in ("pass", "auth", "signature", "sig", "bearer", "cookie", "cookies"):
-        return surely if before else Telling.PERHAPS
-    return Telling.PERHAPS if (before, word) == ("connection", "string") else Telling.NO
+        return surely if before else Secrecy.PERHAPS
+    return Secrecy.PERHAPS if (before, word) == ("connection", "string") else Secrecy.NO

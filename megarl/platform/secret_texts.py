@@ -1,13 +1,13 @@
-"""Find secrets in a text by where they stand: in a URI, after a name that tells, in the shape of a known token.
+"""Detection of secrets in texts: in URIs, after secret names, and by the formats of known tokens.
 
-Model output and foreign messages pass through here, so the time is linear in the length of the text, whatever the text
-is: repetitions are possessive or bounded, and what one search has consumed no other search begins in.
+Model output and foreign messages pass through here, so the time is linear in the length of any text: repetitions are
+possessive or bounded, and no search begins inside the text that another search has consumed.
 """
 
 import re
 from typing import NamedTuple
 
-from megarl.platform.secret_names import Telling, tells
+from megarl.platform.secret_names import Secrecy, secrecy_of_path
 
 BLOT = "***"
 
@@ -30,17 +30,17 @@ _WEBHOOK = re.compile(
 _BEARER = re.compile(r"(?i:\b(bearer[ \t]{1,8}))(?=[a-z]*+[A-Z0-9_~+/=-]|[a-z]{20})[\w.~+/-]{8,}+=*+")
 
 _AUTHORITY = re.compile(r":(//?)((?:(?!(?<=[,;|=(\[{<>])[A-Za-z][A-Za-z0-9+.-]{0,15}://)[^\s'\"])++)")
-"""What follows the scheme of a URI, up to a space, a quote or the next URI of a list."""
+"""The part of a URI after the scheme, up to a space, a quote or the next URI of a list."""
 _USER_AND_PORT = re.compile(r"[^:/?#]*+(?::(?P<port>\d{0,5})(?:[/?#]|\Z)|(?P<password>:))?")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,15}\Z")
 _SCHEMES_WITHOUT_PASSWORDS = ("hdfs", "viewfs", "webhdfs", "swebhdfs")
 _SCHEMES_WITHOUT_USERS = ("http", "https", "git+http", "git+https", "ws", "wss")
-"""A user without a password is a token there. abfss and ssh have users that are names."""
+"""In these schemes a user without a password is a token. In abfss and ssh it is a name."""
 
 _NAMED = re.compile(
     r"(?<![\w.-])(?P<name>(?P<dashes>--?+(?=[A-Za-z]))?[\w.-]++)"
-    r"(?:(?P<quoted>\\{0,7}['\"]\s{0,40}+(?:=>|[:=])\s{0,40}+)"  # a key of JSON or of a mapping that Python shows
-    r"|(?P<pair>\\{0,7}['\"],\s{0,40}+(?=b?\\{0,7}['\"]))"  # as headers of HTTP are kept
+    r"(?:(?P<quoted>\\{0,7}['\"]\s{0,40}+(?:=>|[:=])\s{0,40}+)"  # a key of JSON or of a printed dict
+    r"|(?P<pair>\\{0,7}['\"],\s{0,40}+(?=b?\\{0,7}['\"]))"  # as lists of HTTP headers are printed
     r"|(?P<loose>[ \t]{0,8}+(?::=|=>|[:=])[ \t]{1,8}+|[ \t]{1,8}+=(?![=~])|:(?=[^\s:=]))"
     r"|(?P<tight>=(?![=~]))"
     r"|(?P<option>(?(dashes)[ \t]{1,8}+(?=[^\s-])|(?!))))"
@@ -62,19 +62,19 @@ _NO_SECRET = re.compile(
 )
 _PROSE = re.compile(r"[A-Za-z]{1,5}[ \t]{1,8}[A-Za-z]")
 _MAX_ORDINARY = 200
-"""Characters of the longest value that may turn out to be no secret: more are never read twice."""
+"""Characters of the longest value that may turn out to be no secret. Longer values are not read twice."""
 
 _PIECE = re.compile(r"[^\s'\",;:()\[\]{}]+")
 
 
 def blot_shapes(text: str) -> str:
-    """Hide tokens that their publishers made recognisable, private keys, and what follows `Bearer`."""
+    """Hide tokens of known formats, private keys, and tokens after `Bearer`."""
     text = _WEBHOOK.sub(rf"\1{BLOT}", _SHAPES.sub(BLOT, text))
     return _BEARER.sub(rf"\1{BLOT}", text)
 
 
 def blot_users(text: str) -> str:
-    """Hide `user:password@` of URIs, with slashes too, and `token@` where a URI has no named users."""
+    """Hide `user:password@` of URIs, even with slashes, and `token@` if the scheme has no named users."""
     return _AUTHORITY.sub(_without_user, text)
 
 
@@ -97,7 +97,7 @@ def _without_user(match: re.Match[str]) -> str:
 
 
 def blot_named(text: str) -> str:
-    """Hide what is given to a name that tells: `NAME=S`, `NAME: S`, `"NAME": S`, `("NAME", "S")`, `--name S`."""
+    """Hide values of secret names: `NAME=S`, `NAME: S`, `"NAME": S`, `("NAME", "S")`, `--name S`."""
     pieces, done, place = [], 0, 0
     while match := _NAMED.search(text, place):
         place = match.end()
@@ -108,44 +108,44 @@ def blot_named(text: str) -> str:
 
 
 def _secret_span(match: re.Match[str]) -> tuple[int, int] | None:
-    """Return where the secret begins and ends that follows a name; None where there is none."""
-    text, start, said = match.string, match.end(), _said(match)
-    if said is Telling.NO:
+    """Return the begin and the end of the secret after a name; None if there is no secret."""
+    text, start, level = match.string, match.end(), _secrecy(match)
+    if level is Secrecy.NO:
         return None
     if match["loose"] and (scheme := _SCHEME_OF_HEADER.match(text, start)):
         start = scheme.end()
-    if _is_ordinary(match, said, _Value.at(text, start, start + _MAX_ORDINARY)):
+    if _is_ordinary(match, level, _Value.at(text, start, start + _MAX_ORDINARY)):
         return None
     value = _Value.at(text, start, len(text))
     return value.start, value.end
 
 
-def _said(match: re.Match[str]) -> Telling:
-    """Return what the name of a match of `_NAMED` says about what follows it."""
+def _secrecy(match: re.Match[str]) -> Secrecy:
+    """Return the secrecy of the name in a match of `_NAMED`."""
     text, name, start = match.string, match["name"], match.start()
     before = text[max(0, start - 1) : start]
     if before in ("?", "&") and name.lower() in _IN_QUERY:
-        return Telling.YES
+        return Secrecy.YES
     if match["pair"] and not match["dashes"] and not _OPENS_PAIR.search(text[max(0, start - 10) : start]):
-        return Telling.NO
-    return tells(name[1:] if before == "\\" and name[0] in "nrt" else name)
+        return Secrecy.NO
+    return secrecy_of_path(name[1:] if before == "\\" and name[0] in "nrt" else name)
 
 
-def _is_ordinary(match: re.Match[str], said: Telling, value: "_Value") -> bool:
-    """Tell whether what follows a name that tells is no secret: nothing, a count, a piece of code or of prose."""
+def _is_ordinary(match: re.Match[str], level: Secrecy, value: "_Value") -> bool:
+    """Return whether the value of a secret name is no secret: empty, a count, a piece of code or of prose."""
     text = match.string
     plain = text[value.start : value.end]
     if not plain or plain == match["name"] or _NO_SECRET.fullmatch(plain):  # f(token=token)
         return True
-    if said is Telling.PERHAPS and (match["loose"] or text[value.start] in "([{"):
+    if level is Secrecy.PERHAPS and (match["loose"] or text[value.start] in "([{"):
         return not _looks_random(plain)
-    if said is Telling.PERHAPS:
+    if level is Secrecy.PERHAPS:
         return bool(_COUNT.fullmatch(plain))
     return bool(match["loose"] and value.is_bare and _PROSE.match(text, value.start))
 
 
 def _looks_random(text: str) -> bool:
-    """Tell whether a piece of a text has letters and digits, or is longer than words are."""
+    """Return whether a piece of the text mixes letters and digits, or is longer than a word."""
     return any(
         (len(piece) >= 20 and not {"/", "\\"} & set(piece))
         or (len(piece) >= 8 and any(map(str.isdigit, piece)) and any(map(str.isalpha, piece)))
@@ -154,7 +154,7 @@ def _looks_random(text: str) -> bool:
 
 
 class _Value(NamedTuple):
-    """Where a value has its first character and what follows its last one, without its quotes."""
+    """The begin and the end of a value, without its quotes."""
 
     start: int
     end: int
@@ -162,7 +162,7 @@ class _Value(NamedTuple):
 
     @classmethod
     def at(cls, text: str, start: int, until: int) -> "_Value":
-        """Return the value that begins at `start`; characters from `until` on are not looked at."""
+        """Return the value that begins at `start`; do not read characters from `until` on."""
         if opening := _OPENING.match(text, start, until):
             return cls(opening.end(), _closing(text, opening, until), is_bare=False)
         if text[start : start + 1] in ("(", "[", "{"):
@@ -172,7 +172,7 @@ class _Value(NamedTuple):
 
 
 def _closing(text: str, opening: re.Match[str], until: int) -> int:
-    """Return where a quoted value ends; where nothing closes it, at the end of the line."""
+    """Return the end of a quoted value; the end of the line if no quote closes it."""
     start, mark = opening.end(), opening["quote"]
     if len(mark) == 3:
         end = text.find(mark, start, until)
@@ -186,7 +186,7 @@ def _closing(text: str, opening: re.Match[str], until: int) -> int:
 
 
 def _quote_after(text: str, start: int, until: int, quote: str, num_slashes: int) -> int:
-    """Return where the text ends that `quote` behind `num_slashes` backslashes has opened; -1 where it does not end.
+    """Return the end of a text that `quote` after `num_slashes` backslashes opened; -1 if nothing closes it.
 
     Each level of quoting doubles the backslashes and adds one before a quote.
     """
@@ -197,7 +197,7 @@ def _quote_after(text: str, start: int, until: int, quote: str, num_slashes: int
 
 
 def _closing_bracket(text: str, start: int, until: int) -> int:
-    """Return the place behind the bracket that closes the one at `start`, or `until` where the text was cut."""
+    """Return the position after the bracket that closes the bracket at `start`; `until` if the text was cut."""
     depth, inside = 0, None
     for mark in _MARKS.finditer(text, start, until):
         slashes, quote, opens, _ = mark.groups()

@@ -1,4 +1,4 @@
-"""The values of secret variables, in every form in which a text may show them."""
+"""The values of secret variables, in all encodings that a text may contain."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from urllib.parse import quote, quote_plus
 from megarl.platform.secret_names import is_secret
 
 MIN_VALUE = 8
-"""Characters of a variable's value from which on a text is searched for it; a shorter one may be a common word."""
+"""Characters of the shortest value that is searched for. A shorter value may be a common word."""
 
 _MIN_LINE = 20
-_NUM_ESCAPES = 2  # a message that quotes a message
+_NUM_ESCAPES = 2  # a message may quote a message
 _PERCENT = re.compile(r"%[0-9A-F]{2}")
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text)[1:-1],
@@ -32,19 +32,19 @@ _SHELL: tuple[Callable[[str], str], ...] = (
 
 
 def values(environ: Mapping[str, str]) -> list[str]:
-    """Return what to look for in texts, longest first, because one form may be a part of another."""
-    secrets = {value for name, value in environ.items() if is_secret(name) and not _is_place(value)}
+    """Return the strings to search for, longest first, because one form may be a part of another."""
+    secrets = {value for name, value in environ.items() if is_secret(name) and not _is_path(value)}
     return sorted({form for secret in secrets for form in _forms(secret)}, key=len, reverse=True)
 
 
-def _is_place(value: str) -> bool:
-    """Tell whether a value names a file, as GOOGLE_APPLICATION_CREDENTIALS does."""
-    return value.startswith("/") and os.path.exists(value)  # noqa: PTH110 - Path raises an error where a value is too long for a name
+def _is_path(value: str) -> bool:
+    """Return whether a value is the path of a file, as in GOOGLE_APPLICATION_CREDENTIALS."""
+    return value.startswith("/") and os.path.exists(value)  # noqa: PTH110 - Path raises an error if a value is too long for a name
 
 
 @lru_cache(maxsize=1024)
 def _forms(value: str) -> frozenset[str]:
-    """Return a value as it is, escaped, quoted for a shell, in percent form and in base64."""
+    """Return a value unchanged, escaped, quoted for a shell, percent-encoded and in base64."""
     found = set[str]()
     for plain in _plain(value):
         forms = {plain, *(escape(plain) for escape in _SHELL)}
@@ -57,7 +57,7 @@ def _forms(value: str) -> frozenset[str]:
 
 
 def _plain(value: str) -> Iterable[str]:
-    """Yield what of a value may stand alone: all of it, and the lines of a key that has several."""
+    """Yield the parts of a value that may occur alone: the full value, and the lines of a key of several lines."""
     stripped = value.strip()
     if len(stripped) >= MIN_VALUE and stripped.strip("*"):
         yield stripped
@@ -72,7 +72,7 @@ def _quoted(plain: str) -> tuple[str, ...]:
 
 
 def _base64(content: bytes) -> Iterable[str]:
-    """Yield the characters that `content` makes wherever it begins in what is encoded, as in `user:password`."""
+    """Yield the encodings of `content` for every offset in the encoded text, as in `user:password`."""
     for encode in (b64encode, urlsafe_b64encode):
         for before in range(3):
             last = (before + len(content)) * 8 // 6

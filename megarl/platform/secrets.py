@@ -1,7 +1,7 @@
-"""What must not be shown is blotted out before text leaves the process.
+"""Removal of secrets from every text that leaves the process.
 
-Redacting errs on the side of hiding and changes nothing else: ordinary paths, keys and messages come out as they went
-in, and what is redacted once stays as it is. What no name, shape or variable tells is not found.
+Redaction hides too much rather than too little, but leaves ordinary paths, keys and messages unchanged, and so a text
+that was redacted before. It cannot find a secret that no name, format or variable reveals.
 """
 
 import argparse
@@ -14,22 +14,22 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from megarl.platform.secret_names import Telling, is_secret, tells
+from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
 from megarl.platform.secret_texts import BLOT, blot_named, blot_shapes, blot_users
 from megarl.platform.secret_values import values as secret_values
 
 __all__ = ["BLOT", "READ_CHARACTERS", "Parser", "beginning", "guard_output", "is_secret", "redact", "redacted"]
 
 READ_CHARACTERS = 1 << 16
-"""Of a text of which the beginning is shown."""
+"""Characters that `beginning` reads of a text."""
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` without passwords, tokens, keys and signatures, in time that is linear in its length.
 
-    They are found as `user:password@` of URIs, as what is given to a name that tells (`?token=...`, `'secret': '...'`,
-    `password: ...`, `--api-key ...`), by the shape of known tokens, and as values of the variables of `environ` whose
-    names tell: as they are, and escaped, in percent form or in base64.
+    Secrets are `user:password@` of URIs, values of secret names (`?token=...`, `'secret': '...'`, `password: ...`,
+    `--api-key ...`), tokens of known formats, and values of the secret variables of `environ`: unchanged, escaped,
+    percent-encoded or in base64.
     """
     for value in secret_values(environ):
         text = text.replace(value, BLOT)
@@ -37,12 +37,12 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def beginning(text: str, length: int) -> str:
-    """The first `length` characters of what `redact` leaves; it sees more of a giant, as half a secret is not found."""
+    """Return the first `length` characters of the redacted text; redact more, because half a secret is not found."""
     return redact(text[:READ_CHARACTERS])[:length]
 
 
 def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Nested plain values as `redact` leaves them; below a key whose name tells, nothing but None, truth and ''."""
+    """Return nested plain values redacted; below a key with a secret name only None, booleans and '' remain."""
 
     def clean(value: Any, *, hidden: bool) -> Any:
         if isinstance(value, Mapping):
@@ -59,24 +59,24 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments as argparse reads them; what is wrong with them is said without the secrets in them."""
+    """An ArgumentParser with redacted error messages."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it, and exit with 2."""
+        """Print the redacted message, and exit with code 2."""
         super().error(redact(message))
 
 
 def guard_output() -> None:
-    """Have every logger, and what Python itself says of warnings and uncaught errors, redact from now on."""
+    """Redact, from now on, all log records, warnings and uncaught errors of this process."""
     make, warn = logging.getLogRecordFactory(), warnings.formatwarning
 
     def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         try:
             text = record.getMessage()
-        except Exception as error:  # the arguments do not fit, or cannot say what they are; logging would show them all
-            told = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
-            text = f"{told} (its arguments cannot be told: {type(error).__name__})"
+        except Exception as error:  # the arguments do not fit, or cannot be formatted; logging would print all of them
+            template = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
+            text = f"{template} (its arguments cannot be formatted: {type(error).__name__})"
         record.msg, record.args = redact(text), None
         if record.exc_info and record.exc_info[1]:
             record.exc_text = _trace(record.exc_info[1])
@@ -85,16 +85,16 @@ def guard_output() -> None:
     logging.setLogRecordFactory(make_redacted)
     warnings.formatwarning = lambda *args, **kwargs: redact(warn(*args, **kwargs))
     sys.excepthook = lambda kind, error, trace: print(_trace(error), file=sys.stderr)
-    threading.excepthook, sys.unraisablehook = _say_thread, _say_unraisable
+    threading.excepthook, sys.unraisablehook = _report_thread, _report_unraisable
 
 
-def _say_thread(args: threading.ExceptHookArgs) -> None:
+def _report_thread(args: threading.ExceptHookArgs) -> None:
     if args.exc_value and not isinstance(args.exc_value, SystemExit):
         name = args.thread.name if args.thread else "?"
         print(f"Exception in thread {name}:\n{_trace(args.exc_value)}", file=sys.stderr)
 
 
-def _say_unraisable(args: Any) -> None:  # typeshed's own type for it is not there at run time
+def _report_unraisable(args: Any) -> None:  # its type in typeshed does not exist at run time
     what = getattr(args.object, "__qualname__", type(args.object).__name__)
     trace = _trace(args.exc_value) if args.exc_value else args.exc_type.__name__
     print(f"{args.err_msg or 'Exception ignored in'}: {what}\n{trace}", file=sys.stderr)
@@ -105,4 +105,4 @@ def _trace(error: BaseException) -> str:
 
 
 def _hides(key: str) -> bool:
-    return tells(key) is not Telling.NO
+    return secrecy_of_path(key) is not Secrecy.NO

@@ -1,6 +1,6 @@
-"""Read back the small files that a run wrote: within bounds, as one type, and with a name for what is wrong.
+"""Reading of small files that a run wrote: of bounded size, as a given type, with an error that names the file.
 
-A file may have been spoilt by anything: a disk, a person, a crash. Whatever is in its place, reading it ends at once.
+A disk, a person or a crash may have damaged a file. Reading never blocks, not even on a pipe in its place.
 """
 
 import os
@@ -16,11 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 T = TypeVar("T")
 
 MAX_BYTES = 64 << 20
-"""More than any small file has: the manifest of a checkpoint by 100,000 ranks has 20 MB."""
+"""The largest small file: the manifest of a checkpoint by 100,000 ranks has 20 MB."""
 
 
-class Damage(ValueError):  # noqa: N818 - it is said of a file
-    """A file is not as the run wrote it. Its text begins with the file."""
+class Damage(ValueError):  # noqa: N818 - the state of a file
+    """A file that differs from what the run wrote. The message begins with the file."""
 
     def __init__(self, file: object, cause: str) -> None:
         super().__init__(str(file), cause)
@@ -30,15 +30,15 @@ class Damage(ValueError):  # noqa: N818 - it is said of a file
 
     @classmethod
     def in_content(cls, file: object, cause: str) -> "Damage":
-        """The file can be read, and what it says cannot be right."""
+        """Return the damage of a file that can be read, but has impossible content."""
         return cls(file, f"is damaged: {cause}")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read it; a pipe or a device in its place is never waited for.
+    """Open a regular file for reading, without blocking on a pipe or a device in its place.
 
     Raises:
-        Damage: something else is in its place.
+        Damage: it is no regular file.
         OSError: it is missing, or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -50,7 +50,7 @@ def open_file(path: Path) -> BinaryIO:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an error of the file system, or a name that it cannot have, into Damage of `path`."""
+    """Turn an error of the file system, or an impossible name, into Damage of `path`."""
     try:
         yield
     except Damage:
@@ -64,7 +64,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file. Raises Damage where it cannot be read or has more than `max_bytes`."""
+    """Return the content of a file. Raise Damage if it cannot be read or has more than `max_bytes`."""
     with naming(path), open_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -73,21 +73,21 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Return the UTF-8 text of a file. Raises Damage as `read_bytes`, and where it is no such text."""
+    """Return the UTF-8 text of a file. Raise Damage as `read_bytes`, or if the content is not UTF-8."""
     with naming(path):
         return read_bytes(path, max_bytes=max_bytes).decode()
 
 
 def read_json(path: Path, shape: type[T]) -> T:
-    """Return what a JSON file says, as `shape`. Raises Damage as `read_bytes` and `parse_json`."""
+    """Return the content of a JSON file, as `shape`. Raise Damage as `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path), shape, file=path)
 
 
 def parse_json(content: bytes, shape: type[T], *, file: object) -> T:
-    """Return what JSON text says, as `shape`: any type that pydantic can check; nothing is converted or left over.
+    """Return the content of JSON text, as `shape`: any type that pydantic can check, without conversions or extra keys.
 
     Raises:
-        Damage: `file` has no JSON, deeper nesting or longer numbers than pydantic reads, or another shape.
+        Damage: `file` has no JSON, deeper nesting or longer numbers than pydantic reads, or another type.
     """
     try:
         found: T = _adapter(shape).validate_json(content, strict=True, extra="forbid")

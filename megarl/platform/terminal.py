@@ -1,4 +1,4 @@
-"""Standard output and standard error that cannot end a run: what nobody reads any more, or no disk takes, is lost."""
+"""Standard output and standard error that cannot end a run: output that cannot be written is dropped."""
 
 import io
 import sys
@@ -7,35 +7,35 @@ from typing import TextIO
 
 
 class Outliving(io.TextIOWrapper):
-    """A text stream that drops what its file does not take: a closed pipe, a terminal that is gone, a full disk."""
+    """A text stream that drops output if writing fails: on a closed pipe, a lost terminal, a full disk."""
 
-    stream: TextIO  # whose file it is, which would be closed with its end
+    stream: TextIO  # the owner of the file, which is closed when it is garbage-collected
 
     def write(self, text: str, /) -> int:
-        """Write what can be written."""
+        """Write the text, unless that fails."""
         try:
             return super().write(text)
         except OSError:
             return len(text)
 
     def flush(self) -> None:
-        """Hand on what can be handed on."""
+        """Flush the buffer, unless that fails."""
         with suppress(OSError):
             super().flush()
 
     def close(self) -> None:
-        """Leave the file open: it is that of another stream."""
+        """Flush, and leave the file open, because another stream owns it."""
         self.flush()
 
 
 def outlive_readers() -> None:
-    """Let no later output of this process raise an OSError, nor spoil its exit code."""
+    """Keep later output of this process from raising an OSError or changing its exit code."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
 
 
 def _outliving(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper) or isinstance(stream, Outliving):
-        return stream  # None too, where the process was started with it closed
+        return stream  # None, too, if the process was started with it closed
     outliving = Outliving(
         stream.buffer,
         encoding=stream.encoding,

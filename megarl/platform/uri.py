@@ -1,4 +1,4 @@
-"""File systems by the name a user gave: a local path, or a URI of anything that pyarrow or fsspec opens."""
+"""File systems of local paths and of URIs that pyarrow or fsspec opens."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 from megarl.platform.secrets import redact
 
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
-"""What pyarrow opens itself; all other schemes are fsspec's."""
+"""The schemes that pyarrow opens; fsspec opens all others."""
 
 _HADOOP = "libhdfs is found through JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)"
 REMEDIES = MappingProxyType(
@@ -26,25 +26,25 @@ REMEDIES = MappingProxyType(
 )
 
 WAITS_S = (1.0, 4.0, 16.0)
-"""Seconds between the tries of one thing."""
+"""Seconds between attempts."""
 
 T = TypeVar("T")
 
 
 def is_uri(name: str) -> bool:
-    """Whether a user's name of a file or a directory is a URI, and no path."""
+    """Return whether the name of a file or a directory is a URI, not a path."""
     return "://" in name
 
 
 def local_path(name: str) -> Path | None:
-    """The path of what lies on this machine, as a path or a `file://` URI; None for any other URI."""
+    """Return the local path of a path or a `file://` URI; None for any other URI."""
     if not is_uri(name):
         return Path(name).expanduser()
     return Path(open_filesystem(name)[1]) if name.startswith("file://") else None
 
 
 def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
-    """Do what may fail, again after each of `waits` seconds. Raises what the last try raised."""
+    """Call `work`, and again after each of `waits` seconds if it fails. Raise the error of the last attempt."""
     for wait in waits:
         try:
             return work()
@@ -54,10 +54,10 @@ def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
 
 
 def open_filesystem(name: str) -> tuple[Any, str]:
-    """The `pyarrow.fs.FileSystem` of a path or URI, and the path in it; no file is read yet.
+    """Return the `pyarrow.fs.FileSystem` of a path or URI, and the path in it; read no file yet.
 
     Raises:
-        ValueError: there is none, or it is out of reach.
+        ValueError: nothing opens the scheme, or the file system cannot be reached.
     """
     scheme, separator, _ = name.partition("://")
     if not separator:
@@ -68,31 +68,31 @@ def open_filesystem(name: str) -> tuple[Any, str]:
         else:
             opened, path = url_to_fs(name)
             filesystem = PyFileSystem(FSSpecHandler(opened))
-    except Exception as error:  # each filesystem has errors of its own, and fsspec says by ImportError what to install
+    except Exception as error:  # errors differ by file system; an ImportError of fsspec names the missing package
         raise out_of_reach(name, error) from error
     return filesystem, path
 
 
 def out_of_reach(name: str, error: Exception) -> ValueError:
-    """What to tell a user of `error`, which came of opening `name`; without secrets."""
+    """Return the error for a user whose `name` could not be opened because of `error`; without secrets."""
     remedy = REMEDIES.get(name.partition("://")[0], "check the name, and that this machine may read it")
     reason = str(error).partition("\n")[0]
     return ValueError(redact(f"{name} cannot be opened: {reason} ({remedy})"))
 
 
 def why_unopened(name: str) -> str | None:
-    """Why nothing that is installed opens a URI, or one of a chain (`zip://a::s3://b`); None where something does.
+    """Return why nothing installed opens a URI, or a URI of a chain (`zip://a::s3://b`); None if something opens it.
 
-    No server is asked.
+    No server is contacted.
     """
     schemes = [part.partition("://")[0] for part in name.split("::") if "://" in part]
     for scheme in schemes:
         if scheme in ARROW_SCHEMES:
             continue
         if scheme not in available_protocols():
-            return f"{scheme}:// is no scheme that pyarrow or fsspec opens"
+            return f"neither pyarrow nor fsspec opens {scheme}://"
         try:
             get_filesystem_class(scheme)
-        except ImportError as error:  # it says which package
+        except ImportError as error:  # its message names the package
             return f"{scheme}:// lacks a package: {str(error).partition(chr(10))[0]}"
     return None

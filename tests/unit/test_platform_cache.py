@@ -211,7 +211,7 @@ def test_a_file_that_does_not_arrive_whole_is_named(there: Path, here: Path, mon
 
 
 def test_files_and_directories_that_are_not_there_are_named(there: Path) -> None:
-    with pytest.raises(ValueError, match=r"local://.*there cannot be opened: gone.json is not there"):
+    with pytest.raises(ValueError, match=r"local://.*there cannot be opened: gone.json does not exist"):
         bring(f"local://{there}", ["config.json", "gone.json"])
     with pytest.raises(ValueError, match=r"no directory local://.*nowhere"):
         assert RemoteDirectory(f"local://{there}/nowhere").sizes

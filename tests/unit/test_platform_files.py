@@ -22,7 +22,9 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: P
     check_writable(tmp_path / "made" / "later", "trainer.default_local_dir")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"trainer.x=.*/file/run cannot be written: .*a file stands where a directory"):
+    with pytest.raises(
+        ValueError, match=r"trainer.x=.*/file/run cannot be written: .*a file is in the place of the directory"
+    ):
         check_writable(tmp_path / "file" / "run", "trainer.x")
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         with disk.read_only(), pytest.raises(ValueError, match=r"Read-only file system; have it mounted for writing"):

@@ -206,9 +206,9 @@ def test_what_cannot_be_told_or_raised_is_not_shown(capsys: pytest.CaptureFixtur
     del unsound
     gc.collect()
     assert capsys.readouterr().err.splitlines()[:4] == [
-        "token=*** %d (its arguments cannot be told: TypeError)",
-        "asked %r (its arguments cannot be told: OSError)",
-        "Silent (its arguments cannot be told: OSError)",
+        "token=*** %d (its arguments cannot be formatted: TypeError)",
+        "asked %r (its arguments cannot be formatted: OSError)",
+        "Silent (its arguments cannot be formatted: OSError)",
         "Exception ignored in: Silent.__del__",
     ]
 
