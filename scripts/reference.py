@@ -24,7 +24,7 @@ def metrics() -> Iterator[str]:
     yield fill(
         "Everything that a run records: in `metrics.jsonl`, on the console, and in MLflow, TensorBoard and "
         "Weights & Biases (`trainer.logger`). The names are those of other trainers if other trainers record the same "
-        "number. A word in capitals stands for a part that differs from run to run: SOURCE is a data source, N the "
+        "number. A word in capitals is a part that differs from run to run: SOURCE is a data source, N the "
         "number of responses to a prompt, K a power of two up to N. Metrics of an update are means over its "
         "mini-batches. A metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` "
         "as `_at_`.",

@@ -103,7 +103,7 @@ class RemoteDirectory:
             raise out_of_reach(str(self), error) from error
 
     def download(self, name: str, file: Path, report: Callable[[int], None]) -> str:
-        """Copy a remote file to `file`, pass the bytes of each part to `report`, and return the MD5. Raise any error."""
+        """Copy a remote file to `file`, report the bytes of each part, and return the MD5. Raise all errors."""
         filesystem, root = self._opened
         digest = hashlib.md5(usedforsecurity=False)
         with filesystem.open_input_stream(f"{root}/{name}") as source, file.open("wb") as target:

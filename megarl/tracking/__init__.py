@@ -1,0 +1,1 @@
+"""Records of a run: metrics and tables on the console, in files, and in experiment trackers."""

@@ -1,4 +1,4 @@
-"""What a user may say about a run as a whole: its length, its ranks, its records and its checkpoints."""
+"""The section of the run itself: its length, ranks, records and checkpoints."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -34,13 +34,13 @@ class TrainerSection:
     total_epochs: Count = 30
     """Passes over the training prompts."""
     total_training_steps: Length | None = None
-    """Iterations after which to stop; null = total_epochs decides."""
+    """Steps after which to stop; null = total_epochs decides."""
     project_name: Name = "megarl_examples"
-    """MLflow experiment, or project of Weights & Biases."""
+    """MLflow experiment, and project in Weights & Biases."""
     experiment_name: Name = "gsm8k"
-    """Name of the run there."""
+    """Name of the run in MLflow and Weights & Biases."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
-    """Where metrics go: console, jsonl, mlflow (alias tracking), tensorboard, wandb."""
+    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb."""
     mlflow_tracking_uri: str | None = None
     """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
     nnodes: Count = 1
@@ -48,40 +48,41 @@ class TrainerSection:
     n_gpus_per_node: Count = 8
     """Processes per machine, on CPU too."""
     save_freq: Interval = -1
-    """Iterations between checkpoints; -1 or 0 = none."""
+    """Steps between checkpoints; -1 or 0 = none."""
     test_freq: Interval = -1
-    """Iterations between validations; -1 or 0 = none."""
+    """Steps between validations; -1 or 0 = none."""
     val_before_train: bool = True
-    """Validate before the first iteration."""
+    """Validate before the first step."""
     val_only: bool = False
-    """Validate, show the scores and stop; the records of the run stay as they are."""
+    """Validate, show the scores and stop, without changing the records of the run."""
     critic_warmup: CountFromZero = 0
-    """Iterations in which only the critic learns."""
+    """First steps; only the critic learns in them."""
     balance_batch: bool = True
     """Spread the samples over the data-parallel ranks by length."""
     default_hdfs_dir: str | None = None
-    """Mirror of the run's checkpoints, uploaded beside training and continued from on an empty disk: a directory or
-    any URI that pyarrow or fsspec opens (s3://, hdfs://, ...), of this run alone; null = none."""
+    """Mirror of the checkpoints, uploaded during training and used to resume on an empty disk: a directory or any URI
+    that pyarrow or fsspec opens (s3://, hdfs://, ...). Each run needs its own mirror. null = none."""
     default_local_dir: Annotated[str, AfterValidator(_local)] = "checkpoints"
     """The run's directory; checkpoints/PROJECT/EXPERIMENT unless set."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Continue from the last checkpoint in the run's directory, never, or from resume_from_path; what the directory has
-    of another past is set aside then. A job that its launcher started again continues from its own last one."""
+    """auto = resume from the last checkpoint in the run's directory; disable = start anew; resume_path = resume from
+    resume_from_path. Later or unrelated checkpoints in the directory are set aside. A job that its launcher restarts
+    always resumes from its own last checkpoint."""
     resume_from_path: str | None = None
-    """Checkpoint to continue from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
+    """Checkpoint to resume from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: Count | None = 3
     """Checkpoints kept; null = all."""
     save_huggingface: bool = False
     """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
     async_save: bool = False
-    """Write checkpoints beside training, from copies in host memory; false = training waits until they are whole."""
+    """Write checkpoints during training, from copies in host memory; false = training waits until they are complete."""
     log_val_generations: CountFromZero = 8
-    """Validation samples shown in tables."""
+    """Validation samples recorded in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None
-    """Directory that keeps every iteration's and validation's samples as parquet; null = they are not kept."""
+    """Directory for the samples of every step and validation, as parquet; null = samples are not kept."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto = cuda where there is one."""
+    """auto = cuda if available."""
     phase_timeout_s: Seconds = 1800.0
-    """Seconds that no phase of a step takes; after them the ranks say where they are, and the job ends."""
+    """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
     max_skipped_updates: CountFromZero = 3
-    """Updates in a row whose loss or gradient may be not finite, and which are skipped; one more ends the run."""
+    """Most updates in a row that are skipped because their loss or gradient is not finite; one more ends the run."""

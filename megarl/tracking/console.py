@@ -1,4 +1,4 @@
-"""What a person sees: a live progress line on a terminal, one plain line per step elsewhere, and a table at the end."""
+"""Output for people: a live progress line on a terminal, one plain line per step elsewhere, and a table at the end."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, Ending, validation_of
 
-RECENT_STEPS = 10  # the pace behind the time left
+RECENT_STEPS = 10  # whose mean time predicts the time left
 MAX_CELL = 160  # characters of a sample shown
 
 
@@ -37,7 +37,7 @@ class Console:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Show a step; validation scores get a line of their own, which stays."""
+        """Show a step; print validation scores on a separate, permanent line."""
         validation = validation_of(metrics)
         self._remember(metrics, validation)
         numbers = self._numbers(metrics, step)
@@ -51,12 +51,12 @@ class Console:
             self._print(f"{title}  validation  {scores}")
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Show a table, long cells cut."""
+        """Show a table, with long cells cut."""
         if rows:
             self._console.print(_table(f"{name} at step {step}", rows))
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Show how the scores went, where the time went, and the given rows."""
+        """Show the scores, the time of each phase, and the given rows."""
         if self._progress is not None:
             self._progress.stop()
         scores = [

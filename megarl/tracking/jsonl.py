@@ -1,6 +1,6 @@
 """Metrics and tables as files of JSON lines in the run's directory; a line is in its file when `log` returns.
 
-Where the disk takes none the lines follow as soon as it does, and training goes on.
+If the disk accepts no lines, training continues, and the lines follow as soon as the disk accepts them.
 """
 
 import time
@@ -17,9 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 class Jsonl:
     """`metrics.jsonl` has one object per `log`: `step`, `time` (Unix seconds) and the metrics.
 
-    A table `val/generations` becomes `val_generations.jsonl`, one object per row. After a resume the lines of steps
-    later than `resume_step` go, because those steps are run again, and `resume_metrics` become the line of that step
-    where it has none.
+    A table `val/generations` becomes `val_generations.jsonl`, one object per row. A resume removes the lines of
+    steps after `resume_step`, because those steps run again, and adds `resume_metrics` as the line of `resume_step` if
+    that line is missing.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Jsonl:
         self._run_dir = run_dir
         self._resume_step = -1 if resume_step is None else resume_step
         self._files: dict[str, Lines] = {}
-        self._steps: dict[str, set[int]] = {}  # that the files had and keep
+        self._steps: dict[str, set[int]] = {}  # file -> steps whose lines it keeps
         self._file(METRICS_FILE)
         if resume_step is not None and resume_metrics and resume_step not in self._steps[METRICS_FILE]:
             self.log(resume_metrics, step=resume_step)
@@ -42,7 +42,7 @@ class Jsonl:
         self._file(f"{name.replace('/', '_')}.jsonl").append({"step": step, **row} for row in rows)
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Write what the disk did not take before, where it does now."""
+        """Try once more to write lines that the disk did not accept."""
         for file in self._files.values():
             file.close()
 
@@ -61,10 +61,10 @@ class Jsonl:
 
 
 def has_step(row: Row) -> bool:
-    """Return whether a JSON object is of a step."""
+    """Return whether a JSON object has a step."""
     return type(row.get("step")) is int  # a boolean is an integer too
 
 
 def read_jsonl(path: str | Path) -> list[Row]:
-    """Return the objects of a file that are of a step; damaged lines are left out."""
+    """Return the objects of a file that have a step, without damaged lines."""
     return [row for row, _ in read_lines(Path(path), has_step) if row is not None]

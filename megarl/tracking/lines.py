@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow while a run goes on, and cost the run nothing where their disk is full or gone."""
+"""Files of JSON lines that grow during a run, and do not stop it if their disk is full or lost."""
 
 import json
 import logging
@@ -21,14 +21,14 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 class Lines:
-    """A file that has whole lines only, in the order of `append`.
+    """A file of complete lines, in the order of `append`.
 
-    Lines that the disk does not take wait in memory, up to `MAX_WAITING_BYTES` of them, and are tried again with the
-    next ones; it is reported once when that begins, and once when it is over.
+    Lines that the disk does not accept wait in memory, up to `MAX_WAITING_BYTES`, and are tried again with the next
+    lines. One warning marks the first failure, another the recovery.
 
     Args:
         path: of the file.
-        is_row: which JSON objects are lines of this file; every other line is damaged.
+        is_row: whether a JSON object is a line of this file; every other line counts as damaged.
     """
 
     def __init__(self, path: Path, is_row: Callable[[Row], bool] = lambda row: True) -> None:
@@ -49,7 +49,7 @@ class Lines:
         self.flush()
 
     def flush(self) -> None:
-        """Try to write what waits."""
+        """Try to write the waiting lines."""
         if not self.waiting:
             return
         try:
@@ -57,33 +57,37 @@ class Lines:
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "%s takes no more lines, they are kept in memory and training goes on: %s", self.path, remedy(error)
+                    "%s accepts no more lines; they wait in memory and training continues: %s", self.path, remedy(error)
                 )
             self._failing = True
             return
         if self._failing:
-            logger.warning("%s is written again: %d lines of a while ago, %d lost", self.path, *self._counts())
+            logger.warning(
+                "%s accepts lines again: %d waiting lines are written, %d are lost", self.path, *self._counts()
+            )
         self.waiting.clear()
         self._failing, self._lost = False, 0
 
     def close(self) -> None:
-        """Try for the last time, and say what is lost."""
+        """Try to write for the last time, and report the lines that are lost."""
         self.flush()
         if self.waiting:
             logger.error("%s lacks the last %d lines", self.path, sum(self._counts()))
 
     def cut(self, keep: Callable[[Row], bool]) -> None:
-        """Leave in the file the rows that are to be kept; `keep` is asked once for each, in their order.
+        """Remove the rows for which `keep` returns False; it is called once per row, in order.
 
-        Damaged lines behind the last row to keep, as a crash leaves them, go. If damaged lines, or rows that are not
-        to be kept, stand before one, the file as it was is set aside, and the rows to keep make a new one.
+        Damaged lines after the last kept row, as a crash leaves them, are removed. If damaged lines or removed rows
+        precede a kept row, the old file is set aside, and the kept rows make a new file.
         """
-        kept: list[range] = []  # runs of bytes
+        kept: list[range] = []  # ranges of bytes
         place = num_damaged = 0
         try:
             if os.path.lexists(self.path) and not os.path.isfile(self.path):  # noqa: PTH113 - raises nothing
                 self.path.rename(aside := _aside(self.path))
-                logger.warning("%s is no file: it is set aside as %s, and a new file begins", self.path, aside.name)
+                logger.warning(
+                    "%s is no regular file: it is set aside as %s, and a new file begins", self.path, aside.name
+                )
                 return
             for row, num_bytes in read_lines(self.path, self._is_row):
                 if row is None:
@@ -96,14 +100,14 @@ class Lines:
         except FileNotFoundError:
             return
         except OSError as error:
-            logger.warning("%s keeps the lines of steps that are run again: %s", self.path, remedy(error))
+            logger.warning("%s keeps the lines of steps that will run again: %s", self.path, remedy(error))
 
     def _leave(self, kept: list[range], num_damaged: int) -> None:
-        """Leave these runs of bytes in the file. OSError where the disk does not allow it."""
+        """Keep only these ranges of bytes in the file. Raise OSError if the disk does not allow it."""
         if not kept or kept == [range(kept[0].stop)]:
-            os.truncate(self.path, kept[0].stop if kept else 0)  # in one step, and on a full disk too
+            os.truncate(self.path, kept[0].stop if kept else 0)  # atomic, and possible on a full disk
             if num_damaged:
-                logger.warning("%s had %d damaged lines at its end, which are left out", self.path, num_damaged)
+                logger.warning("%s had %d damaged lines at its end, which are removed", self.path, num_damaged)
             return
         with self.path.open("rb") as source:
             with replacing(aside := _aside(self.path)) as target:
@@ -113,8 +117,8 @@ class Lines:
                     source.seek(run.start)
                     target.write(source.read(len(run)))
         logger.warning(
-            "%s had %d damaged lines, or lines of later steps, before good ones: the good ones stay, and the whole "
-            "file as it was is set aside as %s",
+            "%s had %d damaged lines, or lines of later steps, before good lines: the good lines stay, and the old "
+            "file is set aside as %s",
             *(self.path, num_damaged, aside.name),
         )
 
@@ -123,20 +127,20 @@ class Lines:
 
 
 def read_lines(path: Path, is_row: Callable[[Row], bool]) -> Iterator[tuple[Row | None, int]]:
-    """Yield the object of each line of a file, None for a damaged one, with the bytes of the line.
+    """Yield the object of each line of a file, None for a damaged line, with the number of bytes of the line.
 
     Raises:
         OSError: the file cannot be read.
-        Damage: something else is in its place.
+        Damage: it is no regular file.
     """
-    with open_file(path) as file:  # a text file would also be cut where a text has U+2028
+    with open_file(path) as file:  # text mode would also split lines at U+2028
         while line := file.readline(MAX_WAITING_BYTES):
             row = _parse(line)
             yield row if row is not None and is_row(row) else None, len(line)
 
 
 def _parse(line: bytes) -> Row | None:
-    """Return the object of a whole line; None if it is damaged: a power cut leaves zeros, or half a line."""
+    """Return the object of a line; None if it is damaged: a power cut leaves zeros, or half a line."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Every metric and table that a run can record, with its unit and meaning; `scripts/reference.py` writes the page.
 
-A word in capitals stands for a part that differs from run to run: `val/test_score/SOURCE`.
+A word in capitals is a part that differs from run to run: `val/test_score/SOURCE`.
 """
 
 import re
@@ -231,7 +231,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Training of a reward model": [
         Metric("reward_model/loss", "nats", "Bradley-Terry loss"),
-        Metric("reward_model/accuracy", "0-1", "Share of pairs in which the preferred response scores higher"),
+        Metric("reward_model/accuracy", "0-1", "Share of pairs whose preferred response scores higher"),
         Metric("reward_model/margin/mean", "reward", "Mean score of the preferred less that of the rejected response"),
         Metric("reward_model/score/mean", "reward", "Mean score of all responses"),
         Metric("val/accuracy", "0-1", "As `reward_model/accuracy`, over the held-out pairs", _HELD_OUT),

@@ -1,8 +1,8 @@
-"""MLflow: parameters are the resolved config, metrics keep the field's names, tables become artifacts.
+"""MLflow: parameters are the resolved configuration, metrics keep their names, tables become artifacts.
 
-A record is in a file of the run's directory before it is sent, by a thread of its own, and until it was: a server that
-is away costs neither records nor time. It gets them when it is back, in order and with their times; what is left at the
-end is sent by the next run that goes on in the directory.
+A record stays in a file of the run's directory until a thread has sent it. So a server that is down costs neither
+records nor time: it gets the records when it is back, in order and with their times. The next process that resumes the
+run in the directory sends records that are left at the end.
 """
 
 import logging
@@ -25,22 +25,21 @@ from megarl.tracking.run_id import RUN_ID_FILE
 logger = logging.getLogger(__name__)
 
 UNSENT_FILE = "mlflow_unsent.jsonl"
-MAX_VALUE_CHARACTERS = 6000  # limit of MLflow's stores
-START_S = 20.0  # that a start waits for records of before, once the server answers
-CLOSE_S = 120.0  # that an end waits for all records
+MAX_VALUE_CHARACTERS = 6000  # the limit of MLflow's stores
+START_S = 20.0  # wait at the start for earlier records to be sent, once the server responds
+CLOSE_S = 120.0  # wait at the end for all records to be sent
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class Mlflow:
-    """One run of an experiment, at `uri` or in the SQLite file `run_dir/mlflow.db` with its artifacts beside it.
+    """One run of an experiment, at `uri` or in the SQLite file `run_dir/mlflow.db` with artifacts in `mlartifacts`.
 
-    With a `resume_step` the run whose id lies in `run_dir` goes on, and what it has of later steps is not sent twice.
-    Where the store does not know it, somebody deleted it there, or it has steps after that which will have other
-    numbers now (not `same_curve`), a new one begins: MLflow can take nothing back. A server that does not answer is
-    waited for while training goes on; ValueError where the store is no server and cannot be used, or the server
-    refuses.
+    With a `resume_step` the run whose id is in `run_dir` continues, and later steps that it has are not sent twice. A
+    new run begins if the store does not know the run, if somebody deleted it, or if it has later steps that will get
+    other numbers (`same_curve` is False), because MLflow cannot remove metrics. Training continues while a server
+    does not respond. ValueError if a local store cannot be used, or a server refuses.
     """
 
     def __init__(self, uri: str | None, run: TrackedRun) -> None:
@@ -48,7 +47,7 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox tries again
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would tear our own apart
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would break our progress bar
         from megarl.tracking.mlflow_store import FAILURES, Store, is_absent
 
         for chatty in ("mlflow", "alembic", "urllib3"):
@@ -99,7 +98,7 @@ class Mlflow:
             self._outbox.put({"kind": "table", "step": step, "file": f"{safe_name(name)}.json", "columns": columns})
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Mark the run with how it ended, its summary a text artifact; wait until all is sent, or one try fails."""
+        """Record how the run ended, with the summary as a text artifact; wait until all is sent or a try fails."""
         summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
         self._outbox.put({"kind": "end", "time": _now(), "status": _STATUS[ending], "summary": summary})
         self._closing.set()
@@ -107,15 +106,15 @@ class Mlflow:
         self._thread.join(CLOSE_S)
         if left := self._outbox.close():
             logger.warning(
-                "MLflow at %s did not take %d records: they are in %s, and the next run that goes on in that directory "
-                "sends them",
-                self._uri,
+                "%d records were not sent to MLflow at %s: they are in %s, and the next process that resumes the "
+                "run in that directory sends them",
                 left,
+                self._uri,
                 self._outbox.path,
             )
 
     def _work(self) -> None:
-        """Send whatever comes until `close`, and then all that is left, in one try."""
+        """Send new records until `close`, and then try once to send all that are left."""
         pause = FIRST_PAUSE_S
         while True:
             last = self._closing.is_set()
@@ -124,7 +123,7 @@ class Mlflow:
                 pause = FIRST_PAUSE_S
                 if not last:
                     self._outbox.wait(self._closing.is_set)
-            except Exception as error:  # whatever it is, the record is kept
+            except Exception as error:  # on any error the record is kept
                 self._report(error)
                 if not last:
                     self._closing.wait(pause)
@@ -133,7 +132,7 @@ class Mlflow:
                 return
 
     def _send(self, until: float = float("inf")) -> None:
-        """Send the records that there are, and on `time.monotonic()` past `until` only some of them."""
+        """Send all records in the outbox; stop early when `time.monotonic()` passes `until`."""
         from megarl.tracking.mlflow_store import FAILURES, is_refused
 
         while time.monotonic() < until and (record := self._outbox.first()):
@@ -143,16 +142,16 @@ class Mlflow:
                 self._store.forget()
                 if record["kind"] in ("open", "resume") or not is_refused(error):
                     raise
-                logger.warning("MLflow refused a record, training goes on: %s", error)
+                logger.warning("MLflow refused a record, training continues: %s", error)
             self._outbox.drop_first()
             if self._failing:
                 self._failing = False
-                logger.warning("MLflow at %s answers again and is sent what it missed", self._uri)
+                logger.warning("MLflow at %s responds again and gets the waiting records", self._uri)
 
     def _report(self, error: Exception) -> None:
         if not self._failing:
             logger.warning(
-                "MLflow at %s takes no records, training goes on; they are kept in %s and sent when it does: %s",
+                "MLflow at %s accepts no records, training continues; they wait in %s until it does: %s",
                 self._uri,
                 self._outbox.path,
                 error,
@@ -160,7 +159,7 @@ class Mlflow:
         self._failing = True
 
     def _drop_later(self, step: int) -> None:
-        """Drop unsent records of steps that this run makes again; an earlier run of the directory keeps what it had."""
+        """Drop unsent records of steps that will run again; keep those of an earlier run in the directory."""
         opens = sum(record["kind"] == "open" for record in self._outbox.records())
 
         def keep(record: Mapping[str, Any]) -> bool:
@@ -172,9 +171,9 @@ class Mlflow:
 
 
 def safe_name(name: str) -> str:
-    """A name that every MLflow store takes: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`.
+    """Return a name that every MLflow store accepts: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`.
 
-    Stores may keep it as a path, so no part of it is empty or leads up: a data source may be called anything.
+    A data source may have any name, and stores may use the result as a path, so no part of it is empty, `.` or `..`.
     """
     parts = _FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

@@ -1,7 +1,7 @@
-"""One run at an MLflow store, told record by record; a record that it has already changes nothing.
+"""One run in an MLflow store, written record by record; a record that the store already has changes nothing.
 
-What the store has is asked of the store itself, for every metric and table the last step, so that neither an answer
-that got lost nor steps that are run again after a crash leave anything twice.
+The store itself is asked for the last step of every metric and table. So neither a lost reply nor steps that run again
+after a crash lead to duplicates.
 """
 
 import json
@@ -29,53 +29,55 @@ FAILURES = (MlflowException, OSError)
 
 
 class Store:
-    """The run whose id lies in `id_file`, where one does, or that the next `open` record makes.
+    """The run whose id is in `id_file`, or that the next `open` record creates.
 
-    Every method raises one of `FAILURES` where the store does not do it. Times are milliseconds of Unix time.
+    Every method raises one of `FAILURES` if the store fails. Times are Unix times in milliseconds.
     """
 
     def __init__(self, uri: str, id_file: Path) -> None:
         self._client = MlflowClient(tracking_uri=uri)
         self._id_file = id_file
         self._run_id = known_run_id(id_file) or ""
-        self._last: dict[str, int] | None = None  # step that a metric or table ends with; None: ask
+        self._last: dict[str, int] | None = None  # metric or table -> its last step; None: ask the store
 
     def forget(self) -> None:
-        """Ask again what the store has: something went wrong on the way."""
+        """Forget what the store has, because a request failed: ask again."""
         self._last = None
 
     def send(self, record: Mapping[str, Any]) -> None:
-        """Have the store take a record of `megarl.tracking.mlflow.Mlflow`."""
+        """Send a record of `megarl.tracking.mlflow.Mlflow` to the store."""
         content = dict(record)
         getattr(self, f"_{content.pop('kind')}")(**content)
 
     def _open(
         self, project: str, experiment: str, artifacts: str | None, params: list[list[str]], start: str, **more: Any
     ) -> None:
-        """Make the run, unless this was done before; `start` says of a run which start it belongs to."""
+        """Create the run, unless a run with this `start` exists already."""
         known = self._client.get_experiment_by_name(project)
-        place = known.experiment_id if known else self._client.create_experiment(project, artifact_location=artifacts)
-        if found := self._client.search_runs([place], f"tags.`{START_TAG}` = '{start}'"):
+        experiment_id = (
+            known.experiment_id if known else self._client.create_experiment(project, artifact_location=artifacts)
+        )
+        if found := self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start}'"):
             run = found[0]
         else:
             tags = more["tags"] | {START_TAG: start}
-            run = self._client.create_run(place, run_name=experiment, tags=tags, start_time=more["time"])
+            run = self._client.create_run(experiment_id, run_name=experiment, tags=tags, start_time=more["time"])
         run_id = str(run.info.run_id)
         for batch in _batches(params, MAX_PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=[Param(*item) for item in batch])
         write_whole(self._id_file, run_id.encode())
-        self._run_id, self._last = run_id, None  # last: where something failed, the next try makes it complete
+        self._run_id, self._last = run_id, None  # only now: after a failure the next attempt completes the run
 
     def _resume(self, step: int, same_curve: bool, **opening: Any) -> None:
-        """Go on with the run, or open another where its records cannot go on after `step`."""
-        if self._run_id and not self._can_go_on(step, same_curve):
-            self._run_id = ""  # asked and told once, however often the new one is tried
+        """Continue the run, or open another one if its records cannot continue after `step`."""
+        if self._run_id and not self._can_continue(step, same_curve):
+            self._run_id = ""  # so that later attempts neither ask nor warn again
         if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._open(**opening)
 
-    def _can_go_on(self, step: int, same_curve: bool) -> bool:
+    def _can_continue(self, step: int, same_curve: bool) -> bool:
         self._last = None
         if not self._is_known():
             logger.warning("MLflow does not know the run %s, or it was deleted there; a new one begins", self._run_id)
@@ -120,7 +122,7 @@ class Store:
     def _last_steps(self) -> dict[str, int]:
         if self._last is None:
             metrics = self._client.get_run(self._run_id).data.to_proto().metrics
-            self._last = {metric.key: metric.step for metric in metrics}  # a run tells the latest of each
+            self._last = {metric.key: metric.step for metric in metrics}  # a run lists the latest value of each
         return self._last
 
     def _last_step_of_table(self, file: str) -> int:
@@ -134,14 +136,14 @@ class Store:
 
 
 def is_absent(error: Exception, uri: str) -> bool:
-    """Whether an error says that a server is not there or not ready, and not that it is asked wrongly."""
+    """Return whether an error means that a server is absent or not ready, not that the request is wrong."""
     if not uri.startswith(("http://", "https://")) or isinstance(error, InvalidUrlException):
         return False
     return not 400 <= _status(error) < 500 or _status(error) in (408, 429)
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether an error says that the store will never take this record."""
+    """Return whether an error means that the store will never accept this record."""
     return _status(error) == 400
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: training reward on the left, validation scores on the right."""
+"""A picture of the curves of a run: training reward on the left, validation scores on the right."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 
 
 def plot_curves(metrics_jsonl: str | Path, png: str | Path) -> None:
-    """Draw `metrics.jsonl` into a PNG. Raises ValueError where it holds neither reward nor validation scores."""
+    """Draw `metrics.jsonl` into a PNG. Raise ValueError if it has neither reward nor validation scores."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -23,7 +23,7 @@ def plot_curves(metrics_jsonl: str | Path, png: str | Path) -> None:
         for source, value in validation_of(row).items():
             validations.setdefault(source, []).append((row["step"], value))
     if not rewards and not validations:
-        raise ValueError(f"{metrics_jsonl} holds no {REWARD} and no validation score to draw")
+        raise ValueError(f"{metrics_jsonl} has neither {REWARD} nor a validation score to draw")
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

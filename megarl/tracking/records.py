@@ -1,4 +1,4 @@
-"""What is sent to MLflow: the kinds of records, as they wait in a file of JSON lines."""
+"""The kinds of records that are sent to MLflow, as they wait in a file of JSON lines."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

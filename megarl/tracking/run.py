@@ -1,4 +1,4 @@
-"""What trackers need to know of the run that they record."""
+"""The facts that trackers need about the run that they record."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

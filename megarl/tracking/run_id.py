@@ -1,4 +1,4 @@
-"""The runs of trackers that a directory's records belong to, each in a file of its own."""
+"""The files of a run's directory with the ids of its runs in MLflow and Weights & Biases."""
 
 import logging
 import os
@@ -14,21 +14,21 @@ MAX_BYTES = 1 << 10
 
 
 def read_run_id(path: Path) -> str | None:
-    """Return the id in a file; None if there is no such file, or an empty one.
+    """Return the id in a file; None if the file is missing or empty.
 
     Raises:
-        Damage: the file cannot be read, or it has something that cannot be an id.
+        Damage: the file cannot be read, or has something that cannot be an id.
     """
     if not os.path.lexists(path):
         return None
     run_id = read_text(path, max_bytes=MAX_BYTES).strip()
     if not re.fullmatch(r"[\w .-]*", run_id):
-        raise Damage.in_content(path, "it has no id of a run")
+        raise Damage.in_content(path, "its content is no id of a run")
     return run_id or None
 
 
 def known_run_id(path: Path) -> str | None:
-    """Return the id as `read_run_id` does, but None with a warning if the file is damaged: a new run begins then."""
+    """Return the id as `read_run_id` does, but warn and return None if the file is damaged: a new run begins then."""
     try:
         return read_run_id(path)
     except Damage as damage:
@@ -37,5 +37,5 @@ def known_run_id(path: Path) -> str | None:
 
 
 def known_run_ids(directory: Path) -> dict[str, str]:
-    """Return the ids in a directory by the names of their files, those that `known_run_id` returns."""
+    """Return the ids in a directory, by the names of their files, without missing or damaged ones."""
     return {name: run_id for name in RUN_ID_FILES if (run_id := known_run_id(directory / name))}

@@ -19,9 +19,9 @@ MAX_CELL = 2000  # characters of a sample shown
 class TensorBoard:
     """`tensorboard/` in the run's directory; an event is in its file when `log` returns.
 
-    After a resume TensorBoard shows events of steps later than `resume_step` no more, because those steps are run
-    again, and `resume_metrics` become the events of that step if it has none. Without `resume_step` the files of an
-    earlier run are replaced. OSError if the disk takes no events.
+    After a resume TensorBoard hides events of steps after `resume_step`, because those steps run again, and
+    `resume_metrics` become the events of that step if it has none. Without `resume_step` the files of an
+    earlier run are replaced. OSError if the disk accepts no events.
     """
 
     def __init__(

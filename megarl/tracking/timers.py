@@ -1,4 +1,4 @@
-"""Wall-clock seconds per phase of a step; the watchdog hears of each."""
+"""Wall-clock seconds per phase of a step; each phase is also noted for the watchdog."""
 
 import time
 from collections import defaultdict
@@ -10,16 +10,16 @@ from megarl.tracking.names import TIMING
 
 
 class Timers:
-    """Times the phases of one step: `with timers("gen"): ...`. A phase entered twice counts in full."""
+    """The timers of one step: `with timers("gen"): ...`. The times of a phase that is entered twice are added."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str, *, instead_of: str | None = None) -> Iterator[None]:
-        """Time what happens inside. On CUDA the phase has to end with something that waits for the device.
+        """Time the block. On CUDA it has to end with an operation that waits for the device.
 
-        `instead_of` is the phase around it that these seconds do not count in.
+        `instead_of` is the enclosing phase, which does not include these seconds.
         """
         start = time.perf_counter()
         before = watchdog.note(phase=phase)
@@ -33,5 +33,5 @@ class Timers:
                 self._seconds[instead_of] -= seconds
 
     def seconds(self) -> dict[str, float]:
-        """The seconds so far, as metrics: `timing_s/gen`, ..."""
+        """Return the seconds so far, as metrics: `timing_s/gen`, ..."""
         return {f"{TIMING}{phase}": seconds for phase, seconds in self._seconds.items()}

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: one protocol, a tracker that is several, and one that is none.
+"""The protocol of trackers, a tracker that forwards to several, and a tracker that records nothing.
 
-Only one rank tracks; the others hold a `NullTracker`, so that no caller asks which rank it is.
+Only one rank records. The others have a `NullTracker`, so that no caller checks its rank.
 """
 
 import os
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Receives metrics and tables step by step."""
+    """A receiver of metrics and tables, step by step."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 class NullTracker:
-    """Records nothing."""
+    """A tracker that records nothing."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Do nothing."""
@@ -46,23 +46,23 @@ class NullTracker:
 
 
 class Trackers:
-    """Hands everything on to several trackers."""
+    """A tracker that forwards to several trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of a step everywhere."""
+        """Record the metrics of a step in all trackers."""
         for tracker in self._trackers:
             tracker.log(metrics, step=step)
 
     def log_table(self, name: str, rows: Sequence[Row], *, step: int) -> None:
-        """Record a table everywhere."""
+        """Record a table in all trackers."""
         for tracker in self._trackers:
             tracker.log_table(name, rows, step=step)
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
-        """Finish the run everywhere."""
+        """Finish the run in all trackers."""
         for tracker in self._trackers:
             tracker.close(summary_rows, ending=ending)
 

@@ -1,8 +1,8 @@
 """Weights & Biases: the run's configuration, its metrics by step, and its tables.
 
-The records of a process lie in a file of the run's directory until the process has finished its part of the run: W&B's
-own file takes them late, and a killed process would lose them. The next process that goes on in the directory sends
-them first.
+The records of a process stay in a file of the run's directory until the process has finished its part of the run,
+because W&B writes its own file late, and a killed process would lose them. The next process that resumes the run in the
+directory sends them first.
 """
 
 import logging
@@ -24,20 +24,20 @@ from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
 logger = logging.getLogger(__name__)
 
 UNFINISHED_FILE = "wandb_unfinished.jsonl"
-START_S = 30.0  # that a start waits for a server
-CLOSE_S = 120.0  # that an end waits until all is uploaded
+START_S = 30.0  # wait at the start for a server
+CLOSE_S = 120.0  # wait at the end until all is uploaded
 QUIET = {  # read when wandb is imported
     "WANDB_ERROR_REPORTING": "false",  # its crashes are not sent to its makers
 }
 
 
 class Wandb:
-    """One run, online if WANDB_API_KEY is set (or WANDB_MODE says so) and a server answers, else in `run_dir/wandb`.
+    """One run: online if WANDB_API_KEY or WANDB_MODE asks for it and a server responds, else in `run_dir/wandb`.
 
-    With a `resume_step` the run whose id lies in `run_dir` goes on, and steps that it has are not sent twice. If it has
-    later steps that will have other numbers now (not `same_curve`), a new run begins: W&B can take nothing back. A part
-    that was recorded offline is uploaded by `wandb sync --append`, and so is what a server did not take in `CLOSE_S`.
-    ValueError if W&B cannot even record offline.
+    With a `resume_step` the run whose id is in `run_dir` continues, and steps that it has are not sent twice. If it has
+    later steps that will get other numbers (`same_curve` is False), a new run begins, because W&B cannot remove steps.
+    `wandb sync --append` uploads a part that was recorded offline, and records that a server did not accept within
+    `CLOSE_S`. ValueError if W&B cannot record offline, either.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -50,7 +50,7 @@ class Wandb:
         self._outbox = Outbox(run.run_dir / UNFINISHED_FILE)
         self._finished = -1  # the last step of the parts of the run that were finished
         run_id = self._run_id(run.resume_step, run.same_curve)
-        for record in self._outbox.records():  # of processes that were killed: all they recorded is sent again
+        for record in self._outbox.records():  # of killed processes: their offline parts are replaced
             if record["kind"] == "part":
                 shutil.rmtree(record["directory"], ignore_errors=True)
         self._run = self._begin(run_id, run)
@@ -75,25 +75,25 @@ class Wandb:
             self._record({"kind": "table", "step": step, "name": name, "columns": list(rows[0]), "rows": content})
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Finish this part of the run with how it ended; wait for uploads, but not for ever."""
+        """Finish this part of the run, record how it ended, and wait at most CLOSE_S for uploads."""
         for row in summary_rows:
             self._run.summary.update({key: _cell(value) for key, value in row.items()})
         if ending == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == "finished" else 1)
-        # Only with the end of W&B's own process all is in its file.
+        # W&B's file is complete only when W&B's own process has ended.
         ending_process = threading.Thread(target=self._library.teardown, name="wandb", daemon=True)
         ending_process.start()
         ending_process.join(CLOSE_S)
         if ending_process.is_alive():
-            logger.warning("W&B did not take all records: they are in %s", self._run_dir / "wandb")
+            logger.warning("W&B did not upload all records: they are in %s", self._run_dir / "wandb")
         else:
             self._outbox.cut(lambda record: False)
             self._outbox.put({"kind": "finished", "step": self._last})
         self._outbox.close()
 
     def _run_id(self, resume_step: int | None, same_curve: bool) -> str:
-        """Return the id of the run that goes on, or a new one, and drop what is not part of its past."""
+        """Return the id of the run to continue, or a new id, and drop records of steps that will run again."""
         known = known_run_id(self._run_dir / WANDB_RUN_ID_FILE)
         if resume_step is None or known is None:
             self._outbox.cut(lambda record: False)
@@ -122,9 +122,9 @@ class Wandb:
         if mode == "online":
             try:
                 return self._library.init(**options, resume="allow", settings=self._settings(mode))
-            except Exception as error:  # whatever its client raises, the run can do without a server
-                logger.warning("W&B does not answer, its records are kept in %s: %s", self._run_dir / "wandb", error)
-                self._library.teardown()  # its process holds the run that it could not open
+            except Exception as error:  # errors of the client differ, and the run needs no server
+                logger.warning("W&B does not respond, its records are kept in %s: %s", self._run_dir / "wandb", error)
+                self._library.teardown()  # its process still holds the run that it could not open
         else:
             logger.warning("W&B records offline in %s; `wandb sync --append` uploads it", self._run_dir / "wandb")
         try:
@@ -133,7 +133,7 @@ class Wandb:
             raise ValueError(f"trainer.logger: wandb cannot record in {self._run_dir}: {error}") from error
 
     def _settings(self, mode: str) -> Any:
-        """Return settings under which W&B sees what it is told, and nothing of the process, its arguments or host."""
+        """Return settings under which W&B records nothing about the process, its arguments or its host."""
         return self._library.Settings(
             mode=mode,
             root_dir=str(self._run_dir),
@@ -155,7 +155,7 @@ class Wandb:
         self._send(record)
 
     def _send(self, record: Record) -> None:
-        """Give W&B a record, unless the run has its step."""
+        """Send a record to W&B, unless the run has its step."""
         step = record["step"]
         if record["kind"] == "finished" or step <= self._finished or step < self._run.starting_step:
             return

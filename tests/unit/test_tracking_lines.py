@@ -43,7 +43,7 @@ def test_metrics_and_tables_follow_when_a_full_disk_has_room_again(
         tracker.log({"loss": 1.0, LONG: 1.0}, step=step)
         tracker.log_table("val/generations", [{"text": LONG}, {"text": "b"}], step=step)
     assert steps_of(disk.path / "metrics.jsonl") == [1]  # and no half line
-    assert caplog.text.count("metrics.jsonl takes no more lines") == 1
+    assert caplog.text.count("metrics.jsonl accepts no more lines") == 1
     assert "No space left on device; free space there" in caplog.text
     disk.clear()
     tracker.log({"loss": 1.0}, step=4)
@@ -75,7 +75,7 @@ def test_what_memory_cannot_hold_either_is_counted(
     disk.clear()
     file.close()
     assert steps_of(file.path) == [0, 1]
-    assert "is written again: 2 lines of a while ago, 3 lost" in caplog.text
+    assert "accepts lines again: 2 waiting lines are written, 3 are lost" in caplog.text
 
 
 def test_a_file_that_may_not_grow_further(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_damaged_lines_at_the_end_go_and_stop_no_resume(
     again = Jsonl(tmp_path, resume_step=3, resume_metrics={"loss": 2.0})
     again.log({"loss": 2.0}, step=4)
     assert steps_of(path) == [1, 2, 3, 4]
-    assert caplog.text.count("metrics.jsonl had 1 damaged lines at its end, which are left out") == 1
+    assert caplog.text.count("metrics.jsonl had 1 damaged lines at its end, which are removed") == 1
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     caplog.clear()
     Jsonl(tmp_path, resume_step=4)
@@ -173,7 +173,7 @@ def test_what_stands_in_the_place_of_the_file_is_set_aside(
     put(tmp_path / "metrics.jsonl")
     Jsonl(tmp_path, resume_step=2, resume_metrics={"loss": 2.0})
     assert steps_of(tmp_path / "metrics.jsonl") == [2]
-    assert "metrics.jsonl is no file: it is set aside as metrics.jsonl.set_aside-" in caplog.text
+    assert "metrics.jsonl is no regular file: it is set aside as metrics.jsonl.set_aside-" in caplog.text
 
 
 WORDS = st.sampled_from(["kind", "step", "time", "values", "open", "metrics"])

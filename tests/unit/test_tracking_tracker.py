@@ -182,5 +182,5 @@ def test_plot_draws_both_curves(tmp_path: Path) -> None:
         assert ((half[..., 2] - half[..., 0]) > 0.3).any()  # the blue of the first curve
     tracker = jsonl(tmp_path)
     tracker.log({"actor/lr": 1.0}, step=1)
-    with pytest.raises(ValueError, match="holds no critic/score/mean and no validation score"):
+    with pytest.raises(ValueError, match="has neither critic/score/mean nor a validation score"):
         plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

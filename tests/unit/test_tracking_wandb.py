@@ -112,7 +112,7 @@ def test_a_server_that_does_not_answer_costs_no_record(
     monkeypatch.setattr("megarl.tracking.wandb.START_S", 1.0)
     with caplog.at_level(logging.WARNING):
         run = tracker(tmp_path)
-    assert "W&B does not answer" in caplog.text
+    assert "W&B does not respond" in caplog.text
     log(run, 1, 2)
     run.close()
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_ends_no_training(
     with caplog.at_level(logging.WARNING):
         log(run, 1, 2)
         run.close()
-    assert caplog.text.count("W&B takes no records, training goes on") == 1
+    assert caplog.text.count("W&B accepts no records, training continues") == 1
     assert [row["step"] for row in read_jsonl(tmp_path / UNFINISHED_FILE) if row["kind"] == "metrics"] == [1, 2]
     again = tracker(tmp_path, resume_step=2)
     again.close()
