@@ -1,6 +1,6 @@
 """Measurements: `python -m megarl.bench reshard [...]`, `... plan [...]` and `... checkpoint [...]`.
 
-Each prints a table for people or, with `--json`, one JSON object.
+Each command prints a table for people or, with `--json`, one JSON object.
 """
 
 import sys

@@ -22,16 +22,16 @@ from megarl.entry import run
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
-    from megarl.bench.subject import Subject
+    from megarl.bench.subject import TrainerAndEngine
     from megarl.bench.ways import Direct, FullTensors
 
-GROWTH = 1.01  # of all weights from one repeat to the next
-LARGEST_DIFFERENCE = 0.01  # mean, between the probabilities that trainer and engine give to a token
+GROWTH = 1.01  # of all weights between two repeats
+LARGEST_DIFFERENCE = 0.01  # mean difference between the probabilities of a token in trainer and engine
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to measure, and where it is described."""
+    """The kind of measurement, and the directory with its description."""
 
     case: Case
     directory: Path
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
-    """Read the case; it says how many ranks there are."""
+    """Read the case, which has the number of ranks."""
     directory, what = Path(argv[0]), argv[1]
     case = Case(**json.loads((directory / "case.json").read_text()))
     num_ranks = Split.read(case.layout).num_ranks
@@ -53,17 +53,17 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def measure(arguments: Arguments, launch: Launch) -> None:
-    """Build trainer and engine, run the ways, and write what every rank found, rank by rank.
+    """Build trainer and engine, run the ways, and write the results of every rank, rank by rank.
 
     Raises:
-        ValueError: a way left other weights in the engine than the trainer has.
+        ValueError: after a way the weights of engine and trainer differ.
     """
-    from megarl.bench.subject import Subject
+    from megarl.bench.subject import TrainerAndEngine
     from megarl.bench.ways import Direct, FullTensors
     from megarl.distributed.exchange import together
 
     case = arguments.case
-    subject = Subject.build(case, arguments.directory)
+    subject = TrainerAndEngine.build(case, arguments.directory)
     direct = Direct(subject, bucket_bytes=case.bucket_megabytes << 20, ranks_per_node=launch.local_world_size)
     full = FullTensors(subject, json.loads((arguments.directory / "config.json").read_text()))
     for way in (direct, full):
@@ -84,11 +84,11 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     subject.engine.close()
 
 
-def times(subject: "Subject", direct: "Direct", full: "FullTensors", *, repeats: int) -> dict[str, Any]:
-    """The seconds of every way, repeat by repeat, and what the ways move.
+def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *, repeats: int) -> dict[str, Any]:
+    """Return the seconds of every way, repeat by repeat, and the bytes that the ways move.
 
     Raises:
-        ValueError: a way left other weights in the engine than the trainer has.
+        ValueError: after a way the weights of engine and trainer differ.
     """
     from megarl.bench.ways import PlainCopy, Repack
 
@@ -118,7 +118,7 @@ def times(subject: "Subject", direct: "Direct", full: "FullTensors", *, repeats:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that the work takes on this rank, all ranks starting together."""
+    """Return the seconds that the work takes on this rank; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -126,11 +126,11 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def check_equal(answers: dict[str, Any], repeat: int) -> None:
-    """ValueError where the engine answers differently after one way than after the other."""
+    """Raise ValueError if the responses of the engine differ between two ways."""
     first, second = answers.values()
     same = first.responses.equal(second.responses) and first.rollout_log_probs.equal(second.rollout_log_probs)
     if not same:
-        raise ValueError(f"repeat {repeat}: the engine answers otherwise after {' than after '.join(answers)}")
+        raise ValueError(f"repeat {repeat}: the responses of the engine differ after {' and after '.join(answers)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: a model shape, cut one way by the trainer and another way by the engine.
+"""The measured cases: a model shape, cut one way by the trainer and another way by the engine.
 
 A layout is written `TRAINER-ENGINE`, each side as its sizes: `tp2pp2-tp2` is a trainer of four ranks (TP 2, PP 2) that
 fills two engine replicas of TP 2; `dp2-dp2` are two whole trainers and two whole engines.
@@ -55,7 +55,7 @@ DEFAULT_MODELS = {"cpu": ("llama-100m", "qwen3-moe-100m"), "cuda": ("qwen2.5-0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A layout as numbers."""
+    """The numbers of a layout."""
 
     tp: int
     pp: int
@@ -67,7 +67,7 @@ class Split:
         """Parse `TRAINER-ENGINE`.
 
         Raises:
-            ValueError: it is no layout, or the engine's ranks do not divide the trainer's.
+            ValueError: the text is no layout, or the engine's ranks do not divide the trainer's.
         """
         sides = [SIDE.fullmatch(side) for side in layout.split("-")]
         if len(sides) != 2 or not all(sides) or "" in layout.split("-"):

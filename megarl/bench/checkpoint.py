@@ -1,6 +1,6 @@
-"""`python -m megarl.bench checkpoint`: how long a save keeps training waiting, beside training and not, and a load.
+"""`python -m megarl.bench checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
 
-Ranks of its own save and load the state of one model in turn. Training does nothing meanwhile but ask, every
+Its own ranks save and load the state of one model in turn. Training does nothing meanwhile but ask, every
 `STEP_S` seconds, whether the save goes on; all the time that it spends so, from the first copy to the last rename, is
 what it waits. Files are brought to the disk in either case.
 """
@@ -32,7 +32,7 @@ STEP_S = 2.0
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to measure."""
+    """The measurement: model, ranks, repeats."""
 
     model: str
     tp: int
@@ -45,7 +45,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     run("megarl.bench.checkpoint", argv, read_arguments, measure)
     return 0
 
@@ -75,7 +75,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def measure(arguments: Arguments, launch: Launch) -> None:
-    """Save and load in turn, and print what the slowest rank took."""
+    """Save and load in turn, and print the times of the slowest rank."""
     from rich.console import Console
 
     from megarl.bench.report import machine
@@ -98,8 +98,8 @@ def measure(arguments: Arguments, launch: Launch) -> None:
         for name in ("at once", "beside")
     }
     try:
-        for repeat in range(arguments.repeats + 1):  # the first save beside training finds no memory to copy to
-            mine = _save(stores["at once"], repeat) | _save_beside(stores["beside"], repeat)
+        for repeat in range(arguments.repeats + 1):  # the first asynchronous save also allocates memory for its copies
+            mine = _save(stores["at once"], repeat) | _save_async(stores["beside"], repeat)
             for store in stores.values():
                 start = time.perf_counter()
                 checkpoint = find_checkpoint(store.directory, mode="auto", path=None)
@@ -144,8 +144,8 @@ def _save(store: "CheckpointStore", step: int) -> dict[str, float]:
     return {"waits at once": timed(lambda: store.save(State(step=step)))}
 
 
-def _save_beside(store: "CheckpointStore", step: int) -> dict[str, float]:
-    """What training waits, how much of it for the copies, and how long it takes until the checkpoint is the latest."""
+def _save_async(store: "CheckpointStore", step: int) -> dict[str, float]:
+    """Return the seconds that training waits, those of its copies, and those until the checkpoint is complete."""
     from megarl.bench.case import timed
     from megarl.checkpoint.directory import STEP_PREFIX
     from megarl.checkpoint.state import State
@@ -162,7 +162,7 @@ def _save_beside(store: "CheckpointStore", step: int) -> dict[str, float]:
 
 
 def _learner(arguments: Arguments) -> "Learner":
-    """A model with an optimizer, whose state is random."""
+    """Return a model with an optimizer whose state is random."""
     import torch
 
     from megarl.learner.config import MegatronSection, OptimSection
@@ -200,7 +200,7 @@ def _show(found: dict[str, Any], console: Any) -> None:
         row = (found["first_seconds"][name], *values.values())
         table.add_row(name, *(f"{value:.2f}" for value in row))
     console.print(table)
-    console.print(f"beside training, it waits for {found['waits_beside_share']:.1%} of the time")
+    console.print(f"with asynchronous saves, training waits for {found['waits_beside_share']:.1%} of the time")
 
 
 if __name__ == "__main__":

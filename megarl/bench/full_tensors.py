@@ -1,6 +1,6 @@
-"""vLLM's own way to take new weights while it runs: full Hugging Face tensors, through its loaders.
+"""vLLM's own way to load new weights while it runs: full Hugging Face tensors, through its loaders.
 
-Training does not use it; it is what `megarl.bench` measures the direct way against.
+Training does not use it; `megarl.bench` compares the direct way with it.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from megarl.rollout.engine import RolloutEngine
 
 
 def load_full_tensors(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights of a running engine by these; every rank of a replica must bring the same tensors.
+    """Replace all weights of a running engine; every rank of a replica must pass the same tensors.
 
     On CPU vLLM keeps the old packing of a tied LM head: do not use it for such models there.
     """
@@ -24,7 +24,7 @@ def load_full_tensors(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor
 
 
 def _forget_packed_experts(worker: Any) -> None:
-    """vLLM 0.26 - 0.32 packs experts on CPU only as it makes their kernel, and would copy unpacked bytes over them."""
+    """Undo the packing of experts: vLLM 0.26 - 0.32 packs them once on CPU, and would overwrite them with unpacked bytes."""
     for module in worker.get_model().modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and not torch.cuda.is_available():

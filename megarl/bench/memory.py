@@ -1,4 +1,4 @@
-"""The peak of memory that a piece of work takes beyond what the process held before.
+"""The peak memory of a piece of work, above the memory that the process held before.
 
 On CPU it is the kernel's own high-water mark of the process's resident memory, reset before the work: it sees every
 allocation of every library and thread (torch, gloo's copies, packed weights) and misses none between two samples. The
@@ -20,7 +20,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_"
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Do the work once more; bytes above the start at its worst moment, None where nobody counts them."""
+    """Do the work once more; return its peak in bytes above the start, None if nothing counts them."""
     work()
     gc.collect()
     if device.type == "cuda":

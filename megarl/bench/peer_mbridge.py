@@ -1,4 +1,4 @@
-"""The field's usual way to gather weights, as a yardstick: mbridge's `export_weights`.
+"""The usual way to gather weights, for comparison: mbridge's `export_weights`.
 
 It yields every full Hugging Face tensor on every rank: a broadcast over the pipeline, then a gather over the tensor
 ranks. Written for mbridge 0.15.1 with Megatron-Core 0.16.1; nothing of it is changed but what is listed here.
@@ -39,7 +39,7 @@ EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.wei
 
 
 class TransformerEngineNames:
-    """A GPTModel of Megatron's local layers under the names that Transformer Engine's layers have.
+    """A GPTModel of Megatron's local layers with the parameter names of Transformer Engine's layers.
 
     mbridge 0.15.1 knows only those. It asks a model for nothing but what is here.
     """
@@ -49,11 +49,11 @@ class TransformerEngineNames:
         self._module, self._has_experts = module, has_experts
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """As of the module."""
+        """As in the module."""
         return ((self._name(name), parameter) for name, parameter in self._module.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As of the module."""
+        """As in the module."""
         return {self._name(name): tensor for name, tensor in self._module.state_dict().items()}
 
     def _name(self, name: str) -> str:
@@ -79,13 +79,13 @@ class Exporter:
         config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(hf_config)
         with megatron_platform():
             self._bridge = AutoBridge.from_config(config, dtype=dtype)
-        # What its own model builder would have noted.
+        # mbridge's own model builder would set these.
         self._bridge.make_vocab_size_divisible_by = padded_vocab_size
         self._bridge.vocab_size, self._bridge.padded_vocab_size = hf_config["vocab_size"], padded_vocab_size
         self._has_experts = "num_experts" in hf_config
 
     def export(self, modules: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face parameter, full, from the chunks of a model. Collective, `on_this_platform`."""
+        """Yield every full Hugging Face parameter of the chunks of a model. Collective, within `on_this_platform`."""
         named = [TransformerEngineNames(module, has_experts=self._has_experts) for module in modules]
         exported: Iterator[tuple[str, Tensor]] = self._bridge.export_weights(named)
         return exported
@@ -97,7 +97,7 @@ def on_this_platform() -> AbstractContextManager[None]:
 
 
 class Counter:
-    """Counts the tensor bytes that collectives bring to this rank while it is entered."""
+    """A counter of the tensor bytes that collectives bring to this rank within the block."""
 
     def __init__(self) -> None:
         self.bytes_received = 0

@@ -1,6 +1,6 @@
-"""`python -m megarl.bench plan`: how long one rank of thousands takes to plan its part of a sync, and its size.
+"""`python -m megarl.bench plan`: the time that one rank of thousands takes to plan its part of a sync, and its size.
 
-Everything is computed from sizes, as every rank of a job does it at its start; no ranks, weights or devices are needed.
+Everything is computed from sizes, as every rank does at the start of a job; no ranks, weights or devices are needed.
 """
 
 import argparse
@@ -82,8 +82,8 @@ DEEPSEEK_V3 = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run of thousands of ranks."""
+class PlanCase:
+    """A job of thousands of ranks."""
 
     model: str
     split: str
@@ -92,16 +92,16 @@ class Job:
     engine_tp: int
 
 
-JOBS = (
-    Job(
+CASES = (
+    PlanCase(
         model="DeepSeek-V3",
         split="PP16 EP16 -> TP32",
         hf_config=DEEPSEEK_V3,
-        # 61 layers: 3 and 2 at the ends, 4 on each stage between
+        # 61 layers: 3 in the first stage, 2 in the last, 4 in each other stage
         grid=Grid(num_ranks=NUM_RANKS, pp=16, ep=16, num_layers_in_first_stage=3, num_layers_in_last_stage=2),
         engine_tp=32,
     ),
-    Job(
+    PlanCase(
         model="Llama-3-70B",
         split="TP8 PP4 -> TP8",
         hf_config=LLAMA_70B,
@@ -113,15 +113,15 @@ JOBS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What planning one rank took and gave."""
+    """The cost and the result of planning one rank."""
 
     model: str
     split: str
     num_ranks: int
     rank: int
-    seconds_placements: float  # who holds and who needs what, of all ranks
-    seconds_plan: float  # this rank's plan, proven
-    pickled_bytes: int  # of the plan, without the two layouts that it was made from
+    seconds_placements: float  # for the placements of all ranks
+    seconds_plan: float  # for the proven plan of this rank
+    pickled_bytes: int  # of the plan, without its two layouts
     num_pieces: int  # copied, sent and received
     bytes_received: int
     bytes_lower_bound: int
@@ -129,19 +129,19 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """What a rank waits for at its start."""
+        """The seconds that a rank waits at its start."""
         return self.seconds_placements + self.seconds_plan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan one rank of every job, and print what it took."""
+    """Plan one rank of every case, and print the cost."""
     parser = argparse.ArgumentParser(prog="python -m megarl.bench plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--rank", type=int, default=NUM_RANKS // 2, help="whose plan (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=NUM_RANKS // 2, help="the rank to plan (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     if not 0 <= options.rank < NUM_RANKS:
         parser.error(f"--rank {options.rank}: there are ranks 0 to {NUM_RANKS - 1}")
-    planned = [plan(job, options.rank) for job in JOBS]
+    planned = [plan(case, options.rank) for case in CASES]
     found = {
         "command": shlex.join(["python", "-m", "megarl.bench", "plan", *argv]),
         "machine": machine("cpu"),
@@ -167,26 +167,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def plan(job: Job, rank: int) -> Planned:
-    """Plan one rank of a job."""
-    architecture = read_architecture(job.hf_config)
+def plan(case: PlanCase, rank: int) -> Planned:
+    """Plan one rank of a case."""
+    architecture = read_architecture(case.hf_config)
     start = time.perf_counter()
-    source = trainer_placement(architecture, job.grid, dtype=DTYPE)
+    source = trainer_placement(architecture, case.grid, dtype=DTYPE)
     destination = engine_placement(
-        architecture, num_ranks=job.grid.num_ranks, tp_size=job.engine_tp, expert_parallel=False, dtype=DTYPE
+        architecture, num_ranks=case.grid.num_ranks, tp_size=case.engine_tp, expert_parallel=False, dtype=DTYPE
     )
-    held = trainer_layout(architecture, job.grid, rank, dtype=DTYPE)
+    held = trainer_layout(architecture, case.grid, rank, dtype=DTYPE)
     needed = engine_layout(
         architecture,
-        tp_rank=rank % job.engine_tp,
-        tp_size=job.engine_tp,
+        tp_rank=rank % case.engine_tp,
+        tp_size=case.engine_tp,
         expert_parallel=False,
         dtype=DTYPE,
         latent_fused=True,
     )
     placed = time.perf_counter()
     sizes: dict[str, Any] = {
-        "world_size": job.grid.num_ranks,
+        "world_size": case.grid.num_ranks,
         "ranks_per_node": RANKS_PER_NODE,
         "bucket_bytes": BUCKET_BYTES,
     }
@@ -194,9 +194,9 @@ def plan(job: Job, rank: int) -> Planned:
     done = time.perf_counter()
     sent = TransferSchedule(source, destination, **sizes).traffic().sent
     return Planned(
-        model=job.model,
-        split=job.split,
-        num_ranks=job.grid.num_ranks,
+        model=case.model,
+        split=case.split,
+        num_ranks=case.grid.num_ranks,
         rank=rank,
         seconds_placements=placed - start,
         seconds_plan=done - placed,

@@ -1,4 +1,4 @@
-"""What was measured, for programs, for a terminal and for a page."""
+"""Reports of measurements: for programs, for a terminal and for a page."""
 
 import os
 import platform
@@ -26,11 +26,11 @@ COLUMNS = (
     "peer's",
     "share",
 )
-WIDTH = 140  # of the table, also where the terminal is narrower or unknown
+WIDTH = 140  # of the table, even if the terminal is narrower or unknown
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """One case's numbers from those of its ranks.
+    """Return the numbers of a case from those of its ranks.
 
     Seconds are those of the slowest rank, the median over the repeats; bytes received and peaks are those of the rank
     that has most.
@@ -59,7 +59,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where and when."""
+    """Return the machine and the time of a measurement."""
     processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     described = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -75,7 +75,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """The cases as a table."""
+    """Print the cases as a table."""
     table = Table(*COLUMNS)
     for case in found["cases"]:
         table.add_row(*_row(case))
@@ -83,7 +83,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def describe(table: Table, found: dict[str, Any], console: Console) -> None:
-    """A table, and under it how it came about."""
+    """Print a table, and below it how it was measured."""
     console.width = max(console.width, WIDTH)
     console.print(table)
     for title in ("command", "machine", "versions"):
@@ -91,7 +91,7 @@ def describe(table: Table, found: dict[str, Any], console: Console) -> None:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *(_row(case) for case in found["cases"])]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     template = files("megarl.bench").joinpath("reshard.md").read_text()

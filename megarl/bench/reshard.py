@@ -1,6 +1,6 @@
-"""`python -m megarl.bench reshard`: how long new weights take from trainer to engine, and what it costs.
+"""`python -m megarl.bench reshard`: time and cost of the transfer of new weights from trainer to engine.
 
-One run per model and layout, on ranks that it starts itself; in each, three ways take turns on one trainer and engine:
+Each model and layout is a run on ranks of its own, in which three ways take turns on one trainer and engine:
 megarl's, mbridge's `export_weights` into vLLM's own reload, and a plain copy of the bytes the engine must end up with.
 """
 
@@ -30,7 +30,7 @@ BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     options = _parser().parse_args(argv)
     try:
         cases = list(_cases(options))
@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
-    """Measure one case on ranks of its own: times first, then, in a run of their own, the peaks of memory.
+    """Measure one case on new ranks: first the times, then, in another run, the peaks of memory.
 
-    What the ranks print goes to standard error, or to files in `logs`.
+    The output of the ranks goes to standard error, or to files in `logs`.
 
     Raises:
         ValueError: the ranks failed.
@@ -92,7 +92,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     device: Literal["cpu", "cuda"] = "cuda" if device_type(options.device) == "cuda" else "cpu"
     for model in options.model or DEFAULT_MODELS[device]:
         for layout in options.layout or LAYOUTS:
-            Split.read(layout)  # a typo ends the program before the first measurement
+            Split.read(layout)  # so that a typo ends the program before the first measurement
             yield Case(
                 model=model,
                 layout=layout,
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way (default: %(default)s)")
     parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
-    parser.add_argument("--logs", type=Path, help="directory that keeps what the ranks print, a file per case")
+    parser.add_argument("--logs", type=Path, help="directory for the output of the ranks, a file per case")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--markdown", action="store_true", help="print the page docs/benchmarks/reshard.md")

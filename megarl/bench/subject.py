@@ -1,4 +1,4 @@
-"""What is measured on: a trainer with random weights and an engine, and the questions that show what the engine has."""
+"""The measured pair: a trainer with random weights and an engine, with prompts that reveal the engine's weights."""
 
 import json
 import math
@@ -21,18 +21,18 @@ from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.sync.selfcheck import ask, fixed_prompts, probability_differences
 
-MAX_MODEL_LEN = 160  # tokens: the fixed prompts and their answers
+MAX_MODEL_LEN = 160  # tokens of the fixed prompts and their responses
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TrainerAndEngine:
     """This rank's part of trainer and engine."""
 
     learner: Learner
     engine: RolloutEngine
 
     @classmethod
-    def build(cls, case: Case, model_dir: Path) -> "Subject":
+    def build(cls, case: Case, model_dir: Path) -> "TrainerAndEngine":
         """Start the engine and build the trainer, all weights random. Collective."""
         split = Split.read(case.layout)
         architecture = read_architecture(json.loads((model_dir / "config.json").read_text()))
@@ -64,7 +64,7 @@ class Subject:
         return subject
 
     def fill(self) -> None:
-        """Draw every Hugging Face parameter from a generator of its own, so that all ranks have parts of one model."""
+        """Draw every Hugging Face parameter from its own generator, so that all ranks have parts of one model."""
         shapes = hf_shapes(self.learner.architecture)
         full, name = torch.empty(0), ""
         with self.learner.weights() as tensors:
@@ -75,26 +75,26 @@ class Subject:
                 piece.view(tensors[piece.param]).copy_(full[box])
 
     def scale(self, factor: float) -> None:
-        """Change every weight of the trainer."""
+        """Multiply every weight of the trainer by `factor`."""
         with self.learner.weights() as tensors:
             for tensor in tensors.values():
                 tensor.mul_(factor)
 
     def ask(self) -> Rollouts:
-        """What every replica of the engine answers to fixed prompts, the same on all ranks; once after each sync."""
+        """Return the responses of every replica to fixed prompts, the same on all ranks; call once after each sync."""
         prompts, num_tokens = fixed_prompts(
             self.learner.architecture.vocab_size, max_model_len=self.engine.max_model_len
         )
         return ask(self.engine, prompts, max_tokens=num_tokens)
 
     def difference(self, answers: Rollouts) -> float:
-        """Mean difference between the probabilities that engine and trainer give to the engine's answers."""
+        """Return the mean difference between the probabilities of the responses' tokens in engine and trainer."""
         says = self.learner.infer(answers, Budget(max_tokens=4096, max_sequences=None)).log_probs
         return float(probability_differences(answers, says, num_replicas=self.engine.num_replicas)[0].max())
 
 
 def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Random float32 values that keep the size of what goes through a matrix; norms and biases are around one."""
+    """Return random float32 values: matrices keep the scale of activations, norms and biases are around one."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     values = torch.empty(shape, device=device).normal_(generator=generator)
     return values.div_(math.sqrt(shape[-1])) if len(shape) > 1 else values.mul_(0.1).add_(1.0)

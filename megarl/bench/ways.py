@@ -1,4 +1,4 @@
-"""The ways to bring a trainer's weights into an engine, side by side: each a collective `run` on all ranks."""
+"""The compared ways to bring a trainer's weights into an engine: each has a `run`, collective on all ranks."""
 
 import time
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.bench.full_tensors import load_full_tensors
 from megarl.bench.peer_mbridge import Counter, Exporter, on_this_platform
-from megarl.bench.subject import Subject
+from megarl.bench.subject import TrainerAndEngine
 from megarl.distributed.exchange import together
 from megarl.learner.model import padded_vocab_size
 from megarl.reshard.executor import Destination, Reshard
@@ -18,9 +18,9 @@ from megarl.reshard.planner import lower_bound, plan_between
 
 
 class Direct:
-    """megarl: every box goes from the shard that has it to the shard that needs it."""
+    """The way of megarl: every box goes from the shard that has it to the shard that needs it."""
 
-    def __init__(self, subject: Subject, *, bucket_bytes: int, ranks_per_node: int) -> None:
+    def __init__(self, subject: TrainerAndEngine, *, bucket_bytes: int, ranks_per_node: int) -> None:
         learner, engine = subject.learner, subject.engine
         self._learner, self._engine = learner, engine
         rank = torch.distributed.get_rank()
@@ -33,7 +33,7 @@ class Direct:
         self.reshard = Reshard(self._plan, device=learner.device)
 
     def run(self) -> None:
-        """Bring the engine up to date."""
+        """Update the engine."""
 
         def sync(destination: Destination) -> None:
             with self._learner.weights() as tensors:
@@ -43,19 +43,19 @@ class Direct:
             pass
 
     def run_with_new_buckets(self) -> None:
-        """As `run`, with the buckets taken within, so that they count."""
+        """Run with newly allocated buckets, so that a memory measurement includes them."""
         del self.reshard
         self.reshard = Reshard(self._plan, device=self._learner.device)
         self.run()
 
 
 class FullTensors:
-    """The field's usual way: mbridge gathers the full tensors on every rank, vLLM's loaders keep what the rank needs.
+    """The usual way: mbridge gathers the full tensors on every rank, and vLLM's loaders keep the rank's shards.
 
-    What trainers put between the two (buckets, handles of shared memory, a server) is left out, in its favour.
+    Steps that trainers put between the two (buckets, shared memory handles, a server) are left out, in its favour.
     """
 
-    def __init__(self, subject: Subject, hf_config: Mapping[str, Any]) -> None:
+    def __init__(self, subject: TrainerAndEngine, hf_config: Mapping[str, Any]) -> None:
         learner = subject.learner
         self._learner, self._engine = learner, subject.engine
         self._exporter = Exporter(
@@ -69,15 +69,15 @@ class FullTensors:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Bring the engine up to date."""
+        """Update the engine."""
         with self._learner.weights(), on_this_platform():
             load_full_tensors(self._engine, self._exporter.export(self._learner.modules))
 
 
 class PlainCopy:
-    """A copy, within this rank's memory, of as many bytes as its engine must end up with, tensor by tensor."""
+    """A copy, within this rank's memory, of as many bytes as its engine's shards have, tensor by tensor."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrainerAndEngine) -> None:
         sizes: dict[str, int] = {}
         dtypes: dict[str, torch.dtype] = {}
         for piece in subject.engine.weights.layout():
@@ -90,24 +90,24 @@ class PlainCopy:
         self.num_bytes = sum(tensor.nbytes for tensor in self._source)
 
     def run(self) -> None:
-        """Copy."""
+        """Copy all tensors."""
         torch._foreach_copy_(self._destination, self._source)
         synchronize(self._destination)
 
 
 class Repack:
-    """What the engine itself does to weights that are in place: packs them for its kernels.
+    """The engine's own work on new weights: packing them for its kernels.
 
-    It leaves the engine with zeros, so that a way that forgets something afterwards cannot hide it.
+    It leaves the engine with zeros, so that a way that skips a parameter afterwards is detected.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrainerAndEngine) -> None:
         self._weights = subject.engine.weights
         self._params = list(dict.fromkeys(piece.param for piece in self._weights.layout()))
         self.seconds_to_ignore = 0.0
 
     def run(self) -> None:
-        """Pack every parameter; the time that filling them took is in `seconds_to_ignore`."""
+        """Pack every parameter; `seconds_to_ignore` is the time of filling them."""
         self.seconds_to_ignore = 0.0
         with self._weights.update():
             for param in self._params:

@@ -1,0 +1,1 @@
+"""Transfer of sharded parameters between any two ways of sharding; knows boxes and bytes, but no models."""

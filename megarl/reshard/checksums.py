@@ -1,7 +1,7 @@
-"""Whether what arrived is what was sent: a checksum of every box at both ends.
+"""Checksums of every box on both ends, which show whether the received data equal the sent data.
 
-The sender's is taken from its local tensor before the box is packed, the reader's from its own local tensor when all of
-that is written. So it covers packing, wire and unpacking, and whatever is written to a wrong place.
+The sender computes a checksum from its local tensor before packing, the reader from its local tensor once the tensor is
+complete. So the comparison covers packing, transfer and unpacking, and writes to a wrong place.
 """
 
 from collections import defaultdict
@@ -14,20 +14,20 @@ from torch import Tensor
 from megarl.reshard.layout import Piece
 from megarl.reshard.plan import Copy, Transfer
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-BLOCK = 1 << 18  # elements whose checksum is taken at once, which bounds the memory it takes
-MOST_NAMED = 5  # faults that an error lists
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> integer type
+BLOCK = 1 << 18  # elements per step, which bounds the memory needed
+MOST_NAMED = 5  # most faults that an error lists
 
 
 class SyncError(RuntimeError):
-    """What arrived is not what was sent."""
+    """Received data that differ from the sent data."""
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of `(2 i + 1) word[i]` modulo 2^64 over the tensor's elements as words of `dtype`; int64, no dimensions.
+    """Return the sum of `(2 i + 1) word[i]` modulo 2^64 over the elements as words of `dtype`; int64, no dimensions.
 
-    Every weight is odd, so no change of a single word goes unseen; no two weights are equal, so no exchange of two
-    different words of at most 32 bits does in a box of less than 2^31 elements.
+    All weights are odd, so every change of a single word is detected. All weights differ, so every exchange of two
+    different words of at most 32 bits is detected in a box of less than 2^31 elements.
     """
     rows = tensor if tensor.dim() else tensor.view(1)
     total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
@@ -39,28 +39,28 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Ledger:
-    """The checksums of one run: of what this rank sends, and of what it writes."""
+    """The checksums of one run: of the boxes that this rank sends, and of the boxes that it writes."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._sent: dict[int, list[Tensor]] = defaultdict(list)  # by reader, as everything here in the plan's order
+        self._sent: dict[int, list[Tensor]] = defaultdict(list)  # by reader; all lists are in the order of the plan
         self._to_write: dict[str, list[tuple[int, int, Piece, torch.dtype]]] = defaultdict(list)
         self._written: dict[int, list[tuple[Piece, Tensor | None]]] = defaultdict(list)  # by sender
 
     def send(self, transfers: Sequence[Transfer], views: Sequence[Tensor]) -> None:
-        """These leave the rank."""
+        """Record boxes that leave the rank."""
         for transfer, view in zip(transfers, views, strict=True):
             self._sent[transfer.peer].append(checksum(view, transfer.dtype))
 
     def copy(self, copies: Sequence[Copy], source: Mapping[str, Tensor]) -> None:
-        """These are copied."""
+        """Record boxes that are copied on this rank."""
         for copy in copies:
             dtype = min(copy.destination.dtype, copy.source.dtype, key=lambda dtype: dtype.itemsize)
             self._sent[self._rank].append(checksum(copy.source.view(source[copy.source.param]), dtype))
             self._await(copy.destination, self._rank, dtype)
 
     def receive(self, transfers: Sequence[Transfer]) -> None:
-        """These have been written."""
+        """Record boxes that were received."""
         for transfer in transfers:
             self._await(transfer.piece, transfer.peer, transfer.dtype)
 
@@ -69,15 +69,15 @@ class Ledger:
         self._written[sender].append((piece, None))
 
     def close(self, param: str, tensor: Tensor) -> None:
-        """All of a local tensor is written."""
+        """Compute the checksums of a complete local tensor."""
         for sender, position, piece, dtype in self._to_write.pop(param):
             self._written[sender][position] = piece, checksum(piece.view(tensor), dtype)
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
-        """Compare with the other ranks' checksums.
+        """Compare with the checksums of the other ranks.
 
         Raises:
-            SyncError: on all ranks, with what did not arrive on any of them.
+            SyncError: on all ranks, with the first boxes that differ on any rank.
         """
         assert not self._to_write, f"{min(self._to_write)} is not closed"
         found = {
@@ -111,4 +111,4 @@ class Ledger:
         faults: list[list[str]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(faults, wrong[:MOST_NAMED], group=group)
         if named := [fault for of_rank in faults for fault in of_rank]:
-            raise SyncError(f"what arrived is not what was sent: {'; '.join(named[:MOST_NAMED])}")
+            raise SyncError(f"received data differ from the sent data: {'; '.join(named[:MOST_NAMED])}")

@@ -1,8 +1,8 @@
-"""Runs a plan: pack a bucket, exchange it, unpack it, while the next one is being packed.
+"""Execution of a plan: pack a bucket, exchange it, unpack it, while the next bucket is being packed.
 
-Nothing else travels and nothing else is allocated: beside the two ends a reshard needs two buckets to send and two to
-receive, however large the model. One exchange is one non-blocking message per pair of ranks that have bytes for each
-other, on every backend, so what a laptop tests over gloo is what runs over NCCL.
+Nothing else travels or is allocated: apart from the two ends, a reshard needs two buckets to send and two to receive,
+whatever the size of the model. One exchange is one non-blocking message per pair of ranks with bytes for each other.
+It is the same on every backend, so tests over gloo cover the code that runs over NCCL.
 """
 
 import time
@@ -23,43 +23,43 @@ from megarl.reshard.proof import disagreement
 
 
 class Destination(Protocol):
-    """Where a rank's boxes go."""
+    """The receiver of a rank's boxes."""
 
     def layout(self) -> Layout:
-        """What must be written."""
+        """Return the pieces that must be written."""
         ...
 
     def open(self, param: str) -> Tensor:
-        """The local tensor to write to, before its first piece is written."""
+        """Return the local tensor to write to, before its first piece is written."""
         ...
 
     def close(self, param: str) -> None:
-        """All pieces of the local tensor are written."""
+        """Finish the local tensor, after its last piece is written."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorDestination:
-    """A destination whose local tensors are simply there."""
+    """A destination with ready local tensors."""
 
     pieces: Layout
     tensors: Mapping[str, Tensor]
 
     def layout(self) -> Layout:
-        """The pieces."""
+        """Return the pieces."""
         return self.pieces
 
     def open(self, param: str) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self.tensors[param]
 
     def close(self, param: str) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one run moved over this rank's wires, what it had in memory for it, and how long the rank took."""
+    """The bytes, the buffers and the time of one run on this rank."""
 
     bytes_sent: int
     bytes_received: int
@@ -70,15 +70,15 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class Cargo:
-    """Transfers stowed in a bucket, those of one peer side by side."""
+    """Transfers with their slots in a bucket; the slots of one peer are adjacent."""
 
     transfers: Sequence[Transfer]
-    slots: list[Tensor]  # the place of each transfer, in its shape and wire type
+    slots: list[Tensor]  # one per transfer, in its shape and wire dtype
     by_peer: Sequence[tuple[int, Tensor]]  # the bytes for or from each peer
 
 
-def stow(transfers: Sequence[Transfer], bucket: Tensor) -> Cargo:
-    """Give every transfer its place in a bucket (uint8); both ends of a wave stow alike."""
+def assign_slots(transfers: Sequence[Transfer], bucket: Tensor) -> Cargo:
+    """Give every transfer a slot in a bucket (uint8); both ends of a wave assign the same slots."""
     transfers = sorted(transfers, key=attrgetter("peer"))
     typed = {dtype: bucket.view(dtype) for dtype in {transfer.dtype for transfer in transfers}}
     slots, by_peer, end = [], [], 0
@@ -102,39 +102,39 @@ class Load:
 
 
 class Reshard:
-    """A plan ready to run, as often as the source changes.
+    """A plan that is ready to run whenever the source has changed.
 
     Args:
-        plan: of this rank; its ranks are those of `group`.
-        group: the process group, by default the world.
-        device: where the buckets live; NCCL needs CUDA, gloo the CPU.
+        plan: of this rank; its ranks are the ranks of `group`.
+        group: the process group, by default all ranks.
+        device: of the buckets; NCCL needs CUDA, gloo the CPU.
 
     Raises:
-        RuntimeError: the plans of the group's ranks do not belong together.
+        RuntimeError: the plans of the ranks differ.
     """
 
     def __init__(self, plan: RankPlan, *, group: dist.ProcessGroup | None = None, device: torch.device) -> None:
         self._plan, self._group, self._device = plan, group, device
-        # The odd and the even waves have buckets of their own, no larger than they need.
+        # Odd and even waves use separate buckets, each no larger than necessary.
         self._send_buckets, self._receive_buckets = (
             [torch.empty(int(sizes[parity::2].max(initial=0)), dtype=torch.uint8, device=device) for parity in (0, 1)]
             for sizes in plan.bucket_sizes()
         )
         self._to_open, self._to_close = plan.lifetimes()
-        self._loads: list[Load | None] = [None] * plan.num_waves  # kept once they have been worked out
+        self._loads: list[Load | None] = [None] * plan.num_waves  # filled on first use
         self._compare_plans()
 
     @torch.no_grad()
     def run(self, source: Mapping[str, Tensor], destination: Destination, *, check: bool = False) -> SyncReport:
-        """Bring the destination up to date with the source. All ranks of the group must call this.
+        """Update the destination from the source. All ranks of the group must call this.
 
         Args:
             source: the local tensors of the source layout, by `Piece.param`.
-            destination: opened and closed once per local tensor, each only as long as its waves last.
-            check: compare checksums of every box at both ends. It reads everything twice more.
+            destination: each local tensor is opened before its first wave and closed after its last.
+            check: compare checksums of every box on both ends; this reads all data twice more.
 
         Raises:
-            SyncError: on all ranks, where `check` finds that something else arrived than was sent.
+            SyncError: on all ranks, if `check` finds that the received data differ from the sent data.
         """
         start = time.perf_counter()
         opened: dict[str, Tensor] = {}
@@ -172,12 +172,12 @@ class Reshard:
         )
 
     def _load(self, number: int) -> Load:
-        """A wave, spelled out."""
+        """Return the expanded wave; expand it on first use."""
         load = self._loads[number]
         if load is None:
             wave = self._plan.wave(number)
-            sends = stow(wave.sends, self._send_buckets[number % 2])
-            load = Load(sends, stow(wave.receives, self._receive_buckets[number % 2]), wave.copies)
+            sends = assign_slots(wave.sends, self._send_buckets[number % 2])
+            load = Load(sends, assign_slots(wave.receives, self._receive_buckets[number % 2]), wave.copies)
             self._loads[number] = load
         return load
 
@@ -214,12 +214,12 @@ class Reshard:
         return dist.batch_isend_irecv(messages) if messages else []
 
     def _compare_plans(self) -> None:
-        """Over all ranks, what is sent to each rank less what it expects must cancel, in content and order."""
+        """Raise RuntimeError unless every rank is sent what it expects, in content and order."""
         total = torch.from_numpy(disagreement(self._plan)).to(self._device)
-        # The first collective of a group has to be one of all its ranks before some of them may talk in pairs.
+        # The first collective of a group must include all its ranks, before pairs of them exchange messages.
         dist.all_reduce(total, group=self._group)
         if wrong := total.nonzero().flatten().tolist():
-            raise RuntimeError(f"what is sent to ranks {wrong} is not what they expect: the ranks have different plans")
+            raise RuntimeError(f"the plans of the ranks differ: ranks {wrong} would not receive what they expect")
 
 
 def _view(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes like any rank.
+"""Hugging Face checkpoints (safetensors) as an end of a reshard: files hold boxes as ranks do.
 
-Reading takes only a rank's own slices from the files. Writing is a plan whose destination is files: the boxes travel to
-the ranks that write them, and no rank holds more than the full parameters that one bucket touches. A checkpoint is
-complete when it has its `config.json`: one that was there goes before the first new file has its name, and the new one
-comes last. What one rank cannot write is an error of all.
+A rank reads only its own slices of the files. Writing is a plan whose destination is files: boxes travel to the ranks
+that write them, and a rank holds only the full parameters that one bucket touches. A checkpoint is complete when it has
+its `config.json`: an old one is removed before the first new file gets its name, and the new one is written last. If a
+rank cannot write, all ranks raise an error.
 """
 
 import json
@@ -29,7 +29,7 @@ from megarl.reshard.planner import plan_between
 DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-ROWS = 1024  # of a matrix, that are compared at a time
+ROWS = 1024  # of a matrix that are compared at a time
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,7 +38,7 @@ class CheckpointFiles:
     """The weights in a directory, `model.safetensors` or the shards that `model.safetensors.index.json` lists.
 
     Raises:
-        ValueError: the directory has no such weights, or its index lists files of other directories.
+        ValueError: the directory has no such weights, or its index lists files outside of the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,15 +49,15 @@ class CheckpointFiles:
         elif (index := directory / INDEX).is_file():
             self._file_of = {name: directory / file for name, file in read_index(index).items()}
         else:
-            raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+            raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
 
     @property
     def names(self) -> Collection[str]:
-        """The stored tensors."""
+        """The names of the stored tensors."""
         return self._file_of.keys()
 
     def layout(self) -> Layout:
-        """One piece per stored tensor, as it is stored; `param` is the tensor's name."""
+        """Return one piece per stored tensor, in its stored dtype; `param` is the name of the tensor."""
         return [
             _whole_piece(name, tuple(stored.get_shape()), _dtype(stored, name))
             for _, name, stored in self._stored({name: [name] for name in self._file_of})
@@ -65,15 +65,15 @@ class CheckpointFiles:
 
     @torch.no_grad()
     def load(self, layout: Layout, tensors: Mapping[str, Tensor], *, shapes: Shapes | None = None) -> None:
-        """Read the boxes of a layout into its local tensors, cast to their types; padding is left as it is.
+        """Read the boxes of a layout into local tensors, cast to their dtypes; leave padding unchanged.
 
         Args:
-            layout: what this rank needs.
-            tensors: its local tensors by `Piece.param`, on any device.
-            shapes: what the full parameters must look like; without it a file may hold larger ones.
+            layout: the boxes that this rank needs.
+            tensors: the local tensors by `Piece.param`, on any device.
+            shapes: of the full parameters; without it stored parameters may be larger.
 
         Raises:
-            ValueError: a tensor is not there or has another shape, named with its file.
+            ValueError: a tensor is missing or has another shape. The message names the tensor and its file.
         """
         pieces_of: dict[str, list[Piece]] = defaultdict(list)
         for piece in layout:
@@ -92,7 +92,7 @@ class CheckpointFiles:
 
     @torch.no_grad()
     def are_equal(self, one: str, other: str, rows: range) -> bool:
-        """Whether two stored matrices have the same numbers in some of their rows."""
+        """Return whether two stored matrices have equal numbers in the given rows."""
         with opened(self._file_of[one], framework="pt") as left, opened(self._file_of[other], framework="pt") as right:
             a, b = left.get_slice(one), right.get_slice(other)
             return a.get_shape() == b.get_shape() and all(
@@ -101,16 +101,16 @@ class CheckpointFiles:
             )
 
     def _stored(self, names: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any]]:
-        """File, name and lazy slice of each named tensor, file by file."""
+        """Yield file, name and lazy slice of each named tensor, file by file."""
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name in names:
             if name not in self._file_of:
-                hint = "; if its output layer is the embedding, config.json must say tie_word_embeddings: true"
+                hint = "; if its output layer is the embedding, config.json must have tie_word_embeddings: true"
                 raise ValueError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
             by_file[self._file_of[name]].append(name)
         for file, stored in by_file.items():
             if not file.is_file():
-                raise ValueError(f"{self._directory / INDEX} lists {file.name}, which is not there")
+                raise ValueError(f"{self._directory / INDEX} lists {file.name}, which does not exist")
             with opened(file, framework="pt") as tensors:
                 for name in stored:
                     yield file, name, tensors.get_slice(name)
@@ -130,27 +130,27 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     group: dist.ProcessGroup | None = None,
 ) -> SyncReport:
-    """Write a Hugging Face checkpoint from what the ranks of `group` hold. All of them must call this.
+    """Write a Hugging Face checkpoint from the local tensors of the ranks of `group`. All of them must call this.
 
-    The files are spread over the ranks, so all must see the same `directory`. Weights that were there are replaced.
+    The ranks share the files, so all must see the same `directory`. Weights of an earlier export are replaced.
 
     Args:
-        directory: made where it is missing.
+        directory: to write to; created if it is missing.
         shapes: the full parameters to write, in the order of the files.
-        sources: what each rank holds.
-        tensors: this rank's local tensors by `Piece.param`.
-        config: what `config.json` says; its dtype becomes `dtype`.
+        sources: the layout of each rank.
+        tensors: the local tensors of this rank by `Piece.param`.
+        config: the content of `config.json`; its dtype becomes `dtype`.
         dtype: of the written tensors.
         ranks_per_node: as for the planner.
-        device: where the buckets live, see `Reshard`.
-        bucket_bytes: the most that travels from or to a rank at once.
+        device: of the buckets, see `Reshard`.
+        bucket_bytes: the most bytes that travel from or to a rank at once.
         max_shard_bytes: of a file, unless one tensor is larger.
-        group: by default the world.
+        group: by default all ranks.
 
     Raises:
-        ValueError: some parameter is held by nobody.
-        WriteError: some rank could not write, on all ranks. Until all bytes are written nothing that was there changes;
-            later it may be incomplete, and has no `config.json`.
+        ValueError: nobody holds some parameter.
+        WriteError: on all ranks, if a rank could not write. Existing files stay unchanged until all bytes are written;
+            after that the directory may be incomplete, and has no `config.json`.
     """
     rank = dist.get_rank(group)
     files = _split(shapes, dtype, max_shard_bytes)
@@ -169,7 +169,7 @@ def export(
 
 
 def _make_files(directory: Path, share: Mapping[str, Sequence[Piece]], writer: "ShardWriter", stack: ExitStack) -> None:
-    """Open a rank's files, with all the room that they need, so that a full disk is known before anything travels."""
+    """Open a rank's files and reserve their space, so that a full disk is detected before anything travels."""
     directory.mkdir(parents=True, exist_ok=True)
     for file, pieces in share.items():
         stream = stack.enter_context(replacing(directory / file))
@@ -180,7 +180,7 @@ def _make_files(directory: Path, share: Mapping[str, Sequence[Piece]], writer: "
 class ShardWriter:
     """Safetensors files as a `Destination`: a parameter is in memory from its first box to its last.
 
-    What cannot be written is told by `finish`: before, other ranks wait for this one.
+    `finish` raises errors of writing, because before it other ranks wait for this rank.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ShardWriter:
         self._opened: dict[str, Tensor] = {}
 
     def add(self, file: BinaryIO, pieces: Sequence[Piece]) -> None:
-        """Give the parameters (whole ones) their places in an empty file, and write its header."""
+        """Assign full parameters their offsets in an empty file, and write its header."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends = list(accumulate(piece.box.numel * piece.dtype.itemsize for piece in pieces))
         for piece, begin, end in zip(pieces, [0, *ends], ends, strict=False):
@@ -199,23 +199,23 @@ class ShardWriter:
                 "data_offsets": (begin, end),
             }
         encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)  # readers map the data that follows, so it has to begin aligned
+        encoded += b" " * (-len(encoded) % 8)  # readers map the following data, which must begin aligned
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for piece, begin in zip(pieces, [0, *ends], strict=False):
             self._places[piece.name] = piece, file, file.tell() + begin
 
     def layout(self) -> Layout:
-        """Every parameter of every file."""
+        """Return every parameter of every file."""
         return [piece for piece, _, _ in self._places.values()]
 
     def open(self, param: str) -> Tensor:
-        """A new tensor for the parameter."""
+        """Return a new tensor for the parameter."""
         piece, _, _ = self._places[param]
         self._opened[param] = torch.empty(piece.box.shape, dtype=piece.dtype)
         return self._opened[param]
 
     def close(self, param: str) -> None:
-        """Write it to its place and forget it."""
+        """Write the parameter to its file and release it."""
         _, file, offset = self._places[param]
         tensor = self._opened.pop(param)
         try:
@@ -225,7 +225,7 @@ class ShardWriter:
             self._failure = self._failure or error
 
     def finish(self) -> None:
-        """Have the files take all that was written. Raises the first OSError that there was."""
+        """Flush the files. Raise the first OSError of writing."""
         if self._failure:
             raise self._failure
         for _, file, _ in self._places.values():
@@ -239,11 +239,11 @@ def _finish(
     config: Mapping[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    """Remove what an earlier export left, and write what makes this one complete."""
+    """Remove files of an earlier export, and write the index and `config.json`, which complete this export."""
     _remove_others(directory, files)
     if len(files) > 1:
         _write_index(directory, shapes, files, dtype)
-    config = {key: value for key, value in config.items() if key != "dtype"}  # the newer name of torch_dtype
+    config = {key: value for key, value in config.items() if key != "dtype"}  # a newer name of torch_dtype
     _write_json(directory / CONFIG, config | {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
@@ -258,14 +258,14 @@ def _write_index(directory: Path, shapes: Shapes, files: Mapping[str, Sequence[s
 
 
 def _remove_others(directory: Path, files: Container[str]) -> None:
-    """Remove the weights of an earlier export, which a reader could take for these."""
+    """Remove weights of an earlier export, which a reader could mistake for the new ones."""
     for path in [*directory.glob("model*.safetensors"), directory / INDEX]:
         if path.name not in files:
             path.unlink(missing_ok=True)
 
 
 def _split(shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
-    """File names and the parameters in each: as many as fit, in order."""
+    """Return file names with the parameters of each: as many as fit, in order."""
     shards: list[list[str]] = []
     used = 0
     for name, shape in shapes.items():
@@ -283,7 +283,7 @@ def _split(shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> dict[str
 def _shares(
     files: Mapping[str, Sequence[str]], shapes: Shapes, dtype: torch.dtype, *, num_writers: int
 ) -> list[dict[str, list[Piece]]]:
-    """The files that each rank writes, neighbouring ones together, with their parameters."""
+    """Return the files that each rank writes, adjacent files together, with their parameters."""
     shares: list[dict[str, list[Piece]]] = [{} for _ in range(num_writers)]
     for number, (file, names) in enumerate(files.items()):
         shares[number * num_writers // len(files)][file] = [_whole_piece(name, shapes[name], dtype) for name in names]

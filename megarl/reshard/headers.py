@@ -1,4 +1,4 @@
-"""What the safetensors files of a Hugging Face directory say that they hold: headers alone, and without torch."""
+"""The headers of the safetensors files of a Hugging Face directory, read without torch."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megarl.platform.remote import RemoteDirectory, RemoteFile
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types that weights may be stored in."""
+"""The dtypes that weights may be stored in."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Stored:
     """A tensor in a file."""
 
     file: Path
-    dtype: str  # as safetensors calls it
+    dtype: str  # in the notation of safetensors
     shape: tuple[int, ...]
 
 
 def has_weights(directory: Path | RemoteDirectory) -> bool:
-    """Whether there is a file of weights, or an index of several."""
+    """Return whether the directory has a file of weights, or an index of several files."""
     return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
 
 
 @contextmanager
 def opened(file: Path, *, framework: str = "np") -> Iterator[Any]:
-    """A safetensors file, mapped and not read. Raises ValueError, with the file's name, where it is damaged."""
+    """Yield a safetensors file, mapped and not read. Raise ValueError with the name of the file if it is damaged."""
     try:
         with safe_open(file, framework=framework) as stored:
             yield stored
@@ -42,10 +42,10 @@ def opened(file: Path, *, framework: str = "np") -> Iterator[Any]:
 
 
 def read_index(path: Path | RemoteFile) -> dict[str, str]:
-    """The file of each tensor, relative to the directory of the index.
+    """Return the file of each tensor, relative to the directory of the index.
 
     Raises:
-        ValueError: it is no index, or lists a file of another directory.
+        ValueError: the content is no index, or lists a file outside of the directory.
     """
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
@@ -58,28 +58,28 @@ def read_index(path: Path | RemoteFile) -> dict[str, str]:
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the files that make up a checkpoint, also those that the index passes over.
+    """Return every tensor of the files of a checkpoint, also tensors that the index does not list.
 
     Raises:
-        ValueError: there are no weights, a file is missing or damaged, or it lacks what the index expects in it.
+        ValueError: there are no weights, a file is missing or damaged, or it lacks a tensor that the index lists.
     """
     if (single := directory / SINGLE).is_file():
         return _tensors_of(single)
     if not (directory / INDEX).is_file():
-        raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+        raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
     index = {name: directory / file for name, file in read_index(directory / INDEX).items()}
     found: dict[str, Stored] = {}
     for file in sorted(set(index.values())):
         if not file.is_file():
-            raise ValueError(f"{directory / INDEX} lists {file.name}, which is not there")
-        there = _tensors_of(file)
-        if missing := [name for name, place in index.items() if place == file and name not in there]:
-            raise ValueError(f"{directory / INDEX} says that {file.name} holds {missing[0]}, and it does not")
-        found |= {name: tensor for name, tensor in there.items() if index.get(name, file) == file}
+            raise ValueError(f"{directory / INDEX} lists {file.name}, which does not exist")
+        tensors = _tensors_of(file)
+        if missing := [name for name, other in index.items() if other == file and name not in tensors]:
+            raise ValueError(f"{directory / INDEX} lists {missing[0]} in {file.name}, which lacks it")
+        found |= {name: tensor for name, tensor in tensors.items() if index.get(name, file) == file}
     return found
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
     with opened(file) as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - `stored` is no mapping
         return {name: Stored(file, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}

@@ -1,7 +1,7 @@
-"""The one language of trainer, engine and files: boxes of logical Hugging Face parameters.
+"""The common description of trainer, engine and files: boxes of logical Hugging Face parameters.
 
-A `Piece` says "this strided view of my local tensor holds this box of that Hugging Face parameter". A `Layout` is all
-that one rank holds (or must hold). Fused, padded, permuted and replicated local tensors differ only in their pieces.
+A `Piece` states that a strided view of a local tensor holds a box of a Hugging Face parameter. A `Layout` is all that
+one rank holds (or must hold). Fused, padded, permuted and replicated local tensors differ only in their pieces.
 
 Example: with 8 query heads, 2 key/value groups and head size 4, Megatron's `linear_qkv.weight` of tensor-parallel rank
 0 of 2 is `[4 query heads of group 0 | its key head | its value head]`, three pieces: rows 0..16 of `q_proj`, 0..4 of
@@ -31,25 +31,25 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extent in every dimension."""
+        """The extent in every dimension."""
         return tuple(map(sub, self.hi, self.lo))
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.lo, self.hi, strict=True)) + "]"
 
     def contains(self, other: "Box") -> bool:
-        """Whether every index of `other` is one of this box's."""
+        """Return whether every index of `other` is in this box."""
         return all(mine <= low for mine, low in zip(self.lo, other.lo, strict=True)) and all(
             high <= mine for high, mine in zip(other.hi, self.hi, strict=True)
         )
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part of two boxes of the same tensor, None where there is none."""
+        """Return the common part of two boxes of the same tensor; None if there is none."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(low < high for low, high in zip(lo, hi, strict=True)) else None
@@ -57,9 +57,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`box` of Hugging Face parameter `name` lives in local tensor `param`, of type `dtype`, as a strided view.
+    """A strided view of local tensor `param`, of type `dtype`, that holds `box` of Hugging Face parameter `name`.
 
-    `offset` (from the local tensor's first element) and `stride` (one per box dimension) count elements, as in
+    `offset` (from the first element of the local tensor) and `stride` (per dimension of the box) count elements, as in
     `torch.Tensor.as_strided`.
     """
 
@@ -71,14 +71,14 @@ class Piece:
     dtype: torch.dtype
 
     def part(self, box: Box) -> "Piece":
-        """The piece that holds only `box`, which must lie inside this piece's own."""
+        """Return the piece that holds only `box`, which must be inside this piece's box."""
         if box == self.box:
             return self
         shift = sum((low - mine) * step for low, mine, step in zip(box.lo, self.box.lo, self.stride, strict=True))
         return replace(self, box=box, offset=self.offset + shift)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece's elements in local tensor `tensor`, of shape `box.shape`."""
+        """Return the elements of the piece in local tensor `tensor`, of shape `box.shape`."""
         return tensor.as_strided(self.box.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -87,22 +87,29 @@ Layout = Sequence[Piece]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A box of a parameter and the ranks that have it, ascending."""
+    """A box of a parameter, and the ranks that have it, ascending."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Holding:
-    """Who has which boxes of a parameter, and in which type.
+    """The boxes of a parameter, the ranks that have them, and the dtype.
 
-    Parameters of one shape that are cut and placed alike share one object: what is worked out for one of them is found
-    again by identity for the others.
+    Parameters of one shape that are cut and placed alike have equal holdings, and share one object to save memory. A
+    holding is a key of what is computed for all of them, so its hash is computed once.
     """
 
     places: tuple[Place, ...]
     dtype: torch.dtype
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.places, self.dtype))
 
     @cached_property
     def bounds(self) -> tuple[Integers, Integers]:
@@ -118,7 +125,7 @@ class Holding:
 
     @cached_property
     def owners(self) -> tuple[Integers, Integers]:
-        """The ranks of all places, one place after the other, and the number of the place of each of them."""
+        """The ranks of all places, place after place, and for each of these ranks the number of its place."""
         ranks = np.concatenate([np.array(place.ranks, dtype=np.int64) for place in self.places])
         return ranks, np.repeat(np.arange(len(self.places)), [len(place.ranks) for place in self.places])
 
@@ -127,17 +134,17 @@ Placement = Mapping[str, Holding]  # of all ranks, by Hugging Face name
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a full tensor of this shape."""
+    """Return the box of a full tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of this shape."""
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def placement_of(layouts: Sequence[Layout]) -> Placement:
-    """The placement that the layouts of all ranks add up to, in the order in which the names first occur.
+    """Return the placement that the layouts of all ranks add up to, in the order in which the names first occur.
 
     A rank that has a box several times is in as many places of that box.
 
@@ -164,11 +171,8 @@ def placement_of(layouts: Sequence[Layout]) -> Placement:
 
 
 def _distinct(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[int]]]:
-    """The different layouts, each with the ranks that have it."""
-    by_object: dict[int, list[int]] = defaultdict(list)
-    for rank, layout in enumerate(layouts):
-        by_object[id(layout)].append(rank)
+    """Yield the different layouts, each with the ranks that have it."""
     by_value: dict[tuple[Piece, ...], list[int]] = defaultdict(list)
-    for ranks in by_object.values():
-        by_value[tuple(layouts[ranks[0]])].extend(ranks)
+    for rank, layout in enumerate(layouts):
+        by_value[tuple(layout)].append(rank)
     yield from by_value.items()

@@ -1,8 +1,7 @@
 """The records of a plan: what one rank copies, sends and receives, wave by wave.
 
-A plan is kept as columns of small integers and spelled out wave by wave, because the same few routes serve thousands of
-parameters. Both ends of a transfer have it at the same position among the transfers of its wave between the same two
-ranks.
+A plan is stored as columns of small integers and expanded wave by wave, because the same few routes serve thousands of
+parameters. A transfer has the same position on both ends among the transfers of its wave between these two ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +14,17 @@ import torch
 
 from megarl.reshard.layout import Box, Integers, Layout, Piece
 
-ALIGNMENT = 16  # bytes: where a box may begin in a bucket, so that any dtype can be viewed and copied in wide words
-DELAY = 2  # waves before what has arrived can go onward: while a wave travels the next one is packed already
+ALIGNMENT = (
+    16  # bytes; the begin of a box in a bucket is a multiple, so that any dtype can be viewed and copied in wide words
+)
+DELAY = 2  # waves before received data can be forwarded: while a wave travels the next wave is already packed
 
 Choice = npt.NDArray[np.bool_]
-Count = TypeVar("Count", int, Integers)
+IntOrColumn = TypeVar("IntOrColumn", int, Integers)
 
 
-def aligned(num_bytes: Count) -> Count:
-    """The bucket space of boxes of so many bytes."""
+def aligned(num_bytes: IntOrColumn) -> IntOrColumn:
+    """Return the space in a bucket that boxes of so many bytes take."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -37,9 +38,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box that travels: `piece` is its end on this rank, `peer` the rank at the other, `dtype` that on the wire.
+    """A box that travels: `piece` is the end on this rank, `peer` the rank of the other end, `dtype` that of the wire.
 
-    What goes `onward` is sent from the destination's local tensor, where an earlier wave has written it.
+    An `onward` transfer is sent from the destination's local tensor, after an earlier wave has written it.
     """
 
     piece: Piece
@@ -62,14 +63,14 @@ class Wave:
     receives: list[Transfer] = field(default_factory=list)
 
     def written(self) -> Iterator[Piece]:
-        """The pieces that this wave fills."""
+        """Yield the pieces that this wave fills."""
         yield from (copy.destination for copy in self.copies)
         yield from (transfer.piece for transfer in self.receives)
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What the transfers of alike parameters have in common; `peer` is the rank itself where the box stays."""
+    """The common part of the transfers of alike parameters; `peer` is the rank itself if the box stays."""
 
     box: Box
     peer: int
@@ -84,10 +85,10 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank does. All ranks have the same number of waves; in a wave a rank may have nothing to do.
+    """The plan of one rank. All ranks have the same number of waves; in a wave a rank may have nothing to do.
 
-    `steps` is int32 [num_steps, 3]: the number of the piece of `held` that is read, that of the piece of `needed` that
-    is written (-1 where there is none on this rank), and that of the template. What goes onward is read from a piece
+    `steps` is int32 [num_steps, 3]: the number of the piece of `held` that is read, the number of the piece of `needed`
+    that is written (-1 if it is not on this rank), and the number of the template. An onward step reads from the piece
     of `needed`. Wave `w` has the steps from `ends[w - 1]` up to `ends[w]`.
     """
 
@@ -101,16 +102,16 @@ class RankPlan:
 
     @property
     def num_waves(self) -> int:
-        """How many buckets travel one after the other."""
+        """The number of buckets that travel one after the other."""
         return len(self.ends)
 
     @property
     def waves(self) -> Iterator[Wave]:
-        """The waves, each spelled out when it is its turn."""
+        """The waves, each expanded on demand."""
         return map(self.wave, range(self.num_waves))
 
     def wave(self, number: int) -> Wave:
-        """One wave, spelled out."""
+        """Expand one wave."""
         wave = Wave()
         begin = self.ends[number - 1] if number else 0
         for source, destination, number_of_template in self.steps[begin : self.ends[number]].tolist():
@@ -131,35 +132,35 @@ class RankPlan:
         return wave
 
     def onward(self) -> Choice:
-        """[num_steps]: whether the step sends what was received before."""
+        """Return [num_steps]: whether the step forwards what was received before."""
         return np.array([template.onward for template in self.templates], dtype=np.bool_)[self.steps[:, 2]]
 
     def sent(self) -> Choice:
-        """[num_steps]: whether the step sends."""
+        """Return [num_steps]: whether the step sends."""
         return (self.steps[:, 1] < 0) | self.onward()
 
     def received(self) -> Choice:
-        """[num_steps]: whether the step receives."""
+        """Return [num_steps]: whether the step receives."""
         return (self.steps[:, 0] < 0) & ~self.onward()
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank puts on the wire."""
+        """The bytes that this rank sends."""
         return int(self._num_bytes()[self.sent()].sum())
 
     @property
     def bytes_received(self) -> int:
-        """Bytes this rank takes off the wire."""
+        """The bytes that this rank receives."""
         return int(self._num_bytes()[self.received()].sum())
 
     def bucket_sizes(self) -> Integers:
-        """[2, num_waves]: the bytes of bucket that each wave needs to send, and to receive."""
+        """Return [2, num_waves]: the bytes of bucket that each wave needs to send, and to receive."""
         space = aligned(self._num_bytes())
         sizes = [np.concatenate([[0], np.cumsum(space * steps)])[self.ends] for steps in (self.sent(), self.received())]
         return np.diff(np.stack(sizes), prepend=0)
 
     def lifetimes(self) -> tuple[list[list[str]], list[list[str]]]:
-        """For each wave the local tensors of the destination that it is first, and last, to write."""
+        """Return for each wave the local tensors of the destination that it is the first, and the last, to write."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         begin = 0
@@ -179,6 +180,6 @@ class RankPlan:
         return params
 
     def _num_bytes(self) -> Integers:
-        """[num_steps]: what each carries."""
+        """Return [num_steps]: the bytes of each step."""
         sizes = np.array([template.num_bytes for template in self.templates], dtype=np.int64)
         return sizes[self.steps[:, 2]]

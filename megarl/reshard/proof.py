@@ -1,4 +1,4 @@
-"""The proof that a plan does what it must, from the local tensors' point of view, without the planner's reasoning."""
+"""The proof that a plan is correct, based on the local tensors and independent of the planner."""
 
 import zlib
 from collections import defaultdict
@@ -16,8 +16,8 @@ def check_plan(plan: RankPlan) -> None:
     """Prove that the plan writes every element that the rank's destination lists exactly once.
 
     Raises:
-        ValueError: two pieces share an element of a local tensor, the boxes that are written to a piece are not exactly
-            its own, or a box goes onward before it has arrived.
+        ValueError: two pieces share an element of a local tensor, the boxes written to a piece do not tile it exactly,
+            or a box goes onward before it has arrived.
     """
     _check_tiled(plan)
     _check_onward(plan)
@@ -25,7 +25,7 @@ def check_plan(plan: RankPlan) -> None:
 
 
 def _check_tiled(plan: RankPlan) -> None:
-    """Raise ValueError unless what is written to each piece are disjoint boxes that add up to it."""
+    """Raise ValueError unless disjoint boxes are written to each piece and add up to it."""
     writes = plan.steps[(plan.steps[:, 1] >= 0) & ~plan.onward()]
     writes = writes[np.argsort(writes[:, 1], kind="stable")]
     bounds = np.searchsorted(writes[:, 1], np.arange(len(plan.needed) + 1)).tolist()
@@ -49,7 +49,7 @@ def _check_tiled(plan: RankPlan) -> None:
 
 
 def _check_onward(plan: RankPlan) -> None:
-    """Raise ValueError unless what goes onward has come in time, in a box that contains it."""
+    """Raise ValueError unless every onward box has arrived in time, in a box that contains it."""
     wave = np.searchsorted(plan.ends, np.arange(len(plan.steps)), side="right").tolist()
     arrived: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     for row in np.flatnonzero(plan.received()).tolist() if plan.onward().any() else ():
@@ -63,7 +63,7 @@ def _check_onward(plan: RankPlan) -> None:
 
 
 def _check_disjoint(layout: Layout, rank: int) -> None:
-    """Raise ValueError where two pieces have an element of a local tensor in common."""
+    """Raise ValueError if two pieces have an element of a local tensor in common."""
     params: dict[str, int] = {}
     runs: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Integers, int]] = {}
     owners, counts, offsets, relative, lengths = [], [], [], [], []
@@ -93,7 +93,7 @@ def _check_disjoint(layout: Layout, rank: int) -> None:
 
 
 def _runs(shape: Sequence[int], stride: Sequence[int]) -> tuple[Integers, int]:
-    """Where a view's runs of neighbouring elements start, from its first element on, and the length of each run."""
+    """Return the starts of a view's runs of adjacent elements, relative to its first element, and the runs' length."""
     starts, length = np.zeros(1, dtype=np.int64), 1
     for step, extent in sorted(zip(stride, shape, strict=True)):
         if step == length and len(starts) == 1:
@@ -104,10 +104,11 @@ def _runs(shape: Sequence[int], stride: Sequence[int]) -> tuple[Integers, int]:
 
 
 def disagreement(plan: RankPlan) -> Integers:
-    """[world_size]: numbers that add up to zero over all ranks if what is sent to each rank is what it expects.
+    """Return [world_size] numbers that add up to zero over all ranks if every rank is sent what it expects.
 
-    They are hashes of what this rank sends to each rank (positive) and of what it expects itself (negative): wave,
-    sender, position among what travels between the two in that wave, parameter, box and type.
+    They add hashes of the transfers that this rank sends to each rank, and subtract hashes of the transfers that it
+    expects. A hash covers wave, sender, position among the transfers of the two ranks in the wave, parameter, box and
+    dtype.
     """
     total = np.zeros(plan.world_size, dtype=np.uint64)
     peers = np.array([template.peer for template in plan.templates], dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Who sends which box of one parameter to whom: the least that must travel, from the nearest and least busy holder.
+"""The routes of one parameter: which rank sends which box to which rank.
 
-Everything here is a pure function of who holds and who needs which boxes, the same for every rank that computes it. It
-knows no names: parameters of the same shape, cut and placed the same way (the layers of one pipeline stage), share
-their routes, so a plan costs as much as there are kinds of parameters, not parameters. Routes are columns of integers,
-never objects: one kind has as many of them as there are ranks.
+Each box comes from the nearest and least busy holder, and only boxes that a rank lacks travel. All functions are pure
+functions of the holdings, so every rank computes the same routes. Routes have no names: parameters of the same shape,
+cut and placed the same way (such as the layers of one pipeline stage), share their routes. So the cost of a plan grows
+with the number of kinds of parameters. Routes are columns of integers, because a kind has as many routes as ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.reshard.columns import count_up, starts
 from megarl.reshard.layout import Box, Holding, Integers, Place
 from megarl.reshard.plan import aligned
 
@@ -23,9 +24,19 @@ from megarl.reshard.plan import aligned
 class Routes:
     """All routes of one kind of parameter, or of a part of it.
 
-    Route `i` takes box `box[i]` from place `source[i]` on rank `sender[i]` to place `destination[i]` on rank
-    `reader[i]`, which may be the same rank. All columns are int64 [num_routes]; box `b` is `lo[b] <= index < hi[b]`,
-    both int64 [num_boxes, num_dims].
+    Route `i` carries box `box[i]` from place `source[i]` on rank `sender[i]` to place `destination[i]` on rank
+    `reader[i]`, which may be the same rank. These columns are int64 [num_routes]. Box `b` is `lo[b] <= index < hi[b]`,
+    both int64 [num_boxes, num_dims]. A place is an index into `Holding.places` of its side.
+
+    Example: rank 0 holds rows 0:4 of a vector, rank 1 rows 4:8; both need the full vector, that is two boxes each.
+
+        lo, hi       0:4  4:8
+        route        0  1  2  3
+        box          0  0  1  1
+        sender       0  0  1  1
+        source       0  0  1  1
+        reader       0  1  0  1
+        destination  0  0  0  0
     """
 
     world_size: int
@@ -40,41 +51,41 @@ class Routes:
 
     @cached_property
     def num_bytes(self) -> Integers:
-        """[num_routes]: what each route carries."""
+        """[num_routes]: the bytes of each route."""
         sizes: Integers = np.prod(self.hi - self.lo, axis=1, dtype=np.int64) * self.itemsize
         return sizes[self.box]
 
     @cached_property
     def travels(self) -> npt.NDArray[np.bool_]:
-        """[num_routes]: whether it leaves its rank."""
+        """[num_routes]: whether the route leaves its rank."""
         return self.sender != self.reader
 
     @cached_property
     def load(self) -> Integers:
         """[2, world_size]: the bytes of bucket that each rank sends, and the bytes that it writes.
 
-        A copy counts as written, although it needs no bucket, because what is written may be staged until its
-        parameter is complete.
+        A copy counts as written although it needs no bucket, because written data may be staged until the parameter is
+        complete.
         """
         size = aligned(self.num_bytes)
         return np.stack([self.per_rank(self.sender, size * self.travels), self.per_rank(self.reader, size)])
 
     def per_rank(self, ranks: Integers, amounts: Integers) -> Integers:
-        """[world_size]: the amounts added up by rank; exact below 2^53."""
+        """Return [world_size]: the amounts added up by rank; exact below 2^53."""
         return np.bincount(ranks, weights=amounts, minlength=self.world_size).astype(np.int64)
 
     def box_of(self, route: int) -> Box:
-        """The box that a route carries."""
+        """Return the box that a route carries."""
         box = self.box[route]
         return Box(tuple(self.lo[box].tolist()), tuple(self.hi[box].tolist()))
 
     def fit(self, bucket_bytes: int) -> Iterator["Routes"]:
-        """Cut every box in as many parts as it takes for no rank's load to exceed the bucket.
+        """Yield the routes in parts, by cutting every box, so that no rank's load of a part exceeds the bucket.
 
-        Each box is cut along its own first dimension, so that all ranks take their share in every part.
+        Each box is cut along its first dimension that can be cut, so that all ranks share in every part.
 
         Raises:
-            ValueError: a single element is too much.
+            ValueError: a single element exceeds the bucket.
         """
         load = int(self.load.max())
         if load <= bucket_bytes:
@@ -91,7 +102,7 @@ class Routes:
             raise ValueError(f"a bucket of {bucket_bytes} bytes is too small; this exchange needs {load}")
 
     def _part(self, part: int, num_parts: int) -> "Routes":
-        """The given one of equal parts of each box, as far as its indices can be divided."""
+        """Return part `part` of `num_parts` equal parts of each box; a part without an index is left out."""
         extents = self.hi - self.lo
         lo, hi = self.lo.copy(), self.hi.copy()
         if extents.size:
@@ -101,7 +112,7 @@ class Routes:
         return self._only(np.flatnonzero((lo < hi).all(axis=1)), lo, hi)
 
     def _only(self, boxes: Integers, lo: Integers, hi: Integers) -> "Routes":
-        """The routes of some of the boxes, which shrink to `lo` and `hi`."""
+        """Return the routes of some of the boxes, which shrink to `lo` and `hi`."""
         number = np.full(len(lo), -1)
         number[boxes] = np.arange(len(boxes))
         mine = number[self.box] >= 0
@@ -117,21 +128,22 @@ def find_routes(
     ranks_per_node: int,
     sent_before: Integers,
 ) -> Routes:
-    """Supply every destination place from a holder of each of its elements.
+    """Return routes that supply every destination place from a holder of each of its elements.
 
-    A rank supplies itself with what it holds; else the least loaded holder on its node does, else the least of all.
+    A rank supplies itself with the elements that it holds. Otherwise the least loaded holder on its node supplies it,
+    and if there is none, the least loaded of all holders.
 
     Args:
-        source: who holds what.
-        destination: who needs what.
+        source: the holders.
+        destination: the readers.
         itemsize: bytes of an element on the wire.
         ranks_per_node: ranks `k * ranks_per_node ..` are on node `k`.
-        sent_before: [world_size], the bytes that each rank sends of other parameters. Where holders cannot share the
-            readers evenly, those that send least get one more. It decides nothing else, so that parameters with the
-            same holders find the same peers.
+        sent_before: [world_size], the bytes that each rank sends of other parameters. If holders cannot share the
+            readers evenly, the holders that send least get one more. It decides nothing else, so that parameters with
+            the same holders have the same peers.
 
     Raises:
-        ValueError: some element of a destination place is held by nobody.
+        ValueError: nobody holds an element of a destination place.
     """
     wanted, (readers, places_read) = destination.bounds, destination.owners
     cells, holders = _cells(source, num_dims=wanted[0].shape[1])
@@ -165,13 +177,12 @@ def _check_supplied(supplied: Integers, destinations: Sequence[Place]) -> None:
     for num, place in zip(supplied.tolist(), destinations, strict=True):
         if num < place.box.numel:
             raise ValueError(
-                f"rank {place.ranks[0]} needs {place.box}, of which {num} of {place.box.numel} elements are held "
-                "anywhere"
+                f"rank {place.ranks[0]} needs {place.box}, but ranks hold only {num} of its {place.box.numel} elements"
             )
 
 
 def union_numel(boxes: Sequence[Box]) -> int:
-    """The number of elements in at least one of the boxes."""
+    """Return the number of elements in at least one of the boxes."""
     if not boxes:
         return 0
     union = Holding(tuple(Place(box, (0,)) for box in boxes), torch.uint8)
@@ -180,13 +191,14 @@ def union_numel(boxes: Sequence[Box]) -> int:
 
 
 def _cells(holding: Holding, *, num_dims: int) -> tuple[tuple[Integers, Integers], list[tuple[Integers, Integers]]]:
-    """Cut the union of the boxes along all their faces, into disjoint boxes.
+    """Cut the union of the boxes along all their faces, into disjoint boxes: the cells.
 
-    Boxes that are disjoint or equal, as those of one way of sharding are, come back as they are.
+    Disjoint or equal boxes, as one way of sharding makes them, are returned unchanged. For example the boxes 0:4 and
+    2:6 give the cells 0:2, 2:4 and 4:6, and both places hold 2:4.
 
     Returns:
-        the cells' low and high ends, both [num_cells, num_dims], and for each cell the ranks that hold it, ascending,
-        with the place in which each of them does.
+        the low and the high ends of the cells, both [num_cells, num_dims], and for each cell the ranks that hold it,
+        ascending, and the place of each of these ranks.
     """
     if not holding.places:
         return (np.zeros((0, num_dims), np.int64), np.zeros((0, num_dims), np.int64)), []
@@ -216,7 +228,12 @@ def _suppliers(
     *,
     ranks_per_node: int,
 ) -> Integers:
-    """[num_readers]: which of the holders supplies each reader; adds what they send to `load`."""
+    """Return [num_readers], the index of the holder that supplies each reader; add what holders send to `load`.
+
+    Three groups of readers choose in turn: readers that hold the cell supply themselves; readers with holders on their
+    node (`near`) go round these holders, the largest size and the least load first; the others (`far`) are given one by
+    one to the least loaded holder. All columns with `foreign` in the index are of readers that do not hold the cell.
+    """
     supplier = np.minimum(np.searchsorted(holders, readers), len(holders) - 1)
     foreign: Integers = np.flatnonzero(holders[supplier] != readers)
     nodes, node = holders // ranks_per_node, readers[foreign] // ranks_per_node
@@ -229,7 +246,7 @@ def _suppliers(
         turn = np.arange(len(order)) - np.searchsorted(node[order], node[order])
         supplier[foreign[order]] = by_load[first[order] + turn % num_near[order]]
         np.add.at(load, holders[supplier[foreign[order]]], sizes[foreign[order]])
-    # Readers without a holder on their node choose last: they can avoid the holders whose own node keeps them busy.
+    # Far readers choose last, because they can avoid holders that are busy with their own node.
     far = foreign[~near]
     if far.size:
         far = far[np.lexsort((readers[far], -sizes[far]))]
@@ -239,16 +256,22 @@ def _suppliers(
 
 
 def _least_loaded(load: Integers, sent_before: Integers, size: int, num: int) -> Integers:
-    """[num]: which holder sends, if `num` boxes of `size` bytes are given one by one to the least loaded holder."""
+    """Return [num], the holder of each of `num` boxes of `size` bytes if the least loaded holder always takes the next.
+
+    Closed form of a loop. Loads are counted in boxes (`level`) and filled up to a common height. Example: levels 0, 2
+    and 5, and `num` = 4. The third holder gets its first box only after `below` = 0, 2, 8 boxes, so it gets none
+    (`served` = 2). The other two fill up to `height` = (4 + 2) / 2 = 3: 3 boxes for the first holder and 1 for the
+    second, in the order of levels: 0, 0, 0 and 1.
+    """
     level = load // size  # counted in boxes
     order = np.lexsort((sent_before, load))
     level = level[order]
-    below = np.arange(len(level)) * level - (np.cumsum(level) - level)  # boxes given before each holder gets its first
+    below = np.arange(len(level)) * level - starts(level)  # boxes that are given before each holder gets its first
     served = int(np.searchsorted(below, num))
     order, level = order[:served], level[:served]
     height, rest = divmod(num + int(level.sum()), served)
     counts = height - level
     counts[:rest] += 1
     holder = np.repeat(order, counts)
-    turn = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(level, counts)
+    turn = count_up(counts) + np.repeat(level, counts)  # the level at which a holder takes each box
     return holder[np.lexsort((holder, turn))]

@@ -1,7 +1,7 @@
-"""Routes in two hops: what several ranks of a node need from outside crosses the network once.
+"""Routes in two hops: data that several ranks of a node need from outside crosses the network once.
 
-Each of these ranks imports a share of the box, and two waves later it passes its share on to the others, out of its own
-local tensor. So nothing is staged anywhere, and every rank still receives exactly what it needs and does not hold.
+Each of these ranks imports a share of the box. Two waves later it forwards its share to the other ranks from its own
+local tensor. So no staging is needed, and every rank still receives exactly the data that it needs and does not hold.
 """
 
 from collections.abc import Iterator
@@ -9,25 +9,36 @@ from dataclasses import replace
 
 import numpy as np
 
+from megarl.reshard.columns import count_up
 from megarl.reshard.layout import Integers
 from megarl.reshard.routes import Routes
 
 
 def two_hops(routes: Routes, *, ranks_per_node: int, bucket_bytes: int) -> Iterator[tuple[Routes, Routes]]:
-    """The routes in parts that fit half a bucket per hop: from outside or directly, and onwards inside the nodes.
+    """Yield the routes in parts that fit half a bucket per hop: into the nodes or direct, then onward inside the nodes.
 
-    In the second hop `source` counts the destination's places, because the sender has written there before.
+    In the second hop `source` counts places of the destination, because the sender has written there before.
     """
     nothing = np.zeros(0, dtype=np.int64)
     for part in routes.fit(bucket_bytes // 2):
         hops = _share(part, ranks_per_node=ranks_per_node) if part.lo.shape[1] else (part, _only(part, nothing))
         if max(int(hop.load.max()) for hop in hops) <= bucket_bytes // 2:
             yield hops
-        else:  # the shares of small boxes take more room than the boxes, because each begins aligned
+        else:  # shares of small boxes take more space than the boxes, because each share is aligned
             yield part, _only(part, nothing)
 
 
 def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
+    """Replace the routes into a node that carry the same box by shares; return the routes of both hops.
+
+    The readers of one box on one node, outside of the node of the sender, are a group; `order` has the routes of all
+    groups, group after group, and all other columns up to `sizes` follow that order:
+
+        box    reader  node      group  turn     first  sizes
+        0      8       1         0      0        0      2
+        0      9       1         0      1
+        0      16      2         1      0        2      1
+    """
     node = routes.reader // ranks_per_node
     outside = routes.sender // ranks_per_node != node
     order = np.lexsort((routes.reader, node, routes.box, ~outside))[: outside.sum()]
@@ -35,7 +46,7 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
     group = np.cumsum(fresh) - 1
     first, sizes = np.flatnonzero(fresh), np.bincount(group)
     turn = np.arange(len(order)) - first[group]
-    # Each importer's share is a box of its own, behind those of the routes that stay as they are.
+    # The share of each importer is a new box, numbered after the boxes of the unchanged (direct) routes.
     direct = np.setdiff1d(np.arange(len(routes.box)), order)
     lo, hi = _shares(routes, routes.box[order], turn, sizes[group])
     kept = np.flatnonzero((lo < hi).all(axis=1))
@@ -44,10 +55,10 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
     first_hop = replace(
         imports, lo=np.concatenate([routes.lo, lo[kept]]), hi=np.concatenate([routes.hi, hi[kept]]), box=boxes
     )
-    # To every other member of the group: `others` counts the members after the importer, round and round.
+    # Each importer sends to every other member of its group: `others` counts the members after it, cyclically.
     times = (sizes[group] - 1)[kept]
     importer = np.repeat(kept, times)
-    others = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times) + 1
+    others = count_up(times) + 1
     member = first[group[importer]] + (turn[importer] + others) % sizes[group[importer]]
     onward = _only(routes, order[member])
     passed = replace(
@@ -62,7 +73,7 @@ def _share(routes: Routes, *, ranks_per_node: int) -> tuple[Routes, Routes]:
 
 
 def _shares(routes: Routes, box: Integers, turn: Integers, num: Integers) -> tuple[Integers, Integers]:
-    """The ends of the `turn`-th of `num` equal parts of each box, along its first dimension that can be cut."""
+    """Return the ends of the `turn`-th of `num` equal parts of each box, along its first dimension that can be cut."""
     lo, hi = routes.lo[box].copy(), routes.hi[box].copy()
     extents = hi - lo
     row, dim = np.arange(len(lo)), np.argmax(extents > 1, axis=1)

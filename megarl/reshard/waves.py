@@ -1,27 +1,27 @@
-"""Cuts the sequence of all parameters into waves that fit a bucket on every rank."""
+"""The division of the sequence of all parameters into waves that fit a bucket on every rank."""
 
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-BLOCKS_PER_WAVE = 8  # how many additions a wave takes at least; more of them only cost time
+BLOCKS_PER_WAVE = 8  # fewest additions per wave; more additions only cost time
 
 
 def cut_waves(parts: npt.NDArray[np.int64], loads: npt.NDArray[np.int64], bucket_bytes: int) -> list[int]:
-    """Where the waves end: each has as many items as fit, on the rank that has most to carry.
+    """Return where the waves end. Each wave has as many items as fit on the busiest rank.
 
     Args:
-        parts: [num_items], what travels, in order: each item is one of the rows of `loads`.
-        loads: [num_parts, num_columns], the bytes that an item adds to each bucket; none exceeds a bucket.
+        parts: [num_items], the row of `loads` of each item, in the order of travel.
+        loads: [num_parts, num_columns], the bytes that an item adds to each bucket, at most a full bucket.
         bucket_bytes: the size of every bucket.
 
     Returns:
-        the position behind the last item of each wave.
+        the position after the last item of each wave.
     """
     if not len(parts):
         return []
-    # Ranks with the same duties, such as replicas, need only be counted once.
+    # Ranks with equal loads, such as replicas, need to be counted only once.
     loads = np.stack(
         [np.frombuffer(column, dtype=np.int64) for column in dict.fromkeys(map(bytes, np.ascontiguousarray(loads.T)))],
         1,

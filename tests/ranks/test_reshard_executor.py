@@ -115,7 +115,7 @@ def different_plans():
     model = architecture()
     layouts = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2)
     plan = plan_between(*layouts, rank=rank, ranks_per_node=2, bucket_bytes=4096 if rank else 2048)
-    with pytest.raises(RuntimeError, match="the ranks have different plans"):
+    with pytest.raises(RuntimeError, match="the plans of the ranks differ"):
         Reshard(plan, device=CPU)
 
 

@@ -166,7 +166,7 @@ def test_every_planted_fault_is_found_on_all_ranks(
     for said in answers:
         for fault in faults:
             if fault == FLIPPED:
-                assert said[fault].startswith("what arrived is not what was sent: model.")
+                assert said[fault].startswith("received data differ from the sent data: model.")
                 assert "from rank 0 to rank 1" in said[fault]
             else:
                 assert SIGNS[fault] in said[fault]

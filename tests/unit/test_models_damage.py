@@ -179,12 +179,12 @@ def test_any_damage_to_a_header_is_named_or_changes_nothing(
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"w": "gone.safetensors"}}, "lists gone.safetensors, which is not there"),
+        ({"weight_map": {"w": "gone.safetensors"}}, "lists gone.safetensors, which does not exist"),
         ({"weight_map": {"w": "../a.safetensors"}}, "is no file below"),
         ({"weight_map": {"w": "/etc/passwd"}}, "is no file below"),
-        ({"weight_map": {"w": "a.safetensors"}}, "says that a.safetensors holds w, and it does not"),
+        ({"weight_map": {"w": "a.safetensors"}}, "lists w in a.safetensors, which lacks it"),
         ({"weight_map": {"w": "passwd.safetensors"}}, "passwd.safetensors cannot be read as safetensors"),
-        ({"weight_map": {"w": "directory.safetensors"}}, "lists directory.safetensors, which is not there"),
+        ({"weight_map": {"w": "directory.safetensors"}}, "lists directory.safetensors, which does not exist"),
         ({}, "is no index of weights"),
         ([], "is no index of weights"),
     ],

@@ -66,7 +66,7 @@ def test_a_directory_without_weights_is_named(tmp_path):
 def test_a_shard_that_is_not_there_is_named(tmp_path):
     index = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="lists model-00001-of-00002.safetensors, which is not there"):
+    with pytest.raises(ValueError, match="lists model-00001-of-00002.safetensors, which does not exist"):
         CheckpointFiles(tmp_path).layout()
 
 
@@ -75,7 +75,7 @@ def test_a_shard_of_another_directory_is_refused(elsewhere, tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (directory := tmp_path / "model").mkdir()
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": elsewhere}}))
-    with pytest.raises(ValueError, match="is no file below|lists 3, which is not there"):
+    with pytest.raises(ValueError, match="is no file below|lists 3, which does not exist"):
         CheckpointFiles(directory).layout()
 
 

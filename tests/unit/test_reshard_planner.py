@@ -268,9 +268,9 @@ def test_layers_of_a_stage_share_their_routes():
 def test_what_nobody_holds_is_named():
     sources = [[piece("w", Box((0, 0), (2, 3)))], []]
     destinations = [[], [piece("w", Box((1, 0), (4, 3)))]]
-    with pytest.raises(ValueError, match=r"reshard w: rank 1 needs \[1:4, 0:3\], of which 3 of 9 elements are held"):
+    with pytest.raises(ValueError, match=r"reshard w: rank 1 needs \[1:4, 0:3\], but ranks hold only 3 of its 9"):
         plan_between(sources, destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
-    with pytest.raises(ValueError, match="reshard w: .* 0 of 9"):
+    with pytest.raises(ValueError, match="reshard w: .* 0 of its 9"):
         plan_between([[], []], destinations, rank=0, ranks_per_node=2, bucket_bytes=1000)
 
 

@@ -144,7 +144,7 @@ def test_a_damaged_line_costs_no_other_and_nothing_is_lost(
     assert steps_of(path) == [1, *range(3, 92)]
     [aside] = tmp_path.glob("metrics.jsonl.set_aside-*")
     assert aside.read_bytes() == was
-    assert f"the whole file as it was is set aside as {aside.name}" in caplog.text
+    assert f"the old file is set aside as {aside.name}" in caplog.text
     assert path.read_bytes().splitlines()[:89] == [lines[0], *lines[2:90]]
 
 
