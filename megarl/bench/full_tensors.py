@@ -24,7 +24,7 @@ def load_full_tensors(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor
 
 
 def _forget_packed_experts(worker: Any) -> None:
-    """Undo the packing of experts: vLLM 0.26 - 0.32 packs them once on CPU, and would overwrite them with unpacked bytes."""
+    """Undo the packing of experts: vLLM 0.26 - 0.32 packs once on CPU, and would overwrite them with unpacked bytes."""
     for module in worker.get_model().modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and not torch.cuda.is_available():
