@@ -1,10 +1,10 @@
-"""A run whose ranks are killed again and again, at random moments, and one that nobody disturbs: both end the same.
+"""Two equal runs, one undisturbed, one whose ranks are killed at random moments: both must end the same.
 
     python scripts/chaos.py [--kills 20] [--seed 1] [--out runs/chaos] [--ranks 2]
 
-Data, tokenizer and a model are made as the quickstart makes them. Both runs train it by PPO; the second under `torchrun
---max-restarts`, with a SIGKILL to one rank in each of its lives. The exit code is 1 where metrics, samples or models
-differ in one bit. Started again, this goes on where it was stopped: OUT holds what is done.
+Data, tokenizer and model are made as in the quickstart. Both runs train the model by PPO, the second run with `torchrun
+--max-restarts` and a SIGKILL to one rank after each start. The exit code is 1 if metrics, samples or models differ in
+one bit. The same command resumes after an interruption, because OUT keeps finished parts.
 """
 
 import argparse
@@ -32,11 +32,11 @@ WARM_UP_STEPS = 20
 SAVE_FREQ = 2
 KILLS_PER_STEP = 2
 PHASES = ("sync", "gen", "reward", "old_log_prob", "values", "update_critic", "update_actor", "save_checkpoint")
-START_S = 10.0  # within which a rank is killed that has not begun to train
+START_S = 10.0  # a rank that has not begun to train is killed within this time
 
 
 def main() -> int:
-    """Make what is missing in OUT, compare, and say what came of it; returns the exit code."""
+    """Make the missing parts of OUT, compare the runs, print a report, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def arguments(world: Path) -> list[str]:
-    """The quickstart's PPO with a smaller batch, and with a controller that remembers."""
+    """Return the arguments of the quickstart's PPO, with a smaller batch and an adaptive KL controller."""
     return [
         CONFIG,
         f"data.train_files={world}/data/train.parquet",
@@ -88,12 +88,12 @@ def arguments(world: Path) -> list[str]:
 
 
 def places(run_dir: Path) -> list[str]:
-    """Where a run keeps what it leaves."""
+    """Return the arguments for the directories of a run."""
     return [f"trainer.default_local_dir={run_dir}", f"trainer.rollout_data_dir={run_dir}/samples"]
 
 
 def call(name: str, *command: object, log: Path) -> None:
-    """Run `python COMMAND`; stop where it fails. What it prints is appended to `log`."""
+    """Run `python COMMAND`, append its output to `log`, and exit if it fails."""
     words = list(map(str, command))
     print(f"{name}: python {shlex.join(words)}", flush=True)
     with log.open("a") as file:
@@ -104,14 +104,14 @@ def call(name: str, *command: object, log: Path) -> None:
 
 
 def is_finished(run_dir: Path, num_steps: int) -> bool:
-    """Whether a run has saved its last step, and logged it."""
+    """Return whether a run has saved and logged its last step."""
     metrics = run_dir / "metrics.jsonl"
     is_saved = (run_dir / f"global_step_{num_steps}").exists()
     return is_saved and any(line["step"] == num_steps for line in read_jsonl(metrics))
 
 
 def seconds_of(run_dir: Path) -> dict[str, float]:
-    """How long each phase took on average."""
+    """Return the mean seconds of each phase."""
     found = defaultdict[str, list[float]](list)
     for line in read_jsonl(run_dir / "metrics.jsonl"):
         for phase in PHASES:
@@ -122,8 +122,8 @@ def seconds_of(run_dir: Path) -> dict[str, float]:
 def draw(
     num_kills: int, num_ranks: int, num_steps: int, durations: dict[str, float], chance: random.Random
 ) -> list[Fault]:
-    """Kills in the order of their steps, at any moment of a phase; each phase as often as another, give or take one."""
-    last = num_steps - SAVE_FREQ - 1  # in each of the last steps but those, something is saved that is not the end
+    """Return kills in the order of their steps, at random moments; phases are equally frequent, give or take one."""
+    last = num_steps - SAVE_FREQ - 1  # the last step after which a checkpoint before the final one is saved
     steps = sorted(chance.choices(range(last + 1), k=num_kills))
     return [
         Fault(rank=chance.randrange(num_ranks), phase=phase, step=step, delay_s=chance.uniform(0.0, durations[phase]))
@@ -132,13 +132,13 @@ def draw(
 
 
 def shuffled(items: Sequence[str], chance: random.Random) -> Iterator[str]:
-    """All items in some order, again and again."""
+    """Yield all items in random order, again and again."""
     while True:
         yield from chance.sample(items, k=len(items))
 
 
 def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num_steps: int) -> int:
-    """Print and keep the table of the kills and a summary; returns the exit code."""
+    """Print and write the table of the kills and a summary; return the exit code."""
     begun = {life["number"]: life for life in faults.begun()}
     rows, again = [], 0
     for met in faults.met():

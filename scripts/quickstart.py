@@ -16,17 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 MAX_NUMBER, MAX_TARGET = 24, 50
-CARELESS = 0.55  # of the demonstrations: imitation alone learns a habit that only the reward can tell from a solution
+CARELESS = (
+    0.55  # share of the demonstrations: imitation learns a habit that only the reward distinguishes from a solution
+)
 
 
 def main() -> None:
-    """Run all stages and write OUT/summary.json, or only the first ones."""
+    """Run all stages and write OUT/summary.json, or run only the first stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--ppo-steps", type=int, help="shorten the training")
-    parser.add_argument("--warm-up-only", action="store_true", help="stop with the model that PPO would start from")
+    parser.add_argument("--warm-up-only", action="store_true", help="stop after the model that PPO starts from")
     arguments = parser.parse_args()
     out, seed = arguments.out.resolve(), arguments.seed
     out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def prepare_data(directory: Path, seed: int) -> None:
-    """Countdown problems: training, validation, and solved ones for the warm-up."""
+    """Write Countdown problems: for training, for validation, and solved problems for the warm-up."""
     megarl(
         "data.prepare",
         "countdown",
@@ -72,7 +74,7 @@ def prepare_data(directory: Path, seed: int) -> None:
 
 
 def make_model(directory: Path, data: Path, seed: int) -> None:
-    """A small random Llama and a SentencePiece tokenizer trained on the problems."""
+    """Write a small random Llama and a SentencePiece tokenizer trained on the problems."""
     import pyarrow.parquet as pq
     import sentencepiece
     import torch
@@ -112,7 +114,7 @@ def make_model(directory: Path, data: Path, seed: int) -> None:
 
 
 def summarize(out: Path, seconds: float) -> None:
-    """Write summary.json and curves.png, and say where everything is."""
+    """Write summary.json and curves.png, and print all paths."""
     from megarl.tracking.jsonl import read_jsonl
     from megarl.tracking.plot import plot_curves
 
@@ -133,7 +135,7 @@ def summarize(out: Path, seconds: float) -> None:
 
 
 def megarl(module: str, *arguments: object) -> None:
-    """Run `python -m megarl.MODULE ARGUMENTS`; stop where it fails."""
+    """Run `python -m megarl.MODULE ARGUMENTS`, and exit if it fails."""
     command = [sys.executable, "-m", f"megarl.{module}", *map(str, arguments)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
     if code := subprocess.run(command, cwd=ROOT).returncode:

@@ -1,10 +1,10 @@
-"""Every algorithm on the task of the quickstart, with the same budget: the runs, the table and the picture of a page.
+"""Every algorithm on the task of the quickstart, with the same budget: runs, table and picture of docs/results.md.
 
     python scripts/results.py [--jobs 2] [--seeds 3] [--steps 40] [--out runs/results] [--docs docs]
 
-For each seed the quickstart makes data and a warmed-up model, which all algorithms share; then each algorithm is one
-plain `megarl.train` on one process. What it does differently is read from its file in `configs/`, so nothing is tuned
-here. A finished run is kept: started again, this goes on where it was stopped.
+For each seed the quickstart makes data and a warmed-up model, which all algorithms share. Then each algorithm is one
+`megarl.train` on one process. Its own settings come from its file in `configs/`; nothing is tuned here. Finished runs are
+kept: the same command resumes after an interruption.
 """
 
 import argparse
@@ -36,20 +36,20 @@ ALGORITHMS = {
     "DAPO": "dapo_gsm8k.yaml",
     "GSPO": "gspo_gsm8k.yaml",
 }
-SAMPLES, UPDATES, GROUP = 384, 2, 8  # answers a step (those of one batch), updates of the policy; answers to a prompt
-OWN_ACTOR_KEYS = ("clip_", "loss_agg_mode", "policy_loss", "use_kl_loss", "kl_loss_")  # beginnings
+SAMPLES, UPDATES, GROUP = 384, 2, 8  # responses a step (of one batch), updates of the policy; responses to a prompt
+OWN_ACTOR_KEYS = ("clip_", "loss_agg_mode", "policy_loss", "use_kl_loss", "kl_loss_")  # prefixes
 VAL_SCORE = "val/test_score/countdown/bare"
 
 
 def main() -> None:
-    """Make what is missing, then write the page."""
+    """Make the missing runs, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="1 to this (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 1 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help=f"of {SAMPLES} samples each (default: %(default)s)")
     parser.add_argument("--warm-up-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="(default: %(default)s)")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page goes (default: docs)")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of the page (default: docs)")
     options = parser.parse_args()
     out, seeds = options.out.resolve(), range(1, options.seeds + 1)
     for seed in seeds:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def warm_up(directory: Path, seed: int, steps: int | None) -> None:
-    """Data and a model that has seen demonstrations, as the quickstart makes them."""
+    """Make data and a model that has seen demonstrations, as in the quickstart."""
     if (directory / "sft" / "huggingface" / "config.json").exists():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -79,34 +79,34 @@ def warm_up(directory: Path, seed: int, steps: int | None) -> None:
 
 
 def own_lines(algorithm: str) -> dict[str, Any]:
-    """What the algorithm's file in `configs/` sets for the algorithm's sake, with this budget's sizes."""
+    """Return the algorithm's own settings, from its file in `configs/`, with the sizes of this budget."""
     if (file := ALGORITHMS[algorithm]) is None:
         return {}
     tree = yaml.safe_load((ROOT / "configs" / file).read_text())
     base = yaml.safe_load((ROOT / BASE).read_text())
     actor, settings = tree["actor_rollout_ref"]["actor"], tree["algorithm"]
-    answers = 1 if tree["actor_rollout_ref"]["rollout"]["n"] == 1 else GROUP - has_greedy_answer(settings)
-    if "overlong_buffer" in settings:  # the same share of the longest answer
+    responses = 1 if tree["actor_rollout_ref"]["rollout"]["n"] == 1 else GROUP - has_greedy_response(settings)
+    if "overlong_buffer" in settings:  # the same share of the longest response
         share = settings["overlong_buffer"]["len"] / tree["data"]["max_response_length"]
         settings["overlong_buffer"]["len"] = round(share * base["data"]["max_response_length"])
     return {
         "algorithm": settings,
         "actor_rollout_ref": {
             "actor": {key: value for key, value in actor.items() if key.startswith(OWN_ACTOR_KEYS)},
-            "rollout": {"n": answers},
+            "rollout": {"n": responses},
         },
     }
 
 
-def has_greedy_answer(settings: Mapping[str, Any]) -> bool:
-    """Whether one answer to each prompt is drawn that nothing learns from but the baseline."""
+def has_greedy_response(settings: Mapping[str, Any]) -> bool:
+    """Return whether one response to each prompt serves only as a baseline."""
     return settings["adv_estimator"] == "remax"
 
 
 def command_of(algorithm: str, seed: int, out: Path, *, steps: int) -> list[str]:
-    """The arguments of Python that run it; writes the algorithm's lines into a file beside the runs."""
+    """Return the arguments of Python for a run; write the algorithm's own settings into a file next to the runs."""
     own = own_lines(algorithm)
-    answers = own["actor_rollout_ref"]["rollout"]["n"] + has_greedy_answer(own["algorithm"]) if own else 1
+    responses = own["actor_rollout_ref"]["rollout"]["n"] + has_greedy_response(own["algorithm"]) if own else 1
     file = out / "algorithms" / f"{slug(algorithm)}.yaml"
     file.parent.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump(own, sort_keys=False))
@@ -115,10 +115,10 @@ def command_of(algorithm: str, seed: int, out: Path, *, steps: int) -> list[str]
         *("-m", "megarl.train", BASE, str(file)),
         f"data.train_files={seeded}/data/train.parquet",
         f"data.val_files={seeded}/data/val.parquet",
-        f"data.train_batch_size={SAMPLES // answers}",
+        f"data.train_batch_size={SAMPLES // responses}",
         f"data.seed={seed}",
         f"actor_rollout_ref.model.path={seeded}/sft/huggingface",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={SAMPLES // answers // UPDATES}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={SAMPLES // responses // UPDATES}",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.seed={seed}",
@@ -132,18 +132,18 @@ def command_of(algorithm: str, seed: int, out: Path, *, steps: int) -> list[str]
 
 
 def slug(algorithm: str) -> str:
-    """A name for files."""
+    """Return a name for files."""
     return algorithm.lower().replace(". ", "_").replace("+", "p")
 
 
 def run_all(commands: dict[tuple[str, int], list[str]], out: Path, *, jobs: int) -> list[Result]:
-    """The results of all commands; those that are already there are read, the others run, `jobs` at a time.
+    """Return the results of all commands: read finished ones, and run the others, `jobs` at a time.
 
-    Exits where one fails, once the others have ended.
+    If a run fails, exit after the others have ended.
     """
     finished = {key: read_result(directory_of(out, *key), command) for key, command in commands.items()}
     missing = [key for key, result in finished.items() if result is None]
-    say(f"{len(commands) - len(missing)} of {len(commands)} runs are there")
+    say(f"{len(commands) - len(missing)} of {len(commands)} runs are finished already")
     failures = []
     with ThreadPoolExecutor(jobs) as pool:
         pending = {pool.submit(run, *key, commands[key], directory_of(out, *key)): key for key in missing}
@@ -160,17 +160,17 @@ def run_all(commands: dict[tuple[str, int], list[str]], out: Path, *, jobs: int)
                 f"in {result.seconds:.0f} s ({number} of {len(missing)})"
             )
     if failures:
-        sys.exit(f"results: {len(failures)} of {len(commands)} runs failed; started again, only these run")
+        sys.exit(f"results: {len(failures)} of {len(commands)} runs failed; the same command repeats only these")
     return [result for result in finished.values() if result]
 
 
 def directory_of(out: Path, algorithm: str, seed: int) -> Path:
-    """Where a run keeps what it logs."""
+    """Return the directory of a run."""
     return out / f"seed{seed}" / slug(algorithm)
 
 
 def run(algorithm: str, seed: int, command: list[str], directory: Path) -> Result:
-    """Train once; the result is in `directory` when this returns, and nowhere before."""
+    """Train once; write the result to `directory` at the end, atomically."""
     from megarl.tracking.jsonl import read_jsonl
 
     shutil.rmtree(directory, ignore_errors=True)
@@ -189,14 +189,14 @@ def run(algorithm: str, seed: int, command: list[str], directory: Path) -> Resul
 
 
 def read_result(directory: Path, command: list[str]) -> Result | None:
-    """The result of this very command, if it has finished."""
+    """Return the result of this very command; None if it has not finished."""
     file = directory / "result.json"
     found = Result(**json.loads(file.read_text())) if file.exists() else None
     return found if found and found.command == command else None
 
 
 def execute(arguments: Sequence[str], log: Path) -> float:
-    """Run Python with `arguments`, on one core; returns the seconds it took. Raises RuntimeError where it fails."""
+    """Run Python with `arguments`, on one core; return the seconds it took. Raise RuntimeError if it fails."""
     start = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.run(
@@ -213,7 +213,7 @@ def execute(arguments: Sequence[str], log: Path) -> float:
 
 
 def say(text: str) -> None:
-    """Print with the time of day."""
+    """Print a line with the time of day."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 

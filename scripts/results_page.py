@@ -57,13 +57,13 @@ task. It does not show which algorithm is best elsewhere.
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished run."""
+    """The result of a finished run."""
 
     algorithm: str
     seed: int
     command: list[str]
     seconds: float
-    curve: list[tuple[int, float]]  # generated samples, greedy validation score
+    curve: list[tuple[int, float]]  # (generated samples, greedy validation score)
 
 
 def write_page(

@@ -1,8 +1,8 @@
 """One measurement on its ranks: `python -m megarl.bench.case DIRECTORY times|peaks`.
 
-DIRECTORY holds `case.json` and the model's `config.json`; `times.json` or `peaks.json` is written beside them. Every
-repeat changes the trainer's weights, and before each way the engine's are set to zero. Afterwards the engine must
-answer fixed prompts with the very same log-probabilities whichever way filled it, so no way is fast by being wrong.
+DIRECTORY has `case.json` and the model's `config.json`; `times.json` or `peaks.json` is written to it. Every repeat
+changes the trainer's weights, and before each way the engine's weights are set to zero. Afterwards the engine must give
+equal log-probabilities on fixed prompts for all ways, so that no way is fast because it is wrong.
 """
 
 import json

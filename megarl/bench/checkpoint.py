@@ -1,8 +1,8 @@
 """`python -m megarl.bench checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
 
-Its own ranks save and load the state of one model in turn. Training does nothing meanwhile but ask, every
-`STEP_S` seconds, whether the save goes on; all the time that it spends so, from the first copy to the last rename, is
-what it waits. Files are brought to the disk in either case.
+Its own ranks save and load the state of one model in turn. Training only advances the save every `STEP_S` seconds
+meanwhile. The waiting time is all time that training spends in the save, from the first copy to the last rename. Files
+are flushed to the disk in both cases.
 """
 
 import argparse

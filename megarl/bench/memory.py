@@ -2,8 +2,8 @@
 
 On CPU it is the kernel's own high-water mark of the process's resident memory, reset before the work: it sees every
 allocation of every library and thread (torch, gloo's copies, packed weights) and misses none between two samples. The
-process has to be started in `ENVIRONMENT`: what is freed then leaves at once, while the C library would otherwise keep
-it and hide some of the work's own memory in it. On CUDA it is the peak of torch's allocator.
+process has to be started with `ENVIRONMENT`, so that freed memory is returned at once. By default the C library keeps
+freed memory, and some of the work's memory would not count. On CUDA it is the peak of torch's allocator.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """`python -m megarl.bench reshard`: time and cost of the transfer of new weights from trainer to engine.
 
-Each model and layout is a run on ranks of its own, in which three ways take turns on one trainer and engine:
-megarl's, mbridge's `export_weights` into vLLM's own reload, and a plain copy of the bytes the engine must end up with.
+Each model and layout is a separate run. In it, three ways take turns on one trainer and engine: megarl's, mbridge's
+`export_weights` into vLLM's own reload, and a plain copy of the bytes of the engine's weights.
 """
 
 import argparse

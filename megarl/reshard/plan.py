@@ -56,7 +56,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Wave:
-    """What one rank does with one bucket."""
+    """The work of one rank on one bucket."""
 
     copies: list[Copy] = field(default_factory=list)
     sends: list[Transfer] = field(default_factory=list)

@@ -117,7 +117,7 @@ def lower_bound(source: Placement, destination: Placement, *, rank: int) -> int:
 
 
 class TransferSchedule:
-    """The plan of all ranks: in which wave which parts of which parameters travel along which routes.
+    """The plan of all ranks: the waves in which the parts of parameters travel, and their routes.
 
     Parameters travel in the order of the destination, but those of different owners (pipeline stages, expert groups)
     take turns, so that all ranks send. All columns of integers index one of four spaces:
@@ -283,7 +283,7 @@ class TransferSchedule:
 
 
 class _OwnPieces:
-    """Which piece of a rank's layout belongs to which of its places, for every parameter.
+    """The pieces of a rank's layout by its places, for every parameter.
 
     A rank has some of the places of a kind; its `ordinal`-th place of a parameter is the piece `first + ordinal`.
     """

@@ -1,4 +1,4 @@
-"""The routes of one parameter: which rank sends which box to which rank.
+"""The routes of one parameter: sender, receiver and box of each transfer.
 
 Each box comes from the nearest and least busy holder, and only boxes that a rank lacks travel. All functions are pure
 functions of the holdings, so every rank computes the same routes. Routes have no names: parameters of the same shape,

@@ -9,7 +9,7 @@ BLOCKS_PER_WAVE = 8  # fewest additions per wave; more additions only cost time
 
 
 def cut_waves(parts: npt.NDArray[np.int64], loads: npt.NDArray[np.int64], bucket_bytes: int) -> list[int]:
-    """Return where the waves end. Each wave has as many items as fit on the busiest rank.
+    """Return the ends of the waves. Each wave has as many items as fit on the busiest rank.
 
     Args:
         parts: [num_items], the row of `loads` of each item, in the order of travel.

@@ -1,4 +1,4 @@
-"""Ranks that believe different things refuse to go on, all of them, and say who believes what."""
+"""If ranks have different configurations, all of them stop with the differences."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks learn each other's answers, and each other's errors."""
+"""Ranks exchange results and errors."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.ranks
 
 
 class TwoPartError(Exception):
-    """Like many of other libraries: it pickles, but cannot be made again from its one argument."""
+    """An error that can be pickled, but not unpickled, as in many libraries."""
 
     def __init__(self, place: str, cause: str) -> None:
         super().__init__(f"{place}: {cause}")
 
 
 class LockedError(Exception):
-    """It does not even pickle."""
+    """An error that cannot be pickled."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class LockedError(Exception):
 
 
 def told(faulty: dict[int, Exception]) -> tuple[str, str]:
-    """The type and the words of what `together` raises where the given ranks fail."""
+    """Return type and message of the error that `together` raises if the given ranks fail."""
 
     def compute() -> None:
         if error := faulty.get(dist.get_rank()):

@@ -1,4 +1,4 @@
-"""Ranks on two hosts find each other, whatever the hosts call themselves; where they cannot, megarl says why."""
+"""Ranks on two hosts find each other, whatever the names of the hosts; if they cannot, a message has the reason."""
 
 import socket
 import sys

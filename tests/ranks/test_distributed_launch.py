@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 
 def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:
-    """What the ranks printed, once all `processes` have succeeded."""
+    """Return the output of the ranks, after all `processes` have succeeded."""
     lines = []
     for process in processes:
         stdout, stderr = process.communicate(timeout=120)

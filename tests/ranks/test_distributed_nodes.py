@@ -1,4 +1,4 @@
-"""What one rank of a node does for the others, over real processes."""
+"""Work that one rank of a node does for the others, with real processes."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 
 def answers() -> tuple[str, int, list[str | None]]:
-    """The work is slow on the only rank that does it: the answer, whose it is, and what the watchdogs were told."""
+    """Do slow work on one rank; return the result, the rank that did it, and the notes of the watchdog."""
     from unittest.mock import patch
 
     from megarl.distributed import nodes
@@ -50,7 +50,7 @@ def fails() -> str:
 
 
 def source(uri: str, cache: str) -> tuple[str, int, int]:
-    """Where the ranks find a model, twice, and how many times its files came."""
+    """Return the directories of a model that is asked for twice, and how many times its files were copied."""
     os.environ["MEGARL_CACHE"] = cache
     from unittest.mock import patch
 

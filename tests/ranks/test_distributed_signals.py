@@ -1,4 +1,4 @@
-"""A job that is told to end finishes its step on all ranks and ends with the code that says: start me again."""
+"""A job that gets a signal finishes its step on all ranks, and its exit code asks for a restart."""
 
 import os
 import shlex
@@ -80,7 +80,7 @@ def test_all_ranks_end_after_one_step(
 
 def runs(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # that of a zombie is empty
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty for a zombie
     except OSError:
         return False
 
@@ -91,7 +91,7 @@ def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path: Path) -> None:
     job.process.kill()
     job.end()
     while any(map(runs, job.ranks)):
-        time.sleep(0.05)  # until the test's own time limit
+        time.sleep(0.05)  # until the time limit of the test
 
 
 @pytest.mark.parametrize("how", ["busy", "stuck"])
@@ -162,7 +162,7 @@ def test_a_second_ctrl_c_does_not_wait(
     assert "Traceback" not in messages
     assert not saved(tmp_path)
     while any(map(runs, ranks)):
-        time.sleep(0.05)  # until the test's own time limit
+        time.sleep(0.05)  # until the time limit of the test
 
 
 def obeys(pid: int, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""A job that comes to a halt ends by itself and says which rank is behind, and where."""
+"""A job that hangs ends by itself and reports which rank is behind, and at which line."""
 
 import json
 import subprocess
@@ -13,13 +13,13 @@ from tests.support.programs import ROOT
 from tests.support.stalled import TIMEOUT_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.timeout(1500)]
-END_S = 1200  # a machine may have other work; what is timed is in stalled.py
+END_S = 1200  # generous, because the machine may be busy; stalled.py has the measured time
 WAYS = ("none", "stop", "sleep", "sleep-begun", "lock", "apart", "slow-rewards", "hung-rewards")
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, Path]]]:
-    """Exit code, standard error and reports of one job for each way; they run together, since all they do is wait."""
+    """Exit code, standard error and reports of one job per fault; the jobs run in parallel, because they only wait."""
     jobs = {}
     for how in WAYS:
         directory = tmp_path_factory.mktemp(how) / "hang"

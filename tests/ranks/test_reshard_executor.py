@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Watched(TensorDestination):
-    """Notes how many local tensors are open at once, and that each is opened and closed once, in that order."""
+    """A destination that counts open tensors, and checks that each is opened and closed once, in that order."""
 
     log: list[tuple[str, str]]
 
@@ -110,7 +110,7 @@ def test_ranks_without_bytes_for_each_other_stay_silent(pool):
 
 
 def different_plans():
-    """Rank 1 believes in another bucket size, so its waves end elsewhere."""
+    """Rank 1 has another bucket size, so its waves end at other steps."""
     rank = dist.get_rank()
     model = architecture()
     layouts = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2)
@@ -124,7 +124,7 @@ def test_different_plans_are_found_before_anything_is_sent(pool):
 
 
 class FlippedBit(Reshard):
-    """Rank 0 sends its first box with one bit wrong."""
+    """Rank 0 sends its first box with one flipped bit."""
 
     def _exchange(self, number):
         if number == 0 and self._plan.rank == 0:
@@ -133,7 +133,7 @@ class FlippedBit(Reshard):
 
 
 class Swapped(Reshard):
-    """Rank 1 takes gate for up, and up for gate."""
+    """Rank 1 swaps gate and up."""
 
     def _load(self, number):
         load = super()._load(number)
@@ -150,7 +150,7 @@ class Swapped(Reshard):
 
 
 class WrongOffset(Reshard):
-    """Rank 0 unpacks its last box from one row too far back."""
+    """Rank 0 unpacks its last box one row too early."""
 
     def _unpack(self, number, opened, ledger):
         slot = self._load(number).receives.slots[-1]
@@ -159,7 +159,7 @@ class WrongOffset(Reshard):
 
 
 class LateWrite(Reshard):
-    """Rank 1 writes an element of a box that stays with it once more, after the copy."""
+    """Rank 1 overwrites an element of a copied box after the copy."""
 
     def _copy_own(self, number, source, opened, ledger):
         super()._copy_own(number, source, opened, ledger)
@@ -195,7 +195,7 @@ def test_a_check_names_what_arrives_wrong_on_every_rank(kind, pool):
 
 
 def memory(num_layers):
-    """Peak of what torch allocates on the CPU from here on, beside a model many times as large as a bucket."""
+    """Return the peak of torch's CPU allocations from here on, without a model many times as large as a bucket."""
     rank, bucket_bytes = dist.get_rank(), 8192
     model = architecture(num_layers=num_layers, hidden_size=64, ffn_hidden_size=256)
     sources, needs = trainer_layouts(model, tp=2, pp=1), engine_layouts(model, tp=1, replicas=2, dtype=torch.bfloat16)

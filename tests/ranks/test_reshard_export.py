@@ -1,4 +1,4 @@
-"""What many ranks hold becomes a checkpoint that transformers loads, bit for bit."""
+"""Shards of many ranks become a checkpoint that transformers loads, bit for bit."""
 
 import json
 

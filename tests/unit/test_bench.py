@@ -1,4 +1,4 @@
-"""What the benchmarks measure on, and how they sum it up."""
+"""The cases of the benchmarks, and the summaries of their numbers."""
 
 from math import prod
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `scripts/chaos.py` draws and tells; that it kills and compares is in tests/e2e/test_faults.py."""
+"""The random draws and the report of `scripts/chaos.py`; tests/e2e/test_faults.py tests its kills."""
 
 import json
 import random

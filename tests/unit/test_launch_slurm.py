@@ -1,4 +1,4 @@
-"""The Slurm script with programs in place of `srun` and `scontrol`: Slurm itself is not installed where tests run."""
+"""The Slurm script with substitutes for `srun` and `scontrol`, because Slurm is not installed in tests."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ exit $CODE
 
 
 def submit(root: Path, code: int) -> tuple[int, list[str]]:
-    """Run the script where `srun` ends with `code`; its own code, and what it called."""
+    """Run the script with an `srun` that exits with `code`; return the exit code of the script and its calls."""
     for name, own in (("srun", str(code)), ("scontrol", "0")):
         (root / name).write_text(STAND_IN.replace("$CODE", own))
         (root / name).chmod(0o755)

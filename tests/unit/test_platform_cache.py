@@ -1,4 +1,4 @@
-"""Copies of remote directories: made once, whole or not at all, and again only where the remote or the copy changed."""
+"""Copies of remote directories: complete or absent, and made again only if the remote or the copy changed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ WANTED = ["config.json", "a.safetensors", "b.safetensors"]
 
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
-    """What `local://` leads to, which fsspec opens as it does any store."""
+    """The directory of `local://`, which fsspec opens like any store."""
     (directory := tmp_path / "there").mkdir()
     for name, content in FILES.items():
         (directory / name).write_bytes(content)
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were brought here, in order."""
+    """The copied files, in order."""
     names: list[str] = []
     download = RemoteDirectory.download
 

@@ -1,4 +1,4 @@
-"""Code of others that computes too long is interrupted, whatever it catches and whatever it computes with."""
+"""Foreign code that computes too long is interrupted, whatever errors it catches."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""What a text may show of a secret, whatever the secret is and however the text holds it; and in linear time."""
+"""No part of a secret is left in a text, for any secret and any notation, and redaction takes linear time."""
 
 import base64
 import json
@@ -98,7 +98,7 @@ def test_the_value_of_a_variable_in_any_form(form: str, value: str) -> None:
 
 
 def pieces(text: str) -> set[str]:
-    """What of a secret no text may show."""
+    """Return the parts of a secret that no text may show."""
     return {text[start : start + PIECE] for start in range(len(text) - PIECE + 1)}
 
 

@@ -1,4 +1,4 @@
-"""Output that nobody takes: a real pipe, terminal and full device, and the process goes on."""
+"""Output to a closed pipe, a lost terminal and a full device: the process continues."""
 
 import os
 import pty
@@ -17,7 +17,7 @@ from megarl.tracking.console import Console
 before = sys.stdout
 outlive_readers()
 outlive_readers()
-sys.stdout = before  # the one that goes closes nothing
+sys.stdout = before  # the discarded stream closes nothing
 outlive_readers()
 sys.stdin.readline()
 console = Console(total_steps=300)

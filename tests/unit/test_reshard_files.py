@@ -1,4 +1,4 @@
-"""Reading checkpoints that transformers wrote, and what is said where one does not fit."""
+"""Reading checkpoints that transformers wrote, and errors for checkpoints that do not match."""
 
 import json
 

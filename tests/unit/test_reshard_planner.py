@@ -20,7 +20,7 @@ FLOAT = torch.float32
 
 
 def simulate(plans, sources, destinations):
-    """Run the plans of all ranks wave by wave; a message is whatever its sender put at that position."""
+    """Run the plans of all ranks wave by wave; a message is what its sender put at that position."""
     for waves in zip(*(plan.waves for plan in plans), strict=True):
         wires = defaultdict(deque)
         for rank, wave in enumerate(waves):
@@ -52,7 +52,7 @@ def schedule_of(sources, destinations, *, ranks_per_node, bucket_bytes, two_leve
 
 
 def check(sources, destinations, checkpoint, **options):
-    """All the promises of a plan; returns the traffic."""
+    """Check all promises of a plan; return the traffic."""
     ranks_per_node, bucket_bytes = options["ranks_per_node"], options["bucket_bytes"]
     schedule = schedule_of(sources, destinations, **options)
     plans = [schedule.plan(rank, *layouts) for rank, layouts in enumerate(zip(sources, destinations, strict=True))]
@@ -97,7 +97,7 @@ def boxes_of(draw, shape):
 
 @st.composite
 def arbitrary_worlds(draw):
-    """Any boxes, overlapping as they like: only the union of the sources is the whole parameter."""
+    """Arbitrary, overlapping boxes; the union of the sources is the full parameter."""
     world = draw(st.integers(1, 5))
     checkpoint, sources, destinations = {}, [[] for _ in range(world)], [[] for _ in range(world)]
 
@@ -134,7 +134,7 @@ def test_any_boxes_arrive_with_the_fewest_bytes(world, bucket_bytes, ranks_per_n
 
 @st.composite
 def dense_worlds(draw):
-    """A trainer and an engine on the same ranks, with more ranks than key/value groups on either side now and then."""
+    """A trainer and an engine on the same ranks, sometimes with more ranks than key/value groups."""
     groups = draw(st.sampled_from([1, 2, 4]))
     heads = groups * draw(st.sampled_from([1, 2, 3, 4])) * (4 // groups)
     model = architecture(
@@ -164,7 +164,7 @@ def test_dense_models_reshard_like_gather_then_slice(world, bucket_bytes, two_le
 
 @st.composite
 def expert_worlds(draw):
-    """Experts cut by expert and by expert tensor parallelism, to an engine that cuts each of them or deals them out."""
+    """Experts cut by expert and by expert tensor parallelism, to an engine that cuts or distributes experts."""
     model = architecture(
         family="qwen3_moe",
         num_layers=2,

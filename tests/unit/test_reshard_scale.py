@@ -79,7 +79,7 @@ def llama_70b():
 
 
 def own(placement, rank):
-    """The layout of a rank whose every box is a tensor of its own."""
+    """Return the layout of a rank with a separate tensor for every box."""
     boxes = cache(lambda holding: [place.box for place in holding.places if rank in place.ranks])
     return [
         Piece(name, box, name, 0, row_major(box.shape), holding.dtype)
@@ -96,7 +96,7 @@ def check(source, destination, *, rank, balance, efficiency):
     assert plan.bytes_received == traffic.received[rank] == lower_bound(source, destination, rank=rank)
     assert traffic.sent.max() <= balance * traffic.sent.mean()
     assert len(pickle.dumps(replace(plan, held=(), needed=()))) < 2_000_000
-    # In each wave the busiest rank says how long it takes; all together they take little longer than without waves.
+    # The busiest rank determines the time of a wave; all waves take little longer than one without waves.
     loads = np.array([routes.load.ravel() for routes in schedule.hops[0]])
     waves = np.split(schedule.part_of, schedule.ends[:-1])
     busiest = [(np.bincount(wave, minlength=len(loads)) @ loads).max() for wave in waves]
@@ -117,5 +117,5 @@ def test_deepseek_v3():
 def test_llama_70b():
     schedule, plan = check(*llama_70b(), rank=777, balance=1.001, efficiency=1.05)
     assert len(schedule.hops[0]) <= 4 * 5 * 2
-    # Stages have 512 ranks: its counterparts in the other three are all that it ever talks to.
+    # Stages have 512 ranks: the rank exchanges data only with its counterparts in the other three.
     assert {template.peer for template in plan.templates} == {265, 777, 1289, 1801}

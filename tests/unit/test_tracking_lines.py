@@ -1,4 +1,4 @@
-"""Records on a disk that is full, read-only or limited for a while, and later not."""
+"""Records on a disk that is full, read-only or limited for some time."""
 
 import json
 import logging
@@ -151,7 +151,7 @@ def test_a_damaged_line_costs_no_other_and_nothing_is_lost(
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_costs_two_lines_at_most(tmp_path: Path, place: float, bit: int) -> None:
-    """Two, where it was the end of the first."""
+    """Return two positions if the damage joins two lines."""
     directory = tmp_path / uuid4().hex
     directory.mkdir()
     path = write_steps(directory, *range(1, 21))
@@ -163,7 +163,9 @@ def test_a_flipped_bit_costs_two_lines_at_most(tmp_path: Path, place: float, bit
     kept = set(path.read_bytes().splitlines(keepends=True))
     lost = [line for line in bytes(content).splitlines(keepends=True) if line not in kept]
     asides = [file.read_bytes() for file in directory.glob("metrics.jsonl.set_aside-*")]
-    assert asides == [content] or bytes(content).endswith(b"".join(lost))  # what goes alone was at the end
+    assert asides == [content] or bytes(content).endswith(
+        b"".join(lost)
+    )  # only removed text at the end is not set aside
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
@@ -209,7 +211,7 @@ def test_an_outbox_hands_out_in_order_and_ends_empty(tmp_path: Path) -> None:
         file.write('{"number": 3\0\0\n{"number')  # killed in the middle of a line, by a power cut
     again = Outbox(path)
     again.put({"number": 4})
-    assert drained(again) == [0, 1, 2, 4]  # the first too: nobody knows that it was sent
+    assert drained(again) == [0, 1, 2, 4]  # the first one, too: no record shows that it was sent
     assert path.read_bytes() == b""
     assert again.close() == 0
 

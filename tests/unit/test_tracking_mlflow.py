@@ -46,24 +46,24 @@ def client(run_dir: Path) -> Any:
 
 
 def unsent(run_dir: Path) -> list[dict[str, Any]]:
-    """What lies in the run's directory for later."""
+    """Return the unsent records in the run's directory."""
     file = run_dir / "mlflow_unsent.jsonl"
     return list(map(json.loads, file.read_bytes().splitlines())) if file.exists() else []
 
 
 def sent(run_dir: Path) -> None:
-    """Wait until nothing does."""
+    """Wait until there are no unsent records."""
     wait_for(lambda: not unsent(run_dir))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """pytest's time limit ends it."""
+    """Wait for a condition; the time limit of pytest bounds the wait."""
     while not condition():
         time.sleep(0.05)
 
 
 def lasting_port() -> int:
-    """A free port below those that the kernel gives to clients: one of them could take it while the server is away."""
+    """Return a free port below the range of client ports, which a client could take while the server is down."""
     for _ in range(1000):
         port = random.randrange(12000, 32000)
         with socket.socket() as probe, suppress(OSError):
@@ -109,7 +109,7 @@ class Server:
 
 @contextmanager
 def answering(code: int) -> Iterator[str]:
-    """A server that answers everything with one code."""
+    """A server that responds to everything with one code."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -143,7 +143,7 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
 
     sent(tmp_path)
 
-    # as after a crash: nothing was closed, and the run goes on under the same id
+    # as after a crash: nothing was closed, and the run continues with the same id
     second = tracker(tmp_path, resume_step=2, params=PARAMS | {"data": {"seed": 2}})
     second.log({"actor/pg_loss": 0.25}, step=3)
     second.close([{"val": 0.5}])
@@ -170,7 +170,7 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
 
 
 def killed_at_four(run_dir: Path) -> None:
-    """A run whose third step is saved, and which died when it had recorded the fourth."""
+    """A run with a checkpoint of step 3 that died after it had recorded step 4."""
     first = tracker(run_dir)
     for step in (1, 2, 3, 4):
         first.log({"actor/pg_loss": step / 10} | ({"val/loss": step / 7} if step % 2 == 0 else {}), step=step)
@@ -200,7 +200,7 @@ def test_steps_that_are_taken_again_are_recorded_once(tmp_path: Path) -> None:
     killed_at_four(tmp_path)
     again = tracker(tmp_path, resume_step=3)
     for step in (4, 5, 6):
-        # the fourth step had died between two of its metrics, and before its second table
+        # the run died between two metrics of step 4, before its second table
         again.log_table("val/generations", [{"response": f"of {step}", "score": 1.0}], step=step)
         again.log_table("val/more", [{"response": "more"}], step=step)
         again.log({"actor/pg_loss": step / 10, "val/loss": step / 7, "timing_s/step": 1.0}, step=step)
@@ -218,7 +218,7 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
     again = tracker(tmp_path, resume_step=3, same_curve=False)
     again.log({"actor/pg_loss": 9.0}, step=4)
     sent(tmp_path)
-    third = tracker(tmp_path, resume_step=4, same_curve=False)  # nothing is taken again: the run goes on
+    third = tracker(tmp_path, resume_step=4, same_curve=False)  # no step is repeated: the run continues
     third.log({"actor/pg_loss": 9.5}, step=5)
     histories = sorted(history_of(tmp_path, run) for run in runs_of(tmp_path))
     assert histories == [[(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)], [(4, 9.0), (5, 9.5)]]
@@ -322,7 +322,7 @@ def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(tmp_path:
     for step in (1, 2, 3):
         first.log({"loss": step / 10}, step=step)
         first.log_table("samples", [{"text": f"of {step}"}], step=step)
-    shutil.copytree(crashed, run_dir)  # what a machine that dies leaves
+    shutil.copytree(crashed, run_dir)  # the state after a machine failure
     first.close()
 
     second = tracker(run_dir, mlflow_tracking_uri=server.uri, resume_step=2)
@@ -330,7 +330,7 @@ def test_a_server_that_comes_late_and_goes_away_gets_every_record_once(tmp_path:
     times = {record["step"]: record["time"] for record in unsent(run_dir) if record["kind"] == "metrics"}
     assert sorted(times) == [1, 2, 3]
     with server.running():
-        sent(run_dir)  # while the run goes on
+        sent(run_dir)  # during the run
     second.log({"loss": 0.4}, step=4)
     second.log_table("samples", [{"text": "of 4"}], step=4)
     assert [record["step"] for record in unsent(run_dir)] == [4, 4]

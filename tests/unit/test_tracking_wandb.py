@@ -82,7 +82,7 @@ def test_a_killed_run_loses_no_step_and_has_none_twice(tmp_path: Path) -> None:
     again.close()
     assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
     assert (tmp_path / WANDB_RUN_ID_FILE).read_text() == run_id
-    last = tracker(tmp_path, resume_step=4)  # ended after the checkpoint: steps that are there are not sent again
+    last = tracker(tmp_path, resume_step=4)  # ended after the checkpoint: existing steps are not sent again
     log(last, 5, 6)
     last.close()
     assert losses(tmp_path) == [(step, float(step)) for step in (1, 2, 3, 4, 5, 6)]
@@ -126,7 +126,7 @@ def test_a_tracker_that_fails_ends_no_training(
     import wandb
 
     run = tracker(tmp_path)
-    wandb.teardown()  # its process is gone
+    wandb.teardown()  # end its process
     with caplog.at_level(logging.WARNING):
         log(run, 1, 2)
         run.close()
