@@ -3,8 +3,8 @@
     python scripts/results.py [--jobs 2] [--seeds 3] [--steps 40] [--out runs/results] [--docs docs]
 
 For each seed the quickstart makes data and a warmed-up model, which all algorithms share. Then each algorithm is one
-`megarl.train` on one process. Its own settings come from its file in `configs/`; nothing is tuned here. Finished runs are
-kept: the same command resumes after an interruption.
+`megarl.train` on one process. Its own settings come from its file in `configs/`; nothing is tuned. Finished runs are
+kept, so the same command resumes after an interruption.
 """
 
 import argparse

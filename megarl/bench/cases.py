@@ -1,7 +1,7 @@
 """The measured cases: a model shape, cut one way by the trainer and another way by the engine.
 
-A layout is written `TRAINER-ENGINE`, with the sizes of each side: `tp2pp2-tp2` is a trainer of four ranks (TP 2, PP 2) that
-fills two engine replicas of TP 2; `dp2-dp2` are two unsharded trainers and two unsharded engines.
+A layout is written `TRAINER-ENGINE`, with the sizes of each side. `tp2pp2-tp2` is a trainer of four ranks (TP 2, PP 2)
+that fills two engine replicas of TP 2; `dp2-dp2` are two unsharded trainers and two unsharded engines.
 """
 
 import re
