@@ -23,7 +23,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     return -factor * (excess / buffer).clamp(0.0, 1.0)
 
 
-def tells_apart(scores: Tensor, groups: Tensor) -> Tensor:
+def scores_differ(scores: Tensor, groups: Tensor) -> Tensor:
     """Whether the scores of a sample's group differ: the filter of dynamic sampling (Yu et al. 2025, "DAPO", eq. 11).
 
     Equal scores give no group-relative advantage, so such a group only dilutes the mini-batch. For scores of 0 and 1

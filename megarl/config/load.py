@@ -169,7 +169,7 @@ def _resolve(written: Sequence[dict[str, Any]], schema: Schema) -> tuple[dict[st
     faults: list[Fault] = []
     for path, default in schema.leaves.items():
         try:
-            values[path] = _at_home(plain[path] if path in plain else _select(tree, path))
+            values[path] = _expand_home(plain[path] if path in plain else _select(tree, path))
         except MissingMandatoryValue:
             faults.append(Fault(path=path, message=f"has no value: add {path}=..."))
             values[path] = _stand_in(default)
@@ -232,10 +232,10 @@ def _select(tree: Any, path: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _at_home(value: Any) -> Any:
+def _expand_home(value: Any) -> Any:
     """Expand `~`, which no shell sees in a file or after `key=`."""
     if isinstance(value, list):
-        return [_at_home(item) for item in value]
+        return [_expand_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 

@@ -44,7 +44,7 @@ def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> lis
         if (missing := moment.total - device_bytes) > 0:
             reason = f"the device of a rank of stage {memory.stage} is too small while the {moment.worker} is at work"
             found.append(Shortfall(phase=phase, num_bytes=missing, reason=reason))
-    if missing := memory.engine.lacks(workload.longest):
+    if missing := memory.engine.shortfall(workload.longest):
         share = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization
         reason = (
             f"gpu_memory_utilization={share:g} gives the engine too little for its weights, its largest step and the "
@@ -154,7 +154,7 @@ def _shares(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterat
     share, engine = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization, memory.engine
     at_rest = memory.fullest["generate"].total - engine.weights - engine.activations - engine.kv_cache
     left = (device_bytes - at_rest) * SHARES // device_bytes / SHARES
-    needed = -(-(engine.budget + engine.lacks(workload.longest)) * SHARES // device_bytes) / SHARES
+    needed = -(-(engine.budget + engine.shortfall(workload.longest)) * SHARES // device_bytes) / SHARES
     if 0 < left < share:
         yield f"{ROLLOUT}.gpu_memory_utilization={left:g}"
     elif share < needed < 1:

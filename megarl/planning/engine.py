@@ -30,7 +30,7 @@ class EngineMemory:
         """Tokens that the cache of one replica holds."""
         return self.kv_cache // self.bytes_per_token
 
-    def lacks(self, num_tokens: int) -> int:
+    def shortfall(self, num_tokens: int) -> int:
         """Bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 where they fit."""
         return max(0, self.weights + self.activations + num_tokens * self.bytes_per_token - self.budget)
 

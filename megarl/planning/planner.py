@@ -109,7 +109,7 @@ class Planner:
             change = f"{ENGINE_TP}={size}"
             if size == current or grid.num_ranks % size or (tried := self._try([change])) is None:
                 continue
-            fits = not self._memory(tried).engine.lacks(tried.longest)
+            fits = not self._memory(tried).engine.shortfall(tried.longest)
             yield Option(change=change, configurable=True, traffic=self._traffic(tried) if fits else None)
         if grid.pp > 1 and grid.dp > 1 and workload.policy.experts is None:
             yield Option(

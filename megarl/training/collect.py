@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection
-from megarl.algorithms.shaping import tells_apart
+from megarl.algorithms.shaping import scores_differ
 from megarl.batch import Prompts, Rollouts, Scored, join
 from megarl.data.order import Position
 from megarl.rewards.scoring import first_failures
@@ -106,7 +106,7 @@ class Collector:
             with timers("reward", instead_of="gen"):
                 scored = judge.score(rollouts)
             judged = scored.select(scored.judged().nonzero()[:, 0])
-            apart = judged.groups[tells_apart(self._measure(judged), judged.groups)]
+            apart = judged.groups[scores_differ(self._measure(judged), judged.groups)]
             kept.append(scored.of_prompts(apart.unique().tolist()))
             scores.append(judged.scores)
             wanted = len(prompts.prompts)

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.shaping import overlong_penalty, tells_apart
+from megarl.algorithms.shaping import overlong_penalty, scores_differ
 
 
 def test_the_overlong_penalty_by_hand() -> None:
@@ -12,11 +12,11 @@ def test_the_overlong_penalty_by_hand() -> None:
 
 def test_groups_that_score_alike_are_told_by_hand() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 7.0]), torch.tensor([3, 3, 1, 1, 3, 2])
-    assert tells_apart(scores, groups).tolist() == [True, True, False, False, True, False]
+    assert scores_differ(scores, groups).tolist() == [True, True, False, False, True, False]
 
 
 @given(samples=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=1, max_size=16))
 def test_a_group_is_kept_whole_where_its_scores_differ(samples: list[tuple[int, int]]) -> None:
     groups, scores = torch.tensor([group for group, _ in samples]), torch.tensor([float(s) for _, s in samples])
     expected = [len({score for other, score in samples if other == group}) > 1 for group, _ in samples]
-    assert tells_apart(scores, groups).tolist() == expected
+    assert scores_differ(scores, groups).tolist() == expected

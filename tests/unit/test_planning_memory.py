@@ -140,8 +140,8 @@ def test_the_cache_gets_what_the_engines_share_leaves() -> None:
     assert engine.bytes_per_token == 32 * 2 * (8 // 4) * 128 * 2
     assert engine.kv_cache == 40 * GB - 4 * GB - engine.activations
     assert engine.num_tokens == engine.kv_cache // engine.bytes_per_token
-    assert engine.lacks(1000) == 0
-    assert engine_memory(model, section, weights=40 * GB, device_bytes=80 * GB).lacks(1000) == (
+    assert engine.shortfall(1000) == 0
+    assert engine_memory(model, section, weights=40 * GB, device_bytes=80 * GB).shortfall(1000) == (
         engine.activations + 1000 * engine.bytes_per_token
     )
 
