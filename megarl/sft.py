@@ -7,20 +7,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.config.load import load_sft_config
 from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
-from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-
-if TYPE_CHECKING:
-    from megarl.data.pairs import PairStream
-    from megarl.learner.batching import Budget
-    from megarl.learner.learner import Learner
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -36,7 +29,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import SFTObjective
-    from megarl.training.supervised import Lessons
+    from megarl.training.supervised import Lessons, mean_loss
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
@@ -59,16 +52,6 @@ def train(config: SFTConfig, launch: Launch) -> None:
     learner = learn(config, launch, source, tokenizer, lessons)
     if learner:
         export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
-
-
-def mean_loss(learner: "Learner", *, pairs: "PairStream", budget: "Budget") -> dict[str, float]:
-    """Return the cross-entropy per response token, in nats."""
-    total, num_tokens = 0.0, 0
-    for batch in pairs.batches():
-        watchdog.note(phase="validation")
-        total -= float(learner.infer(batch, budget).log_probs.sum())
-        num_tokens += int(batch.mask.sum())
-    return {"val/loss": total / num_tokens}
 
 
 if __name__ == "__main__":

@@ -8,21 +8,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import unread_keys
 from megarl.config.root import RewardTrainConfig
-from megarl.distributed import watchdog
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-
-if TYPE_CHECKING:
-    from megarl.data.preferences import PreferenceStream
-    from megarl.learner.batching import Budget
-    from megarl.learner.learner import Learner
-    from megarl.training.objectives import PreferenceObjective
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -39,7 +31,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
     from megarl.training.objectives import PreferenceObjective
-    from megarl.training.supervised import Lessons
+    from megarl.training.supervised import Lessons, preference_metrics
 
     data, source = config.data, Source.read(config.model)
     tokenizer = source.tokenizer(
@@ -63,26 +55,13 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
         batches=PreferenceStream(data, data.train_files, reader),
         objective=objective,
         budget=budget,
-        validate=partial(judge, pairs=val_pairs, objective=objective, budget=budget) if val_pairs else None,
+        validate=partial(preference_metrics, pairs=val_pairs, objective=objective, budget=budget)
+        if val_pairs
+        else None,
     )
     learner = learn(config, launch, source, tokenizer, lessons)
     if learner:
         export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
-
-
-def judge(
-    learner: "Learner", *, pairs: "PreferenceStream", objective: "PreferenceObjective", budget: "Budget"
-) -> dict[str, float]:
-    """Return the metrics of training, as means over all held-out pairs."""
-    from megarl.algorithms.losses import Totals
-
-    num_sequences, sums = 2 * len(pairs), dict[str, float]()
-    totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
-    for batch in pairs.batches():
-        watchdog.note(phase="validation")
-        _, metrics = objective(learner.infer(batch, budget), batch, totals)
-        sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
-    return {name.replace("reward_model/", "val/"): value for name, value in sums.items()}
 
 
 if __name__ == "__main__":

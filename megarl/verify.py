@@ -27,7 +27,6 @@ from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.platform.secrets import Parser
-from megarl.rollout.limits import Limits
 from megarl.tracking.config import TrainerSection
 
 
@@ -76,14 +75,12 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 def verify(arguments: Arguments, launch: Launch) -> None:
     """Verify, print the report on rank 0, and end the program with code 1 if a check failed."""
     from megarl.distributed.exchange import together
-    from megarl.sync.verification import Subject, look
+    from megarl.sync.verification import Subject, look, probability_limit
 
     with scratch_directory() as scratch:
         subject = Subject.build(arguments.config, scratch, launch)
         found = look(subject, scratch)
-        policy = arguments.config.actor_rollout_ref
-        limits = Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
-        limit = limits.probs_stop
+        limit = probability_limit(arguments.config)
         report = together(lambda: found.report(probability_limit=limit))[0]  # only rank 0 ran transformers
     if launch.rank == 0:
         if arguments.as_json:

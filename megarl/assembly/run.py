@@ -17,6 +17,7 @@ from megarl.assembly.records import (
     open_records,
 )
 from megarl.assembly.resume import ResumePoint, resumed_checkpoint
+from megarl.assembly.reward import make_rules
 from megarl.assembly.sampling import (
     make_engine,
     make_limits,
@@ -48,7 +49,6 @@ from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
 from megarl.training.replay import Replay, replaying
-from megarl.training.reward_model import make_rules
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.assembly.models import device_of, make_budget
+from megarl.assembly.reward import Reward, make_reward
 from megarl.config.root import Config
 from megarl.data.columns import Needs
 from megarl.data.prompts import PromptDataset, PromptStream
@@ -26,7 +27,6 @@ from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
 from megarl.training.replay import Recorder
-from megarl.training.reward_model import Reward, make_reward
 from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
 

@@ -33,6 +33,7 @@ from megarl.reshard.layout import Box, Piece, row_major, whole
 from megarl.reshard.plan import RankPlan
 from megarl.reshard.planner import lower_bound
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.limits import Limits
 from megarl.rollout.start import start_engine
 from megarl.sync.memory import MemoryMeter
 from megarl.sync.plan import actor_placement, plan_sync, sampler_placement
@@ -264,6 +265,12 @@ def look(subject: Subject, scratch: Path) -> Findings:
         lower_bounds=together(lambda: subject.lower_bound),
         is_float32=subject.dtype == torch.float32,
     )
+
+
+def probability_limit(config: VerifyConfig) -> float:
+    """Return the highest mean difference between probabilities that passes."""
+    policy = config.actor_rollout_ref
+    return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype).probs_stop
 
 
 def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> Source:

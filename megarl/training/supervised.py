@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
+from megarl.data.pairs import PairStream
+from megarl.data.preferences import PreferenceStream
+from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, Objective
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
+from megarl.training.objectives import PreferenceObjective
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule, run_steps
 
@@ -66,3 +71,26 @@ def train(
         tracker=tracker,
         checkpoints=checkpoints,
     )
+
+
+def mean_loss(learner: Learner, *, pairs: PairStream, budget: Budget) -> Metrics:
+    """Return the cross-entropy per response token over held-out pairs, in nats."""
+    total, num_tokens = 0.0, 0
+    for batch in pairs.batches():
+        watchdog.note(phase="validation")
+        total -= float(learner.infer(batch, budget).log_probs.sum())
+        num_tokens += int(batch.mask.sum())
+    return {"val/loss": total / num_tokens}
+
+
+def preference_metrics(
+    learner: Learner, *, pairs: PreferenceStream, objective: PreferenceObjective, budget: Budget
+) -> Metrics:
+    """Return the metrics of training, as means over all held-out pairs."""
+    num_sequences, sums = 2 * len(pairs), Metrics()
+    totals = Totals(num_tokens=num_sequences, num_sequences=num_sequences)
+    for batch in pairs.batches():
+        watchdog.note(phase="validation")
+        _, metrics = objective(learner.infer(batch, budget), batch, totals)
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
+    return {name.replace("reward_model/", "val/"): value for name, value in sums.items()}

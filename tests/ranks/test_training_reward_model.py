@@ -158,9 +158,9 @@ def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: Ra
 
 def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
     """Return scores, texts and metrics of responses to a text, in a run on these checkpoints."""
+    from megarl.assembly.reward import make_reward
     from megarl.config.root import RewardModelSection
     from megarl.learner.batching import Budget
-    from megarl.training.reward_model import make_reward
 
     policy = load_tokenizer(str(policy_path))
     section = RewardModelSection(

@@ -136,8 +136,7 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
     scored, _ = scorer(1e30).score(answer(prompts([1]), [1, 1]))
     assert scored.scores.isfinite().all()
     with pytest.raises(FloatingPointError, match=r"reward_model.weights: the weighted scores of sample 1 come to inf"):
-        scorer = ModelScorer(model=cast(Any, Model()), weight=1e31, rules=None, tokenizer=cast(Any, Ids()))
-        scorer.score(answer(prompts([1]), [1, 1]))
+        scorer(1e31).score(answer(prompts([1]), [1, 1]))
 
 
 def test_a_bounded_piece_of_a_giant_response_is_searched_for_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""Builds the reward of a run as configured: rules, a reward model, or both."""
+
+import torch
+
+from megarl.config.root import RewardModelSection
+from megarl.data.conversations import Conversations
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.learner.batching import Budget
+from megarl.learner.factory import make_learner
+from megarl.learner.parallel import Mesh
+from megarl.models.source import Source
+from megarl.rewards.config import CustomRewardSection
+from megarl.rewards.scoring import RuleScorer
+from megarl.training.reward_model import ModelScorer, RewardModel
+
+Reward = RuleScorer | ModelScorer
+
+
+def make_rules(section: RewardModelSection, custom: CustomRewardSection, policy: Tokenizer) -> RuleScorer | None:
+    """Make the rules. None if a model scores alone. ValueError if the custom function has a fault."""
+    rules = section.rules
+    return RuleScorer.make(rules, custom, policy.decode) if rules else None
+
+
+def make_reward(
+    rules: RuleScorer | None,
+    section: RewardModelSection,
+    policy: Tokenizer,
+    mesh: Mesh,
+    *,
+    policy_path: str,
+    device: torch.device,
+    budget: Budget,
+    balance: bool,
+) -> Reward:
+    """Combine the rules with the reward model of `section`, if one is enabled. Each rank loads its part of the model.
+
+    Args:
+        rules: from `make_rules`.
+        section: the user's settings of the model.
+        policy: the tokenizer of the tokens that arrive.
+        mesh: this rank's place.
+        policy_path: the checkpoint of the policy, the default of `input_tokenizer`.
+        device: of the model.
+        budget: of a forward pass.
+        balance: spread samples by length over data-parallel ranks.
+
+    Raises:
+        ValueError: the model is no sequence classifier, or lacks tokens of the policy that pass unchanged.
+    """
+    if section.model_weight is None:
+        assert rules is not None, "nothing scores"
+        return rules
+    source, given = Source.read(section.model), section.model.input_tokenizer
+    if not source.architecture.scalar_head:
+        raise ValueError(f"reward_model.model.path: {source.directory} is no sequence classifier")
+    if given is None and policy.vocab_size > source.architecture.vocab_size:
+        raise ValueError(
+            f"reward_model.model.input_tokenizer=null passes the policy's {policy.vocab_size} tokens to a model of "
+            f"{source.architecture.vocab_size}: leave it out, so that responses are encoded again"
+        )
+    trusted = section.model.trust_remote_code
+    reader = Conversations(
+        tokenizer=policy if given is None else source.tokenizer(trust_remote_code=trusted),
+        pad_token_id=source.hf_config.get("pad_token_id"),
+        max_length=section.max_length or source.architecture.max_position_embeddings,
+    )
+    decoder = policy if given == policy_path else given and load_tokenizer(given, trust_remote_code=trusted)
+    learner = make_learner(
+        source.directory,
+        source.architecture,
+        section.megatron,
+        mesh,
+        role="value",
+        device=device,
+        balance=balance,
+    )
+    model = RewardModel(learner=learner, budget=budget, reader=reader, decoder=decoder or None)
+    return ModelScorer(model=model, weight=section.model_weight, rules=rules, tokenizer=policy)
