@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Make the Python environments of this repository. Running it again when nothing changed takes under a second.
+# Make the Python environments of this repository. A second run without changes takes less than a second.
 #
 #   scripts/setup.sh            .venv: exactly requirements/cpu.lock, and megarl itself, editable
-#   scripts/setup.sh newest     .venv-newest: .venv with requirements/newest.txt laid over it
+#   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The torch that requirements/cpu.lock names is PyTorch's own CPU build, which no public index but theirs carries.
+# requirements/cpu.lock names PyTorch's own CPU build of torch. The only public index that has it is PyTorch's.
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 die() {
@@ -16,7 +16,7 @@ die() {
     exit 1
 }
 
-# step NAME REMEDY COMMAND...: run the command with its output in $log; on failure show the end of it and the remedy.
+# step NAME REMEDY COMMAND...: run the command with its output in $log; on failure show the end of the log and the remedy.
 step() {
     local name=$1 remedy=$2 started=$SECONDS
     shift 2
@@ -36,23 +36,23 @@ is_supported() {
 
 find_python() {
     local candidate
-    if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then # what an earlier run chose
+    if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then # the choice of an earlier run
         PYTHON=$(.venv/bin/python -c 'import sys; print(sys._base_executable)')
     fi
     if [[ -n ${PYTHON:-} ]]; then
         is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11 or 3.12 with the venv and ensurepip modules." \
-            "Point PYTHON at one that is (Debian and Ubuntu: apt-get install python3.11-venv)."
+            "Set PYTHON to such an interpreter (Debian and Ubuntu: apt-get install python3.11-venv)."
         echo "$PYTHON"
         return
     fi
-    for candidate in python3.11 python3.12 python3 python; do # 3.11 first: most runs of the tests were on it
+    for candidate in python3.11 python3.12 python3 python; do # 3.11 first: most test runs used it
         if is_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
     die "no Python 3.11 or 3.12 with the venv module found (tried python3.11, python3.12, python3, python)." \
-        "Install one (Debian and Ubuntu: apt-get install python3.11-venv) or name it: make setup PYTHON=/path/to/python3.12"
+        "Install Python (Debian and Ubuntu: apt-get install python3.11-venv) or name it: make setup PYTHON=/path/to/python3.12"
 }
 
 check_tools() {
@@ -62,7 +62,7 @@ check_tools() {
     done
     command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
         die "no C compiler (cc, gcc, clang or \$CC): torch and Triton compile kernels at run time." \
-            "Install one (Debian and Ubuntu: apt-get install build-essential)."
+            "Install a compiler (Debian and Ubuntu: apt-get install build-essential)."
 }
 
 pip_install() {
@@ -78,12 +78,12 @@ check_imports() {
     HF_HUB_OFFLINE=1 "$python" -c 'import megarl, torch, transformers, vllm, megatron.core'
 }
 
-# fingerprint FILE...: changes when the interpreter or one of the files does.
+# fingerprint FILE...: print a number that changes with the interpreter and the files.
 fingerprint() {
     { "$python" -VV && cat "$@"; } | cksum
 }
 
-# stamped FILE TEXT: FILE, written after the steps it stands for, says TEXT.
+# stamped FILE TEXT: whether FILE contains TEXT. A stamp is written after the last of its steps.
 stamped() {
     [[ -f $1 && $(<"$1") == "$2" ]]
 }
@@ -101,7 +101,7 @@ setup_locked() {
         step "create .venv ($("$python" -V))" "Remove .venv and try again; PYTHON= chooses another interpreter." \
             "$python" -m venv --clear .venv
         step "install torch (CPU build)" \
-            "Neither pip's sources nor PyTorch's CPU index gave it: check the network, a proxy, pip config list." \
+            "Neither pip's sources nor PyTorch's CPU index has it: check the network, the proxy and pip config list." \
             install_torch "$(grep '^torch==' requirements/cpu.lock)"
         step "install requirements/cpu.lock" "Check the network, the disk (5 GB) and pip's sources: pip config list." \
             pip_install -r requirements/cpu.lock
@@ -109,13 +109,13 @@ setup_locked() {
     fi
     step "install megarl (editable)" "Check pyproject.toml; it needs no network." \
         pip_install --no-build-isolation --no-index -e .
-    step "import torch, vLLM, Megatron-Core" "Ask what is wrong: .venv/bin/python -m megarl.doctor" \
+    step "import torch, vLLM, Megatron-Core" "Run the doctor: .venv/bin/python -m megarl.doctor" \
         check_imports .venv/bin/python
     echo "$project" >.venv/.project
 }
 
-# Its own megatron-core comes first on sys.path, all the rest is .venv's: seconds and megabytes instead of minutes and
-# gigabytes. addsitedir, not a bare path, so that the editable megarl is seen too.
+# The newest megatron-core comes first on sys.path, and .venv provides all other packages, which takes seconds instead
+# of minutes. addsitedir instead of a path makes the editable megarl visible too.
 setup_newest() {
     local stamp site
     setup_locked
@@ -138,9 +138,9 @@ setup_newest() {
 python=$(find_python)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits, then finds everything done
+exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits and then finds nothing to do
 case ${1:-} in
 "") setup_locked ;;
 newest) setup_newest ;;
-*) die "unknown argument '$1': nothing, or 'newest'." ;;
+*) die "unknown argument '$1': give none, or 'newest'." ;;
 esac
