@@ -5,6 +5,7 @@ learners and compares.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from megarl.learner.config import MegatronSection
 from megarl.models.grid import Grid
 from megarl.models.trainer import ROUTER_BIAS
-from megarl.reshard.layout import Holding, Integers, Placement
+from megarl.reshard.layout import Integers, Placement
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -81,11 +82,8 @@ def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid)
 
 def held_bytes(placement: Placement, num_ranks: int) -> Integers:
     """[num_ranks] int64: the bytes of a model that each rank has."""
-    alike: dict[int, tuple[Holding, int]] = {}
-    for holding in placement.values():
-        alike[id(holding)] = holding, alike.get(id(holding), (holding, 0))[1] + 1
     held = np.zeros(num_ranks, dtype=np.int64)
-    for holding, num_params in alike.values():
+    for holding, num_params in Counter(placement.values()).items():
         for place in holding.places:
             held[list(place.ranks)] += place.box.numel * holding.dtype.itemsize * num_params
     return held

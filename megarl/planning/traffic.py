@@ -5,7 +5,6 @@ last, links inside and between nodes work at the same time, and reading and writ
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.models.architecture import hf_shapes
@@ -89,11 +88,8 @@ def _ranks_with_data_last(grid: Grid) -> list[int]:
 
 
 def _renumbered(placement: Placement, number: list[int]) -> Placement:
-    known: dict[int, Holding] = {}
-    renumbered: Mapping[str, Holding] = {
-        name: known.setdefault(id(holding), _renumber(holding, number)) for name, holding in placement.items()
-    }
-    return renumbered
+    renumbered = {holding: _renumber(holding, number) for holding in dict.fromkeys(placement.values())}
+    return {name: renumbered[holding] for name, holding in placement.items()}
 
 
 def _renumber(holding: Holding, number: list[int]) -> Holding:

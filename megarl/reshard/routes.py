@@ -261,7 +261,7 @@ def _least_loaded(load: Integers, sent_before: Integers, size: int, num: int) ->
     Closed form of a loop. Loads are counted in boxes (`level`) and filled up to a common height. Example: levels 0, 2
     and 5, and `num` = 4. The third holder gets its first box only after `below` = 0, 2, 8 boxes, so it gets none
     (`served` = 2). The other two fill up to `height` = (4 + 2) / 2 = 3: 3 boxes for the first holder and 1 for the
-    second, in the order of levels: 0, 0, 0 and 1.
+    second, in the order of levels and then of holders: 0, 0, 0 and 1.
     """
     level = load // size  # counted in boxes
     order = np.lexsort((sent_before, load))

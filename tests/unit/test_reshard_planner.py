@@ -14,6 +14,7 @@ from megarl.models.experts import Experts
 from megarl.reshard.layout import Box, Piece, placement_of, row_major, whole
 from megarl.reshard.planner import TransferSchedule, lower_bound, plan_between
 from megarl.reshard.proof import check_plan, disagreement
+from megarl.reshard.routes import _least_loaded
 from tests.support.layouts import architecture, blank, engine_layouts, filled, index_valued, slices, trainer_layouts
 
 FLOAT = torch.float32
@@ -316,3 +317,39 @@ def test_interleaved_columns_do_not_overlap():
     layout = [Piece("w", box, "local", box.lo[1], (4, 1), FLOAT) for box in halves]
     plan = plan_between([layout], [layout], rank=0, ranks_per_node=1, bucket_bytes=1000)
     assert len(list(plan.wave(0).written())) == 2
+
+
+def test_the_index_spaces_are_those_of_the_documented_example() -> None:
+    sizes = {"a": 4, "b": 4, "c": 8}
+    pieces = [Piece(name, whole((size,)), name, 0, (1,), FLOAT) for name, size in sizes.items()]
+    schedule = schedule_of([pieces, []], [[], pieces], ranks_per_node=2, bucket_bytes=16)
+    assert schedule.param_of.tolist() == [0, 1, 2, 2]
+    assert schedule.part_of.tolist() == [0, 0, 1, 2]
+    assert schedule.ends.tolist() == [1, 2, 3, 4]
+    assert [str(routes.box_of(0)) for routes in schedule.hops[0]] == ["[0:4]", "[0:4]", "[4:8]"]
+
+
+def one_by_one(load, sent_before, size, num):
+    """The loop that `_least_loaded` replaces: give box after box to the least loaded holder, the lower one first."""
+    level = (load // size).tolist()
+    order = np.lexsort((sent_before, load)).tolist()
+    found = []
+    for _ in range(num):
+        holder = min(order, key=lambda holder: (level[holder], order.index(holder)))
+        found.append((level[holder], holder))
+        level[holder] += 1
+    return [holder for _, holder in sorted(found)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(1, 10),
+    st.integers(1, 20),
+)
+def test_the_least_loaded_holder_takes_the_next_box(holders, size, num) -> None:
+    load, sent_before = np.array(holders, dtype=np.int64).T
+    assert _least_loaded(load, sent_before, size, num).tolist() == one_by_one(load, sent_before, size, num)
+
+
+def test_the_least_loaded_holders_of_the_documented_example() -> None:
+    assert _least_loaded(np.array([0, 2, 5]), np.zeros(3, dtype=np.int64), 1, 4).tolist() == [0, 0, 0, 1]
