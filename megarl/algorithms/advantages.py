@@ -1,11 +1,11 @@
 """Advantage estimators and the token rewards they start from: pure functions of tensors.
 
-Shapes: `B` samples, `T` response tokens; everything `[B, T]` is float32 and zero where the bool `mask` is False.
-`groups` is `[B]` int64: equal values answer the same prompt, in any order, and a group is always whole.
-Nothing here carries a gradient, reads a configuration or talks to another process.
+Shapes: `B` samples, `T` response tokens; every `[B, T]` tensor is float32 and zero under the bool `mask`.
+`groups` is `[B]` int64: equal values mark responses to the same prompt, in any order, and a group is always complete.
+Nothing here carries a gradient, reads a configuration or communicates.
 
-Where a paper standardises over the batch (`gae` as it is used in PPO, `reinforce_plus_plus`,
-`reinforce_plus_plus_baseline`), the estimator stops before that: `whiten` does it with the moments of the whole batch.
+If a paper standardises over the batch (`gae` as PPO uses it, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`),
+the estimator leaves that to `whiten`, which takes the moments of the complete batch.
 """
 
 import torch
@@ -15,14 +15,14 @@ from megarl.algorithms.masked import masked
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """The reward of every token: a penalty for leaving the reference, and the score on the last response token.
+    """Return the reward of every token: a penalty for leaving the reference, and the score on the last response token.
 
     `r_t = -kl_coef * KL_t + [t is the last token] * score` (Ziegler et al. 2019, "Fine-Tuning Language Models from
     Human Preferences", section 2.2; Stiennon et al. 2020 for the per-token form).
 
     Args:
-        scores: `[B]` reward of each whole response.
-        kl: `[B, T]` divergence of the policy that sampled from the reference: estimates, or exact.
+        scores: `[B]` reward of each response.
+        kl: `[B, T]` divergence from the reference of the policy that sampled: estimates, or exact.
         mask: `[B, T]` bool; a row without a token gets no reward.
         kl_coef: weight of the penalty.
 
@@ -36,14 +36,14 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16).
+    """Estimate advantages by GAE (Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16).
 
-    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`, where `t + 1` is the next
-    *unmasked* token: masked ones are skipped, whatever stands there. After the last token `V = A = 0`.
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`, and `t + 1` is the next
+    *unmasked* token: masked tokens are skipped, whatever their values. After the last token `V = A = 0`.
 
     Args:
         rewards: `[B, T]`.
-        values: `[B, T]` estimates of the state in which token `t` is chosen.
+        values: `[B, T]` estimates of the state before token `t`.
         mask: `[B, T]` bool.
         gamma: discount per token.
         lam: weight of the longer estimates; 1 is Monte Carlo, 0 is one-step TD.
@@ -65,11 +65,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
+    """Compare each sample with its group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     `A_i = (s_i - mean(s of its group)) / (std(s of its group) + 1e-6)` on every token of sample `i`; without the
     division it is Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training"). The standard
-    deviation is the unbiased one. A sample alone in its group has nothing to be compared with: its advantage is 0.
+    deviation is the unbiased one. A sample alone in its group has the advantage 0.
 
     Args:
         scores: `[B]`.
@@ -88,10 +88,12 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool
 
 
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out advantages (Kool et al. 2019; for language models: Ahmadian et al. 2024, "Back to Basics").
+    """Compare each sample with the others of its group, leaving it out of the mean.
+
+    Kool et al. 2019; for language models: Ahmadian et al. 2024, "Back to Basics".
 
     `A_i = s_i - mean(s of the others of its group) = n / (n - 1) * (s_i - mean(s of its group))` for a group of `n`, on
-    every token of sample `i`. A sample alone in its group has no others: its advantage is 0.
+    every token of sample `i`. A sample alone in its group has the advantage 0.
 
     Args:
         scores: `[B]`.
@@ -107,10 +109,10 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Discounted rewards to go (Hu et al. 2025, "REINFORCE++"), to be whitened over the whole batch.
+    """Sum discounted rewards to go (Hu et al. 2025, "REINFORCE++"), to be whitened over the whole batch.
 
-    `A_t = r_t + gamma * A_{t+1}`, where `t + 1` is the next *unmasked* token. With `token_rewards` from the function of
-    that name and `gamma = 1` this is the paper's `score - kl_coef * (sum of the KL from t on)`.
+    `A_t = r_t + gamma * A_{t+1}`, and `t + 1` is the next *unmasked* token. With the result of the function
+    `token_rewards` and `gamma = 1` this is the paper's `score - kl_coef * (sum of the KL from t on)`.
 
     Args:
         token_rewards: `[B, T]`.
@@ -124,10 +126,10 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float) ->
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025), to be whitened over the whole batch.
+    """Subtract the mean of the group (REINFORCE++ with a baseline, Hu et al. 2025), to be whitened over the batch.
 
-    `A_i = s_i - mean(s of its group)` on every token of sample `i`: the spread is that of the batch instead of the
-    group's, which a few equal answers make arbitrarily small.
+    `A_i = s_i - mean(s of its group)` on every token of sample `i`. The spread is that of the batch, because a few
+    equal responses make the spread of a group arbitrarily small.
 
     Args:
         scores: `[B]`.
@@ -141,11 +143,11 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -
 
 
 def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Rewards to go over the score of the greedy response (Li et al. 2024, "ReMax", algorithm 1).
+    """Subtract the score of the greedy response from rewards to go (Li et al. 2024, "ReMax", algorithm 1).
 
-    `A_t = (sum of r_u over u >= t) - b_i`, where `b_i` is the score of the greedy response to the prompt of sample `i`.
-    Without a penalty in the rewards that is `s_i - b_i` on every token. With a penalty, a token is charged only for the
-    divergence of itself and of later tokens, because it has no influence on earlier ones.
+    `A_t = (sum of r_u over u >= t) - b_i`, and `b_i` is the score of the greedy response to the prompt of sample `i`.
+    Without a penalty in the rewards the advantage is `s_i - b_i` on every token. With a penalty, a token is charged
+    only for the divergence of itself and of later tokens, because it does not influence earlier tokens.
 
     Args:
         token_rewards: `[B, T]`.
@@ -160,11 +162,11 @@ def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 
 
 def gpg(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Advantages of the group policy gradient (Chu et al. 2025, "GPG", arXiv 2504.02546, with `F_norm = 1`).
+    """Return the advantages of the group policy gradient (Chu et al. 2025, "GPG", arXiv 2504.02546, with `F_norm = 1`).
 
-    `A_i = B / (B - M) * (s_i - mean(s of its group))` on every token of sample `i`, where `M` of the `B` samples are in
-    a group whose scores are all equal. Such a group has no gradient; the factor keeps it from shrinking the mean
-    gradient of the others. If all groups are such, every advantage is 0.
+    `A_i = B / (B - M) * (s_i - mean(s of its group))` on every token of sample `i`, if `M` of the `B` samples are in
+    groups of equal scores. Such a group has no gradient; the factor keeps it from shrinking the mean gradient of the
+    other groups. If all groups have equal scores, every advantage is 0.
 
     Args:
         scores: `[B]`.
@@ -180,10 +182,10 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Advantages over the optimal baseline (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
+    """Subtract the optimal baseline of the group (Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline").
 
     `A_i = s_i - (sum of l_j * s_j) / (sum of l_j)` over the samples `j` of its group and their lengths `l_j`, on every
-    token of sample `i`: the baseline of least variance where a response's squared gradient grows with its length.
+    token of sample `i`: the baseline of least variance if the squared gradient of a response grows with its length.
 
     Args:
         scores: `[B]`.
@@ -199,11 +201,13 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std: bool) -> Tensor:
-    """Advantages of the best of a group (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives").
+    """Reward only the best sample of a group, for pass@k.
+
+    Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives".
 
     `A = s_best - s_second` on every token of the best sample of a group, 0 on all others: the leave-one-out gradient of
     the expected maximum of the group, which is pass@k for scores of 0 and 1 in groups of k. Divided by the group's
-    `std + 1e-6` where asked. Equal best samples, and a sample alone in its group, gain nothing.
+    `std + 1e-6` if asked. Equal best samples, and a sample alone in its group, gain nothing.
 
     Args:
         scores: `[B]`.
@@ -226,19 +230,19 @@ def grpo_passk(scores: Tensor, groups: Tensor, mask: Tensor, *, normalize_by_std
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: Tensor | float, var: Tensor | float) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` on unmasked tokens, float32, from given moments.
+    """Return `(x - mean) / sqrt(var + 1e-8)` on unmasked tokens, in float32, from given moments.
 
-    The moments are arguments so that they can be those of the whole batch while `x` is a part of it: `masked_moments`
-    of the batch, or of the sums, sums of squares and counts that all ranks add up.
+    The moments are arguments so that `x` may be a part of the batch and the moments those of the complete batch, from
+    `masked_moments` or from sums, sums of squares and counts of all ranks.
     """
     standardised = (masked(x, mask).double() - mean) / torch.as_tensor(var + 1e-8, dtype=torch.float64).sqrt()
     return masked(standardised.to(torch.float32), mask)
 
 
 class _Groups:
-    """Sums and moments over the samples of a group, each told to all its members.
+    """Sums and moments over the samples of a group, repeated for each of its samples.
 
-    In float64: the rounding of equal scores must stay far below the 1e-6 that differences of them are divided by.
+    They are float64: the rounding of equal scores must stay far below the 1e-6 that is added to the divisor.
     """
 
     def __init__(self, groups: Tensor) -> None:
@@ -254,17 +258,17 @@ class _Groups:
         return self.sum(x) / self.sizes
 
     def differ(self, x: Tensor) -> Tensor:
-        """Whether the values of the group are not all equal, `[B]` bool."""
+        """Return whether the values of the group differ, `[B]` bool."""
         any_member = torch.zeros(len(self.counts), dtype=x.dtype, device=x.device).scatter(0, self.member_of, x)
         return self.sum((x != any_member[self.member_of]).double()) > 0
 
     def std(self, x: Tensor) -> Tensor:
-        """The unbiased one; 0 for a sample alone in its group."""
+        """Return the unbiased standard deviation; 0 for a sample alone in its group."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.sizes - 1).clamp(min=1)).sqrt()
 
 
 def _rewards_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """`[B, T]`: the discounted sum of the rewards of this and all later unmasked tokens."""
+    """Return `[B, T]`: the discounted sum of the rewards of this and all later unmasked tokens."""
     advantages, _ = gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
     return advantages
 

@@ -1,9 +1,9 @@
-"""The engine samples from slightly other probabilities than the trainer computes: how far, and what to do about it.
+"""The mismatch between the engine's and the trainer's probabilities: its measures and its correction.
 
 With `rho_t = exp(log_probs_t - rollout_log_probs_t)`, the trainer's probability of a sampled token over the engine's,
-the sampled tokens stand for the trainer's policy once they are weighted by `rho`: of each token, or of the whole
-sequence. The weights multiply the advantages: every policy loss in `losses` is linear in a positive factor of theirs
-(all but the penalty of `kl_cov`).
+tokens weighted by `rho` are samples of the trainer's policy. `rho` is that of a token or of a complete sequence. The
+weights multiply the advantages: every policy loss in `losses`, except the penalty of `kl_cov`, is linear in a positive
+factor of the advantages.
 
 Shapes: `B` samples, `T` response tokens; `[B, T]` tensors are float32, `mask` is bool. Nothing carries a gradient.
 """
@@ -21,13 +21,13 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 def ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level: Level) -> Tensor:
-    """How much likelier the trainer finds what the engine sampled, `[B, T]`; 1 where masked.
+    """Return the trainer's probability of each sampled token over the engine's, `[B, T]`; 1 under the mask.
 
-    - `token`: `rho_t`, which leaves the states as the engine visited them: biased, of low variance;
-    - `sequence`: the product of the sequence's `rho_t`, on every token of it: unbiased, of high variance;
-    - `geometric`: the geometric mean of the sequence's `rho_t`, on every token of it: comparable across lengths.
+    - `token`: `rho_t`, which ignores that the engine visits other states: biased, of low variance;
+    - `sequence`: the product of the sequence's `rho_t`, on every token: unbiased, of high variance;
+    - `geometric`: the geometric mean of the sequence's `rho_t`, on every token: comparable across lengths.
 
-    The logarithms are held within +-20, see `bounded_exp`.
+    The logarithms are clamped to +-20, see `bounded_exp`.
     """
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
     if level != "token":
@@ -38,7 +38,7 @@ def ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level:
 
 
 def truncated_weights(weights: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
-    """Importance weights `min(rho, threshold)` `[B, T]`, zero where masked.
+    """Return importance weights `min(rho, threshold)` `[B, T]`, zero under the mask.
 
     Ionides 2008, "Truncated Importance Sampling"; between engine and trainer: Yao et al. 2025, "Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training".
@@ -47,7 +47,7 @@ def truncated_weights(weights: Tensor, mask: Tensor, *, threshold: float) -> Ten
 
 
 def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Tensor:
-    """Where the ratio is between the bounds, `[B, T]` bool; the rest should teach nothing.
+    """Return whether the ratio is between the bounds, `[B, T]` bool; other tokens should teach nothing.
 
     Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch": masked
     importance sampling. A rejected token still counts in the denominators, as in its expectation.
@@ -56,7 +56,7 @@ def accepted(weights: Tensor, mask: Tensor, *, lower: float, upper: float) -> Te
 
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What `mismatch_means` needs of some samples: 0-dim float64 sums, which add up over any split of the samples.
+    """Return the sums that `mismatch_means` needs: 0-dim float64 tensors that add up over any split of the samples.
 
     A sample without a token counts nowhere.
     """

@@ -1,8 +1,8 @@
-"""Which tokens drain a policy's entropy: the choice behind the losses `clip_cov` and `kl_cov`.
+"""The choice of the tokens that drain a policy's entropy, for the losses `clip_cov` and `kl_cov`.
 
-Invariant: the choice is a pure function of a *whole* mini-batch and of the policy before this step's updates, so every
-rank makes the same one, before the mini-batch is divided, and no split changes it. (At the first update of an iteration
-that policy is the one being trained, as in the paper; afterwards the authors' code would choose anew, by
+Invariant: the choice is a pure function of a *complete* mini-batch and of the policy before this step's updates. So
+every rank makes the same choice before the mini-batch is divided, and no split changes it. (At the first update of a
+step that policy is the one being trained, as in the paper. Later the authors' code chooses again in each
 micro-batch.)
 
 Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", section 4.
@@ -17,10 +17,10 @@ SEED = 0
 
 
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's share of the covariance between log-probability and advantage.
+    """Return each token's share of the covariance between log-probability and advantage.
 
-    `(log_probs - mean(log_probs)) * (A - mean(A))` with the means over all unmasked tokens: what is large and positive,
-    a likely token that did well, is what makes the policy certain.
+    `(log_probs - mean(log_probs)) * (A - mean(A))` with the means over all unmasked tokens. A large positive share,
+    of a likely token that did well, makes the policy certain.
 
     Args:
         log_probs: `[B, T]`.
@@ -28,23 +28,23 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
         mask: `[B, T]` bool.
 
     Returns:
-        `[B, T]` float64, zero where masked.
+        `[B, T]` float64, zero under the mask.
     """
     centred = [masked(x, mask).double() - masked_mean(x.double(), mask) for x in (log_probs, advantages)]
     return masked(centred[0] * centred[1], mask)
 
 
 def clip_cov_tokens(covariances: Tensor, mask: Tensor, *, ratio: float, lower: float, upper: float) -> Tensor:
-    """Draw the tokens of `clip_cov`: at most a share `ratio` of all, at least one where one qualifies.
+    """Draw the tokens of `clip_cov`: at most a share `ratio` of all, and at least one if any qualifies.
 
-    Drawn evenly from the tokens whose covariance is between `lower` and `upper`, with a generator of its own: the same
-    mini-batch always gives the same tokens.
+    The draw is uniform over the tokens whose covariance is between `lower` and `upper`, with a generator of its own:
+    the same mini-batch always gives the same tokens.
 
     Args:
         covariances: `[B, T]`, see `token_covariances`.
         mask: `[B, T]` bool.
         ratio: share of the unmasked tokens.
-        lower: lower bound of the covariance; it lies far above the mean.
+        lower: lower bound of the covariance, far above the mean.
         upper: upper bound of the covariance.
 
     Returns:
@@ -56,7 +56,7 @@ def clip_cov_tokens(covariances: Tensor, mask: Tensor, *, ratio: float, lower: f
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
-    """Take the tokens of `kl_cov`: the share `ratio` of all with the largest covariances, at least one.
+    """Return the tokens of `kl_cov`: the share `ratio` of all with the largest covariances, and at least one token.
 
     Args:
         covariances: `[B, T]`, see `token_covariances`.
@@ -64,7 +64,7 @@ def kl_cov_tokens(covariances: Tensor, mask: Tensor, *, ratio: float) -> Tensor:
         ratio: share of the unmasked tokens.
 
     Returns:
-        `[B, T]` bool; among equal covariances the first in the batch are taken.
+        `[B, T]` bool; of equal covariances the first in the batch.
     """
     candidates = mask.flatten().nonzero()[:, 0]
     order = covariances.flatten()[candidates].argsort(descending=True, stable=True)

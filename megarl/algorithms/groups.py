@@ -1,7 +1,7 @@
-"""What several answers to one prompt say together: their mean, their spread, the best of some, the most frequent one.
+"""Statistics over the responses to one prompt: mean, spread, the best of some, the score of the most frequent answer.
 
-The answers to a prompt are drawn independently of each other. Prompts may have different numbers of scored answers, as
-a reward may fail.
+The responses to a prompt are independent samples. Prompts may have different numbers of scored responses, because a
+reward may fail.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def best_of(scores: Tensor, k: int) -> Tensor:
-    """[P] float64: the expected best score of `k` of the `N` answers, drawn without putting any back.
+    """Return `[P]` float64: the expected best score of `k` of the `N` responses, drawn without replacement.
 
     `scores` are `[P, N]`. With the scores of a prompt in ascending order, s_i is the best of C(i - 1, k - 1) of the
     C(N, k) draws:
 
         sum over i = k .. N of  C(i - 1, k - 1) / C(N, k) * s_i
 
-    which is an unbiased estimate of the expected best of `k` new answers. Where scores are 0 and 1 it is pass@k, eq. 1
+    an unbiased estimate of the expected best of `k` new responses. If scores are 0 and 1 it is pass@k, eq. 1
     of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv 2107.03374; for any scores see Walder
     and Karkhanis 2025, "Pass@K Policy Optimization", arXiv 2505.15201.
     """
@@ -31,11 +31,11 @@ def best_of(scores: Tensor, k: int) -> Tensor:
 
 
 def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
-    """The score of the most frequent answer to a prompt; of several equally frequent ones the mean, as one is drawn.
+    """Return the score of the most frequent answer to a prompt; the mean score of equally frequent answers.
 
     Wang et al. 2023, "Self-Consistency Improves Chain of Thought Reasoning in Language Models", arXiv 2203.11171. An
-    answer's score is the mean over the responses that give it. A response without an answer ('') has no vote, unless
-    none has one.
+    answer's score is the mean over the responses that give it. A response without an answer ('') has no vote,
+    unless no response has an answer.
     """
     votes = Counter(filter(None, answers)) or Counter(answers)
     most = max(votes.values())
@@ -45,22 +45,22 @@ def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
 
 
 def mean_over_prompts(scores: Sequence[Tensor]) -> float:
-    """The mean over prompts of the mean of their scores, one tensor a prompt."""
+    """Return the mean over prompts of their mean scores; one tensor for each prompt."""
     return float(torch.stack([of_prompt.double().mean() for of_prompt in scores]).mean())
 
 
 def statistics(scores: Sequence[Tensor], answers: Sequence[Sequence[str]] | None, *, num: int) -> dict[str, float]:
-    """Means over the prompts of what their answers say together, if there were at least two to each.
+    """Return means over the prompts of the statistics of their responses; nothing if a prompt has one response.
 
     Args:
-        scores: for each prompt those of its answers that have a score, `[1]` to `[N]`.
-        answers: the same answers; None where nobody can tell the answer of a response.
-        num: `N`, how many answers each prompt was given.
+        scores: for each prompt the scores of its scored responses, `[1]` to `[N]`.
+        answers: the final answers in the same responses; None if no reward can extract them.
+        num: `N`, the number of responses to each prompt.
 
     Returns:
-        `mean@N`; `std@N`, the deviation among the answers to a prompt (with n - 1 of its n); `best@K/mean` for K = 2,
-        4, ... and N, over the prompts that have K scores; and, with answers, `maj@N`. A number for which no prompt has
-        enough scores is left out.
+        `mean@N`; `std@N`, the unbiased standard deviation among the responses to a prompt; `best@K/mean` for K = 2,
+        4, ... and N, over the prompts that have K scores; and, with answers, `maj@N`. A statistic is left out if no
+        prompt has enough scores.
     """
     if num == 1:
         return {}

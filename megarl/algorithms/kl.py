@@ -1,4 +1,4 @@
-"""Divergence from the reference policy, estimated from sampled tokens or exact, and the controllers of its weight."""
+"""The divergence from the reference policy, estimated from sampled tokens or exact, and controllers of its weight."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,15 +13,15 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """`exp(x)` with `x` held within +-20: far outside any clip range, and still finite in float32.
+    """Return `exp(x)` with `x` clamped to +-20: far outside any clip range, and still finite in float32.
 
-    An infinite ratio would turn into NaN in the backward pass, also where the loss ignores it (0 * inf).
+    An infinite ratio would become NaN in the backward pass, even if the loss ignores it (0 * inf).
     """
     return torch.exp(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_bound: float | None = None) -> Tensor:
-    """Per-token estimate of `KL(policy || reference)` from tokens that the policy sampled.
+    """Estimate `KL(policy || reference)` at each token from tokens that the policy sampled.
 
     With `d = log_probs - ref_log_probs` (Schulman 2020, "Approximating KL Divergence"):
 
@@ -30,14 +30,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
     - `mse`, `k2`: `d^2 / 2`, biased, of low variance;
     - `low_var_kl`, `k3`: `exp(-d) + d - 1`, unbiased and never negative.
 
-    The exponential of `k3` lets one token that the reference finds far likelier outweigh all others. `k3_bound` cuts
-    the estimate: a token above the bound counts as the bound and has no gradient.
+    The exponential of `k3` lets one token that is far likelier under the reference outweigh all others. `k3_bound`
+    limits the estimate: a token above the bound counts as the bound and has no gradient.
 
-    What is unbiased as a number, in the reward, need not be so as a loss (Tang & Munos 2025, "On a few pitfalls in KL
-    divergence gradient estimation for RL"): with tokens drawn from the policy itself, the gradient of `kl` is 0 in the
-    mean, so that as a loss it only adds noise; that of `mse` is the gradient of the divergence; that of `low_var_kl` is
-    the gradient of `KL(reference || policy)`, which is close to it near the reference; that of `abs` is `sign(d)` times
-    the score, which stays as large near the reference.
+    An estimate that is unbiased in the reward may have a biased gradient as a loss (Tang & Munos 2025, "On a few
+    pitfalls in KL divergence gradient estimation for RL"). With tokens drawn from the policy itself, the mean gradient
+    of `kl` is 0, so that as a loss it only adds noise. The gradient of `mse` is that of the divergence. The gradient of
+    `low_var_kl` is that of `KL(reference || policy)`, which is close to it near the reference. The gradient of `abs` is
+    `sign(d)` times the score, and does not shrink near the reference.
 
     Args:
         log_probs: float tensor of any shape.
@@ -63,14 +63,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
 
 
 def full_kl(log_p: Tensor, ref_log_p: Tensor) -> Tensor:
-    """The exact `KL(policy || reference) = sum over the vocabulary of p (log p - log q)` of each token.
+    """Return the exact `KL(policy || reference) = sum over the vocabulary of p (log p - log q)` of each token.
 
     Args:
         log_p: `[..., V]` log-probabilities of the policy over the whole vocabulary.
         ref_log_p: `[..., V]` of the reference.
 
     Returns:
-        `[...]`, never negative; differentiable. A token that the policy rules out adds nothing.
+        `[...]`, never negative; differentiable. A token of probability 0 under the policy adds nothing.
     """
     assert log_p.shape == ref_log_p.shape, f"{log_p.shape} against {ref_log_p.shape}"
     ruled_out = log_p == -torch.inf
@@ -84,7 +84,7 @@ class FixedKL:
     coef: float
 
     def update(self, current_kl: float, *, num_steps: int) -> Self:
-        """The controller of the next step: this one."""
+        """Return the controller of the next step: this one."""
         return self
 
 
@@ -100,9 +100,9 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, current_kl: float, *, num_steps: int) -> Self:
-        """The controller after `num_steps` more samples whose mean divergence was `current_kl`.
+        """Return the controller after `num_steps` more samples whose mean divergence was `current_kl`.
 
-        It stays as it is where that is not finite: `coef` would be NaN for good.
+        A divergence that is not finite changes nothing, because `coef` would stay NaN.
         """
         if not math.isfinite(current_kl):
             return self

@@ -1,7 +1,7 @@
-"""Losses as sums over the tokens of each sequence, and the one place that turns sums into a loss.
+"""Losses as sums over the tokens of each sequence, and the function that turns sums into a loss.
 
 Invariant: a loss is linear in the per-sequence sums, and its denominators are totals of the *global* mini-batch. So
-the losses of any split of a mini-batch over micro-batches and ranks add up to the loss of the whole.
+the losses of any split of a mini-batch over micro-batches and ranks add up to the loss of the mini-batch.
 
 Shapes: `b` sequences of a micro-batch, `T` response tokens; `[b, T]` tensors are float32, `mask` is bool.
 """
@@ -19,28 +19,28 @@ from megarl.algorithms.masked import masked
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOutputs:
-    """What a policy says about the sampled tokens."""
+    """Outputs of a policy for the sampled tokens."""
 
     log_probs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] nats, of the whole next-token distribution
     kl: Tensor | None = None  # [b, T] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
     def select(self, samples: Tensor) -> "PolicyOutputs":
-        """What it says about the given samples (int64 indices)."""
+        """Return the outputs for the given samples (int64 indices)."""
         kl = None if self.kl is None else self.kl[samples]
         return PolicyOutputs(log_probs=self.log_probs[samples], entropy=self.entropy[samples], kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The size of a global mini-batch: the denominators of every loss and metric of its parts."""
+    """The size of a global mini-batch: the denominators of all losses and metrics of its parts."""
 
     num_tokens: int  # unmasked response tokens
-    num_sequences: int  # of them, those with an unmasked token
+    num_sequences: int  # sequences with an unmasked token
 
     @classmethod
     def of(cls, mask: Tensor) -> Self:
-        """The totals of a mini-batch from its whole mask `[B, T]`; 1 instead of 0, for losses that are then 0."""
+        """Return the totals of a mini-batch from its mask `[B, T]`; 1 instead of 0, as the losses are then 0."""
         return cls(num_tokens=max(int(mask.sum()), 1), num_sequences=max(int(mask.any(-1).sum()), 1))
 
 
@@ -49,7 +49,7 @@ class PolicyLoss:
     """Sums of one policy loss; the last three carry no gradient."""
 
     sums: Tensor  # [b] per-sequence sums of the token losses
-    clip_frac: Tensor  # 0-dim: number of tokens whose ratio was clipped, or that were left out of the gradient
+    clip_frac: Tensor  # 0-dim: number of tokens with a clipped ratio or without a gradient
     clip_frac_lower: Tensor  # 0-dim: number of tokens held by the dual clip
     ppo_kl: Tensor  # 0-dim: sum of old_log_probs - log_probs
 
@@ -72,11 +72,11 @@ def ppo_clip(
     clip_high: float,
     clip_c: float,
 ) -> PolicyLoss:
-    """The clipped surrogate with dual clip.
+    """Return the clipped surrogate with dual clip (PPO).
 
     With `rho = exp(log_probs - old_log_probs)`: `L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))`
     (Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; different bounds as in Yu et al. 2025,
-    "DAPO", eq. 10), and where `A < 0` no more than `-A clip_c` (Ye et al. 2020, "Mastering Complex Control in MOBA
+    "DAPO", eq. 10), and, if `A < 0`, at most `-A clip_c` (Ye et al. 2020, "Mastering Complex Control in MOBA
     Games", eq. 5).
 
     Args:
@@ -101,12 +101,12 @@ def ppo_clip(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """The clipped surrogate with one ratio for a whole sequence (GSPO; Zheng et al. 2025, arXiv 2507.18071).
+    """Return the clipped surrogate with one ratio for each sequence (GSPO; Zheng et al. 2025, arXiv 2507.18071).
 
     `s = exp(mean over the sequence's tokens of (log_probs - old_log_probs))` and, on every token,
-    `L_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))`, where `s_t` has the value of `s` and the
-    gradient `s * grad log_probs_t`. For one advantage per sequence and `seq-mean-token-mean` that is the loss of the
-    paper and its gradient; advantages that differ by token make it the paper's GSPO-token.
+    `L_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))`, in which `s_t` has the value of `s` and the
+    gradient `s * grad log_probs_t`. For one advantage per sequence and `seq-mean-token-mean` this is the loss of the
+    paper and its gradient. With advantages that differ by token it is the paper's GSPO-token.
 
     Args:
         log_probs: `[b, T]` of the policy being trained.
@@ -127,10 +127,10 @@ def gspo(
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """The policy gradient with clipped importance weights (MiniMax 2025, "MiniMax-M1", section 3.1).
+    """Return the policy gradient with clipped importance weights (CISPO; MiniMax 2025, "MiniMax-M1", section 3.1).
 
-    `L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log_probs`: a clipped token keeps a gradient, unlike
-    that of `ppo_clip`. The paper bounds only the upper side: a `clip_low` of 1.
+    `L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log_probs`: a clipped token keeps its gradient, unlike
+    in `ppo_clip`. The paper bounds only the upper side: a `clip_low` of 1.
 
     Args:
         log_probs: `[b, T]` of the policy being trained.
@@ -148,7 +148,7 @@ def cispo(
 
 
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
-    """The plain policy gradient `L = -A log_probs` (Williams 1992, REINFORCE; Chu et al. 2025, "GPG").
+    """Return the plain policy gradient `L = -A log_probs` (Williams 1992, REINFORCE; Chu et al. 2025, "GPG").
 
     Args:
         log_probs: `[b, T]` of the policy being trained.
@@ -171,7 +171,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """The clipped surrogate without the tokens that drain the entropy (Clip-Cov of Cui et al. 2025, see `covariance`).
+    """Return the clipped surrogate without tokens that drain the entropy (Clip-Cov, Cui et al. 2025; see `covariance`).
 
     `L = 0` on chosen tokens, `max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))` on the others.
 
@@ -180,7 +180,7 @@ def clip_cov(
         old_log_probs: `[b, T]` of the policy before this step's updates.
         advantages: `[b, T]`.
         mask: `[b, T]` bool.
-        chosen: `[b, T]` bool: see `covariance.clip_cov_tokens`, which chooses from a whole mini-batch.
+        chosen: `[b, T]` bool: see `covariance.clip_cov_tokens`, which chooses from a complete mini-batch.
         clip_low: how far the ratio may fall below 1.
         clip_high: how far the ratio may rise above 1.
     """
@@ -193,7 +193,7 @@ def clip_cov(
 def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, chosen: Tensor, kl_coef: float
 ) -> PolicyLoss:
-    """The surrogate with a penalty on the tokens that drain the entropy (KL-Cov of Cui et al. 2025, see `covariance`).
+    """Return the surrogate with a penalty on tokens that drain the entropy (KL-Cov, Cui et al. 2025; see `covariance`).
 
     `L = -A rho`, and on chosen tokens `L = -A rho + kl_coef |log_probs - old_log_probs|`: the divergence from the old
     policy, estimated as in the authors' code.
@@ -203,7 +203,7 @@ def kl_cov(
         old_log_probs: `[b, T]` of the policy before this step's updates.
         advantages: `[b, T]`.
         mask: `[b, T]` bool.
-        chosen: `[b, T]` bool: see `covariance.kl_cov_tokens`, which chooses from a whole mini-batch.
+        chosen: `[b, T]` bool: see `covariance.kl_cov_tokens`, which chooses from a complete mini-batch.
         kl_coef: weight of the penalty.
     """
     log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
@@ -212,7 +212,7 @@ def kl_cov(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The worse of the surrogates with and without the clip, and where that is the one with it."""
+    """Return the larger loss of the surrogates with and without the clip, and whether the clip made it larger."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
@@ -236,7 +236,7 @@ def _policy_loss(
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float) -> ValueLoss:
-    """`max((V - R)^2, (clip(V, V_old - clip_range, V_old + clip_range) - R)^2) / 2`, the clipped value loss.
+    """Return the clipped value loss `max((V - R)^2, (clip(V, V_old - clip_range, V_old + clip_range) - R)^2) / 2`.
 
     From the reference implementation of PPO (Dhariwal et al. 2017, OpenAI Baselines, `ppo2`).
 
@@ -255,37 +255,37 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 
 def entropy(entropies: Tensor, mask: Tensor) -> Tensor:
-    """Sums `[b]` of the token entropies `[b, T]` (nats): the bonus to be maximised (Mnih et al. 2016, A3C)."""
+    """Return sums `[b]` of the token entropies `[b, T]` (nats): the bonus to maximise (Mnih et al. 2016, A3C)."""
     return masked(entropies, mask).sum(-1)
 
 
 def lm_cross_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Sums `[b]` of `-log p(token)` over the unmasked tokens `[b, T]`: the supervised loss."""
+    """Return sums `[b]` of `-log p(token)` over the unmasked tokens `[b, T]`: the supervised loss."""
     return -masked(log_probs, mask).sum(-1)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-    """Losses `[p]` of pairs of rewards: `-log sigmoid(r_chosen - r_rejected - margin)`.
+    """Return losses `[p]` of pairs of rewards: `-log sigmoid(r_chosen - r_rejected - margin)`.
 
-    Without margins the negative log-likelihood of Bradley and Terry (1952, "Rank Analysis of Incomplete Block
-    Designs") as in Ouyang et al. (2022, "InstructGPT", arXiv 2203.02155, eq. 1) for one pair per prompt; with them
+    Without margins this is the negative log-likelihood of Bradley and Terry (1952, "Rank Analysis of Incomplete Block
+    Designs") as in Ouyang et al. (2022, "InstructGPT", arXiv 2203.02155, eq. 1) for one pair per prompt; with margins
     eq. 2 of Touvron et al. (2023, "Llama 2", arXiv 2307.09288).
 
     Args:
-        chosen: `[p]` rewards of the responses that were preferred.
+        chosen: `[p]` rewards of the preferred responses.
         rejected: `[p]` rewards of the others.
-        margins: `[p]` by how much the first should exceed the second; zeros for the plain loss.
+        margins: `[p]` by which the first reward should exceed the second; zeros for the plain loss.
     """
     return -torch.nn.functional.logsigmoid(chosen - rejected - margins)
 
 
 def reward_centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Squares `[p]` of `r_chosen + r_rejected`: pairs fix only differences, and this brings the mean reward to 0.
+    """Return squares `[p]` of `r_chosen + r_rejected`: pairs fix only differences, and this term brings the mean to 0.
 
     Eisenstein et al. (2023, "Helping or Herding?", arXiv 2312.09244, eq. 2).
 
     Args:
-        chosen: `[p]` rewards of the responses that were preferred.
+        chosen: `[p]` rewards of the preferred responses.
         rejected: `[p]` rewards of the others.
     """
     return (chosen + rejected) ** 2
@@ -294,23 +294,23 @@ def reward_centering(chosen: Tensor, rejected: Tensor) -> Tensor:
 def aggregate(
     sums: Tensor, counts: Tensor, *, mode: LossAggregation, num_tokens: int, num_sequences: int, horizon: int
 ) -> Tensor:
-    """This part's contribution to the loss of its global mini-batch.
+    """Return this part's contribution to the loss of its global mini-batch.
 
-    - `token-mean`: every token weighs the same (DAPO);
-    - `seq-mean-token-sum`: every sequence's sum;
-    - `seq-mean-token-mean`: every sequence weighs the same (the GRPO paper);
-    - `seq-mean-token-sum-norm`: every sequence's sum over a constant length (Dr. GRPO).
+    - `token-mean`: every token has the same weight (DAPO);
+    - `seq-mean-token-sum`: the mean over sequences of their sums;
+    - `seq-mean-token-mean`: every sequence has the same weight (the GRPO paper);
+    - `seq-mean-token-sum-norm`: the mean over sequences of their sums over a constant length (Dr. GRPO).
 
     Args:
         sums: `[b]` per-sequence sums.
         counts: `[b]` unmasked tokens per sequence; a sequence without any contributes 0.
         mode: which mean.
         num_tokens: unmasked tokens of the global mini-batch.
-        num_sequences: sequences of the global mini-batch that have any.
+        num_sequences: sequences of the global mini-batch with an unmasked token.
         horizon: the constant length: the most tokens a response may have.
 
     Returns:
-        0-dim tensor; over all parts of the mini-batch these add up to its loss.
+        0-dim tensor; the tensors of all parts of the mini-batch add up to its loss.
     """
     assert sums.shape == counts.shape, f"{sums.shape} sums with {counts.shape} counts"
     match mode:

@@ -1,7 +1,7 @@
 """Sums and means over the tokens that count.
 
-Invariant: what stands at a masked position never matters, not even NaN or infinity, neither forward nor backward. That
-is why values are replaced before the arithmetic; multiplying by the mask would turn them into NaN.
+Invariant: a value at a masked position never matters, not even NaN or infinity, neither forward nor backward. Values
+are therefore replaced before the arithmetic; multiplying by the mask would keep a NaN.
 """
 
 import torch
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with zeros where `mask` is False (both of one shape); the gradient there is zero too."""
+    """Return `x` with zeros, and zero gradients, at the positions that are False in `mask`, of the same shape."""
     assert x.shape == mask.shape, f"{tuple(x.shape)} values under a mask of {tuple(mask.shape)}"
     assert mask.dtype == torch.bool, f"the mask is {mask.dtype}, not bool"
     return x.masked_fill(~mask, 0.0)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the unmasked elements of `x`, a 0-dim tensor; 0 where there is none."""
+    """Return the mean of the unmasked elements of `x`, a 0-dim tensor; 0 if there is none."""
     return masked(x, mask).sum() / mask.sum().clamp(min=1)
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of the unmasked elements of `x`: two 0-dim float64 tensors, 0 where undefined.
+    """Return mean and unbiased variance of the unmasked elements of `x`: two 0-dim float64 tensors, 0 if undefined.
 
-    Two passes in float64: the values of a batch may be large against their spread.
+    It takes two passes in float64, because the values of a batch may be large compared with their spread.
     """
     x = masked(x, mask).double()
     mean = masked_mean(x, mask)

@@ -1,18 +1,18 @@
-"""What a length and a group of answers tell besides the score: pure functions of `[B]` tensors."""
+"""The length penalty, and the filter of groups of equal scores: pure functions of `[B]` tensors."""
 
 import torch
 from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """The soft punishment of long answers (Yu et al. 2025, "DAPO", eq. 13).
+    """Return the soft penalty of long responses (Yu et al. 2025, "DAPO", eq. 13).
 
-    0 up to `max_length - buffer` tokens, then falling evenly to `-factor` at `max_length`, and no further.
+    0 up to `max_length - buffer` tokens, then falling linearly to `-factor` at `max_length`, and constant beyond.
 
     Args:
         lengths: `[B]` tokens of each response.
         max_length: the most tokens a response may have.
-        buffer: over how many tokens before that the penalty grows; positive.
+        buffer: number of tokens before `max_length` over which the penalty grows; positive.
         factor: the largest penalty; the paper's is 1.
 
     Returns:
@@ -24,17 +24,17 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
 
 
 def scores_differ(scores: Tensor, groups: Tensor) -> Tensor:
-    """Whether the scores of a sample's group differ: the filter of dynamic sampling (Yu et al. 2025, "DAPO", eq. 11).
+    """Return whether the scores of each group differ: the filter of dynamic sampling (Yu et al. 2025, "DAPO", eq. 11).
 
     Equal scores give no group-relative advantage, so such a group only dilutes the mini-batch. For scores of 0 and 1
-    this keeps the groups with some right answers and some wrong ones.
+    this keeps the groups with right and wrong answers.
 
     Args:
-        scores: `[B]` the metric the samples are told apart by.
-        groups: `[B]` int64; equal values answer the same prompt, in any order.
+        scores: `[B]` the metric that must differ.
+        groups: `[B]` int64; equal values mark responses to the same prompt, in any order.
 
     Returns:
-        `[B]` bool, equal within a group: whole groups are kept. A sample alone in its group is not.
+        `[B]` bool, equal within a group. False for a sample alone in its group.
     """
     assert scores.shape == groups.shape, f"{tuple(scores.shape)} scores, {tuple(groups.shape)} groups"
     _, member_of, counts = groups.unique(return_inverse=True, return_counts=True)
