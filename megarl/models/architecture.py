@@ -1,7 +1,7 @@
-"""Reads a Hugging Face `config.json` into the sizes everything else computes with, and refuses what it cannot do.
+"""The sizes of a model, read from a Hugging Face `config.json`.
 
-A setting that changes the model's function and is not carried by `Architecture` is an error, never ignored: weights
-that load into the wrong function train and sample without a sign.
+A setting that changes the model's function and has no field in `Architecture` is an error, never ignored: weights that
+load into the wrong function train and sample without any sign of it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
 from megarl.models.rotary import RopeScaling, Yarn, rope_parameters, rope_scaling
 from megarl.models.unsupported import unsupported
 
-ODD = "must be even, as positions rotate pairs of numbers"
+ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"  # the scalar head in a checkpoint
 
@@ -44,7 +44,7 @@ class Architecture:
     num_key_value_heads: int
     head_dim: int  # of queries and keys
     vocab_size: int  # rows of the embedding in the checkpoint, before any padding
-    tied_embeddings: bool  # the output layer is the embedding: the checkpoint has no `lm_head.weight`
+    tied_embeddings: bool  # the output layer is the embedding; the checkpoint has no `lm_head.weight`
     qkv_bias: bool
     qk_norm: bool
     rms_norm_eps: float
@@ -52,36 +52,36 @@ class Architecture:
     rope_scaling: RopeScaling | Yarn | None
     max_position_embeddings: int
     experts: Experts | None = None  # None: every layer is dense
-    latent: LatentAttention | None = None  # None: every head has keys and values of its own, or its group's
-    scalar_head: bool = False  # one number per token (`score.weight`) instead of the vocabulary's; ties nothing
+    latent: LatentAttention | None = None  # None: every head or group of heads has its own keys and values
+    scalar_head: bool = False  # one number per token (`score.weight`) instead of logits; ties nothing
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return self.experts is not None and layer >= self.experts.first_dense_layers
 
     def with_scalar_head(self) -> "Architecture":
-        """The decoder of a value or reward model."""
+        """Return the decoder of a value or reward model."""
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     @property
     def expert_names(self) -> ExpertNames:
-        """How the checkpoint calls the parts of a layer with experts."""
+        """The names of the parts of a layer with experts, in the checkpoint."""
         names = FAMILIES[self.family].experts
         assert names is not None, self.family
         return names
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a parsed `config.json` describes.
+    """Return the architecture that a parsed `config.json` describes.
 
     Raises:
-        ValueError: the family is unknown, a size is missing or cannot be, or the model computes something we do not.
+        ValueError: the family is unknown, a size is missing or impossible, or the model needs something unsupported.
     """
     family = str(hf_config.get("model_type"))
     if family not in FAMILIES:
         raise ValueError(f"config.json: model_type is {family[:SHOWN]}; known are {', '.join(FAMILIES)}")
     traits = FAMILIES[family]
-    # A null overrides the family's default and then counts as absent, as it does in transformers.
+    # A null overrides the family's default and then counts as missing, as in transformers.
     config = Fields.of({**traits.defaults, **hf_config})
     for fault in unsupported(config):
         raise ValueError(fault)
@@ -116,10 +116,10 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
 @lru_cache(maxsize=16)
 def hf_shapes(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """The shape of every parameter of the Hugging Face checkpoint, in canonical order.
+    """Return the shape of every parameter of the Hugging Face checkpoint, in canonical order.
 
-    The order is embedding, layers from the first to the last, final norm, and the head: `score` of a scalar one, else
-    `lm_head` unless it is tied.
+    The order is embedding, layers from the first to the last, final norm, and head. The head is `score` if it is
+    scalar, else `lm_head`; a tied head is missing.
     """
     a = architecture
     attention: Shapes = {"input_layernorm.weight": (a.hidden_size,)}
@@ -204,7 +204,7 @@ def _expert_shapes(a: Architecture, experts: Experts) -> Shapes:
 
 
 def _is_classifier(config: Fields) -> bool:
-    """Whether the checkpoint scores sequences instead of predicting tokens."""
+    """Return whether the checkpoint scores sequences instead of predicting tokens."""
     if not any(str(name).endswith("ForSequenceClassification") for name in config.items("architectures")):
         return False
     labels = config.table("id2label").values if "id2label" in config else None
@@ -217,9 +217,9 @@ def _is_classifier(config: Fields) -> bool:
 
 
 def _heads(config: Fields, latent: LatentAttention | None) -> tuple[int, int, int]:
-    """Heads of queries, of keys and values, and the size of a head of queries and keys."""
+    """Return the number of query heads and of key/value heads, and the size of a head of queries and keys."""
     num_heads, hidden_size = config.size("num_attention_heads"), config.size("hidden_size")
-    if latent:  # every head has keys and values of its own
+    if latent:  # every head has its own keys and values
         return num_heads, num_heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim
     num_key_value_heads = config.size("num_key_value_heads", num_heads)
     if num_heads % num_key_value_heads:

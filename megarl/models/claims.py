@@ -1,9 +1,9 @@
-"""Whether the tensors of a Hugging Face directory are those of the model that its `config.json` describes.
+"""A check that the tensors of a Hugging Face directory belong to the model that its `config.json` describes.
 
-A tensor that nobody claims is a fault: dropped without a word it leaves another model than the one that was trained.
-Left out on purpose are the frequencies of rotary positions, which are computed, the layers that predict several tokens
-ahead (deepseek_v3), and those behind an overridden num_hidden_layers. An `lm_head.weight` beside tied embeddings is
-looked at by `megarl.models.source`, as its values decide.
+A tensor without a parameter is a fault: dropping it silently would leave another model than the trained one. Three
+kinds are left out on purpose: the frequencies of rotary positions, which are computed; the layers that predict several
+tokens ahead (deepseek_v3); and the layers behind an overridden num_hidden_layers. `megarl.models.source` checks an
+`lm_head.weight` of a model with tied embeddings, because its values decide.
 """
 
 import re
@@ -20,25 +20,25 @@ MOST_NAMED = 3
 FREQUENCIES = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 CLAIMS = (
-    (re.compile(r".*self_attn\.[qkvo]_proj\.bias"), "biases of the attention are those of attention_bias or qkv_bias"),
-    (re.compile(r".*self_attn\.[qk]_norm\..*"), "norms of queries and keys are those of model_type qwen3"),
-    (re.compile(r".*mlp\..*\.bias"), "biases of the feed-forward layer are those of mlp_bias"),
+    (re.compile(r".*self_attn\.[qkvo]_proj\.bias"), "biases of the attention follow from attention_bias or qkv_bias"),
+    (re.compile(r".*self_attn\.[qk]_norm\..*"), "norms of queries and keys follow from model_type qwen3"),
+    (re.compile(r".*mlp\..*\.bias"), "biases of the feed-forward layer follow from mlp_bias"),
     (
         re.compile(r".*(experts?|experts_gate|expert_gate|\.gate)\..+"),
-        "experts are those of model_type and the number of experts",
+        "experts follow from model_type and the number of experts",
     ),
-    (re.compile(r"score\..*"), "a score is that of architectures [...ForSequenceClassification]"),
-    (re.compile(r"lm_head\..*"), "an output layer is that of architectures [...ForCausalLM]"),
+    (re.compile(r"score\..*"), "a score follows from architectures [...ForSequenceClassification]"),
+    (re.compile(r"lm_head\..*"), "an output layer follows from architectures [...ForCausalLM]"),
 )
-"""Which tensors belong to which fields of a `config.json`; the first that matches speaks."""
+"""Patterns of tensors, and the fields of a `config.json` that they follow from; the first match counts."""
 
 
 def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bool) -> Iterator[str]:
-    """Yield a sentence for each way in which the stored tensors are not those of `architecture`; only headers are read.
+    """Yield a sentence for each difference between the stored tensors and `architecture`. Reads only headers.
 
     Args:
-        directory: with weights and `config.json`.
-        architecture: what that describes, overrides applied.
+        directory: a directory with weights and `config.json`.
+        architecture: the model that `config.json` describes, overrides applied.
         needs_head: whether the output layer must be there.
     """
     try:
@@ -60,7 +60,7 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
     if unclaimed:
         yield (
             f"{directory} holds {_listed(unclaimed)}, which the model of its {CONFIG} does not have, and which would "
-            f"be dropped ({_who_claims(unclaimed, num_layers)}): correct {CONFIG}, or take the tensors out of the files"
+            f"be dropped ({_who_claims(unclaimed, num_layers)}): correct {CONFIG}, or remove the tensors from the files"
         )
 
 
@@ -91,7 +91,7 @@ def _who_claims(names: Sequence[str], num_layers: int) -> str:
 def _who_claims_one(name: str, num_layers: int) -> str:
     if (layer := LAYER.match(name)) and int(layer[1]) >= num_layers:
         return f"num_hidden_layers counts {num_layers} layers"
-    return next((claim for pattern, claim in CLAIMS if pattern.match(name)), "model_type says what a layer has")
+    return next((claim for pattern, claim in CLAIMS if pattern.match(name)), "a layer's tensors follow from model_type")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a user may say about the checkpoints that models start from."""
+"""The configuration of the checkpoints that models start from."""
 
 from dataclasses import field
 from typing import Annotated, Any
@@ -17,18 +17,18 @@ class CheckpointSection:
     """`*.model.*`: a checkpoint to start from."""
 
     path: str
-    """HF directory, its URI (s3://, gs://, hdfs://, anything that fsspec opens) or HF id."""
+    """Hugging Face directory, its URI (s3://, gs://, hdfs://, anything that fsspec opens) or Hugging Face id."""
     external_lib: str | list[str] | None = None
-    """Module or modules imported first, to register models or tokenizers."""
+    """Module or modules to import first, which may register models or tokenizers."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the HF config to replace: {attention_dropout: 0.0, num_hidden_layers: 4}."""
+    """Fields of config.json to replace, e.g. {attention_dropout: 0.0, num_hidden_layers: 4}."""
     trust_remote_code: bool = False
-    """Let a checkpoint's own Python code run."""
+    """Allow a checkpoint's own Python code to run."""
 
 
 @section
 class ModelSection(CheckpointSection):
-    """`actor_rollout_ref.model.*`: the checkpoint that the actor and the reference start from."""
+    """`actor_rollout_ref.model.*`: the checkpoint of the actor and the reference."""
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -36,12 +36,12 @@ class ModelSection(CheckpointSection):
 
 @section
 class CriticModelSection(ModelSection):
-    """`critic.model.*`: the checkpoint that the critic starts from; a language model's head becomes a scalar."""
+    """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
     path: str = ""
-    """HF directory, its URI or HF id; required by algorithm.adv_estimator=gae, unused by the others."""
+    """Hugging Face directory, its URI or Hugging Face id; required and read only if algorithm.adv_estimator is gae."""
     tokenizer_path: str | None = None
-    """Tokenizer that the critic was trained with; null = the policy's. With another one the critic reads the policy's
+    """Tokenizer that the critic was trained with; null = the policy's. If they differ, the critic reads the policy's
     text in its own tokens."""
 
 
@@ -50,7 +50,8 @@ class RewardCheckpointSection(CheckpointSection):
     """`reward_model.model.*`: the model that scores responses, a sequence classifier with one label."""
 
     path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
-    """HF directory, its URI or HF id; required by reward_model.enable."""
+    """Hugging Face directory, its URI or Hugging Face id; required by reward_model.enable."""
     input_tokenizer: str | None = None
-    """Tokenizer of the tokens it is given, the policy's unless set: they are decoded, and encoded again under its own
-    chat template. null = vocabulary and chat template are the policy's, and tokens pass as they are."""
+    """Tokenizer of the tokens that the model receives; follows the policy's unless set. The tokens are decoded, and
+    encoded again with the model's own chat template. null = the model has the policy's vocabulary and chat template,
+    and reads the tokens as they are."""

@@ -1,8 +1,8 @@
-"""How vLLM cuts a model over the ranks of an engine, from sizes alone: the layout of one rank, the placement of all.
+"""The cut of a model over the ranks of an engine, from sizes alone: the layout of one rank, the placement of all ranks.
 
-vLLM's own loaders, traced on a live rank (`megarl.rollout.layout`), are the truth, and a test holds these rules against
-them; the rules serve where there is no engine, which is on every rank but one's own. An engine is a row of neighbouring
-ranks: rank `r` has the tensor coordinate `r % tp_size`.
+vLLM's own loaders, traced on a live rank (`megarl.rollout.layout`), are the truth, and a test compares these rules with
+them. The rules are needed without an engine, and for the other ranks. An engine is a row of neighbouring ranks: rank
+`r` has the tensor coordinate `r % tp_size`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
 from megarl.models.placing import behind, placed
 from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placement_of, row_major, whole
 
-VOCAB_MULTIPLE = 64  # rows that the padded vocabulary of a whole engine divides by
+VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
 NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it
 
@@ -28,15 +28,15 @@ def engine_layout(
     dtype: torch.dtype,
     latent_fused: bool,
 ) -> Layout:
-    """What a rank of the engine must hold; `param` is vLLM's own name.
+    """Return the layout of a rank of the engine; `param` is vLLM's own name.
 
     Args:
         architecture: the sizes of the model.
-        tp_rank: the rank's place among the tensor-parallel ones of its engine.
-        tp_size: their number.
-        expert_parallel: whole experts, in blocks over the ranks, instead of a slice of each.
+        tp_rank: the tensor-parallel rank in the engine.
+        tp_size: the number of tensor-parallel ranks of the engine.
+        expert_parallel: each rank holds a block of complete experts, instead of a slice of every expert.
         dtype: of the engine's weights.
-        latent_fused: vLLM's own latent attention, which fuses the two down-projections.
+        latent_fused: the engine has vLLM's own latent attention, which fuses the two down-projections.
     """
     cut = _Cut(architecture, "", tp_rank, tp_size)
     layers: dict[bool, list[Piece]] = {}
@@ -56,9 +56,9 @@ def engine_layout(
 def engine_placement(
     architecture: Architecture, *, num_ranks: int, tp_size: int, expert_parallel: bool, dtype: torch.dtype
 ) -> Placement:
-    """Who must hold which boxes, where every `tp_size` ranks are an engine.
+    """Return the boxes that each rank must hold if every `tp_size` ranks are an engine.
 
-    All layers of a kind are cut alike, and so are their experts: boxes are worked out for one of each.
+    All layers of a kind are cut alike, and so are their experts: boxes are computed for one layer and one expert.
     """
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
     cuts = [_Cut(architecture, "", rank, tp_size) for rank in range(tp_size)]
@@ -82,7 +82,7 @@ def engine_placement(
 
 @dataclass(frozen=True)
 class _Cut:
-    """What one of `tp_size` ranks has of a layer's parameters, which are named behind the layer's prefix."""
+    """The share of one of `tp_size` ranks in a layer; parameters are named after the layer's prefix."""
 
     architecture: Architecture
     prefix: str
@@ -90,28 +90,28 @@ class _Cut:
     tp_size: int
 
     def uncut(self) -> "_Cut":
-        """All of everything."""
+        """Return the cut of an engine with one rank."""
         return replace(self, tp_rank=0, tp_size=1)
 
     def whole(self, name: str) -> NamedBox:
-        """All of a parameter."""
+        """Return a complete parameter."""
         return name, whole(hf_shapes(self.architecture)[self.prefix + name])
 
     def rows(self, name: str, *, num_parts: int | None = None) -> NamedBox:
-        """This rank's slice of the rows; with fewer parts than ranks, neighbours have the same."""
+        """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
         box = self.whole(name)[1]
         size, part = box.hi[0] // num_parts, self.tp_rank * num_parts // self.tp_size
         return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
 
     def columns(self, name: str) -> NamedBox:
-        """This rank's slice of the columns."""
+        """Return this rank's slice of the columns."""
         rows, columns = self.whole(name)[1].hi
         size = columns // self.tp_size
         return name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size))
 
     def vocabulary(self, name: str) -> list[NamedBox]:
-        """This rank's slice of the padded rows; nothing where all of them are padding."""
+        """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
         rows, columns = self.whole(name)[1].hi
         size = -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp_size
         first, end = self.tp_rank * size, min((self.tp_rank + 1) * size, rows)
@@ -119,14 +119,14 @@ class _Cut:
 
 
 def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
-    """What is in no layer."""
+    """Yield the parameters outside the layers."""
     for name in ("model.embed_tokens.weight", "lm_head.weight")[: 2 - cut.architecture.tied_embeddings]:
         yield from _stacked(name, cut.vocabulary(name), dtype)
     yield from _copies(cut, ["model.norm.weight"], dtype)
 
 
 def _layer(cut: _Cut, dtype: torch.dtype, *, sparse: bool, latent_fused: bool) -> Iterator[Piece]:
-    """A layer without its experts."""
+    """Yield a layer without its experts."""
     a, o_proj = cut.architecture, "self_attn.o_proj.weight"
     yield from _copies(cut, ["input_layernorm.weight", "post_attention_layernorm.weight"], dtype)
     yield from _latent(cut, a.latent, dtype, fused=latent_fused) if a.latent else _attention(cut, dtype)
@@ -156,7 +156,7 @@ def _attention(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
 
 
 def _latent(cut: _Cut, latent: LatentAttention, dtype: torch.dtype, *, fused: bool) -> Iterator[Piece]:
-    """Latent attention, whose down-projections every rank has whole."""
+    """Yield latent attention; every rank has complete down-projections."""
     down, up = ["self_attn.kv_a_proj_with_mqa.weight"], ["self_attn.kv_b_proj.weight"]
     norms = ["self_attn.kv_a_layernorm.weight"]
     if latent.q_lora_rank is None:
@@ -181,7 +181,7 @@ def _swiglu(prefix: str, cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:
 
 
 def _experts(cut: _Cut, numbers: Iterable[int], dtype: torch.dtype) -> Iterator[Piece]:
-    """Experts, fused into two parameters: `[expert, gate and up, hidden]` and `[expert, hidden, down]`."""
+    """Yield experts, fused into two parameters: `[expert, gate and up, hidden]` and `[expert, hidden, down]`."""
     names = cut.architecture.expert_names
     fused = f"{names.block}.experts.routed_experts."
     for index, number in enumerate(numbers):
@@ -196,7 +196,7 @@ def _all_experts(a: Architecture) -> range:
 
 
 def _expert_block(cut: _Cut) -> range:
-    """The experts of a rank that has whole ones; the first ranks have one more where they do not divide."""
+    """Return the experts of a rank with complete experts. If they do not divide, the first ranks have one more."""
     size, more = divmod(len(_all_experts(cut.architecture)), cut.tp_size)
     first = cut.tp_rank * size + min(cut.tp_rank, more)
     return range(first, first + size + (cut.tp_rank < more))
@@ -205,7 +205,7 @@ def _expert_block(cut: _Cut) -> range:
 def _expert_holdings(
     cuts: Sequence[_Cut], ranks: Sequence[Sequence[int]], dtype: torch.dtype, *, expert_parallel: bool
 ) -> dict[str, Holding]:
-    """Who must hold the experts of a layer, by name behind the layer's; `ranks` of each cut."""
+    """Return the holdings of a layer's experts, by name after the layer's; `ranks` are those of each cut."""
     architecture = cuts[0].architecture
     groups: list[tuple[range, Sequence[_Cut], Sequence[Sequence[int]]]]
     if expert_parallel:
@@ -222,13 +222,13 @@ def _expert_holdings(
 
 
 def _copies(cut: _Cut, names: Iterable[str], dtype: torch.dtype) -> Iterator[Piece]:
-    """Parameters that every rank has whole, under their own names."""
+    """Yield parameters that every rank has complete, under their own names."""
     for name in names:
         yield from _stacked(name, [cut.whole(name)], dtype)
 
 
 def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index: int = 0) -> Iterator[Piece]:
-    """Parts below one another, as element `index` of `param`."""
+    """Yield parts below one another, as element `index` of `param`."""
     offset = index * sum(box.numel for _, box in parts)
     for name, box in parts:
         yield Piece(name, box, param, offset, row_major(box.shape), dtype)
@@ -236,6 +236,6 @@ def _stacked(param: str, parts: Sequence[NamedBox], dtype: torch.dtype, *, index
 
 
 def _in_layer(number: int, layer: Iterable[Piece]) -> list[Piece]:
-    """The pieces with their layer's prefix in both names."""
+    """Return the pieces with their layer's prefix in both names."""
     prefix = f"model.layers.{number}."
     return [Piece(prefix + p.name, p.box, prefix + p.param, p.offset, p.stride, p.dtype) for p in layer]

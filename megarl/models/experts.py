@@ -1,4 +1,4 @@
-"""The sizes and switches of a mixture of experts, and how a `config.json` says them."""
+"""The sizes and switches of a mixture of experts, and their names in a `config.json`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,29 +6,29 @@ from typing import Literal
 from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
 
 MOST_IN_ALL = 1_000_000
-"""Experts of all layers together."""
+"""Limit of the experts of all layers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The mixture of experts that stands for the feed-forward of every layer but the first few."""
+    """The mixture of experts that replaces the feed-forward of every layer except the first few."""
 
     num_experts: int
     top_k: int
     ffn_hidden_size: int  # of one expert
     shared_ffn_hidden_size: int = 0  # of all shared experts together; 0: none
-    shared_gate: bool = False  # a sigmoid gate scales what the shared expert adds
-    first_dense_layers: int = 0  # layers 0 to n-1 have a plain feed-forward
+    shared_gate: bool = False  # a sigmoid gate scales the output of the shared expert
+    first_dense_layers: int = 0  # layers 0 to n-1 have a dense feed-forward
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # the weights of the chosen experts sum to one (before `scaling`)
     scaling: float = 1.0
-    num_groups: int = 1  # of experts, of which a token chooses `top_k_groups` before it chooses experts
+    num_groups: int = 1  # a token chooses `top_k_groups` groups before it chooses experts
     top_k_groups: int = 1
-    router_bias: bool = False  # a bias per expert that takes part in the choice and not in the weights
+    router_bias: bool = False  # a bias per expert that affects the choice and not the weights
 
 
 def read_experts(config: Fields) -> Experts:
-    """The experts of a family that has some. Raises ValueError where a size is missing or cannot be."""
+    """Return the experts of a family that has experts. Raises ValueError if a size is missing or impossible."""
     experts = _read(config)
     if experts.top_k > experts.num_experts:
         raise wrong("num_experts_per_tok", experts.top_k, f"there are {experts.num_experts} experts")
@@ -58,7 +58,7 @@ def _read(config: Fields) -> Experts:
     ffn_hidden_size = config.size("moe_intermediate_size")
     normalize_top_k = config.flag("norm_topk_prob")
     if family.startswith("qwen"):
-        # transformers 5 writes the first name for what it reads under the second.
+        # transformers 5 writes the first name and reads the second.
         count = "num_local_experts" if "num_local_experts" in config else "num_experts"
         shared = config.size("shared_expert_intermediate_size", 0, least=0)
         return Experts(

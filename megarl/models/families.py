@@ -1,4 +1,4 @@
-"""The model families, by `model_type`: what each implies, and how its checkpoint names its parts."""
+"""The model families by `model_type`: their traits, and the names in their checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """How the checkpoint of a family calls the parts of a layer with experts."""
+    """The names of the parts of a layer with experts, in the checkpoint of a family."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -18,7 +18,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a `model_type` implies; `defaults` are the values transformers assumes where config.json is silent."""
+    """The traits that a `model_type` implies. `defaults` are transformers' values of fields missing in config.json."""
 
     qkv_bias: bool = False
     qk_norm: bool = False

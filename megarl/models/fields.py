@@ -1,4 +1,4 @@
-"""The values of a `config.json`, each checked for its type and its range when it is asked for."""
+"""The values of a `config.json`; the type and range of each are checked when it is read."""
 
 import math
 from collections.abc import Mapping
@@ -8,26 +8,26 @@ from typing import Any
 WIDEST = 1 << 24
 """The largest size that a layer or a vocabulary may have."""
 MOST_LAYERS = MOST_EXPERTS = 10_000
-LONGEST = 1 << 40  # positions: they cost nothing until a sequence has them
+LONGEST = 1 << 40  # positions: an unused position costs nothing
 SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A parsed `config.json`. Every method raises ValueError that names the key, its value and what it must be."""
+    """A parsed `config.json`. Every method raises ValueError with the key, its value and the allowed values."""
 
-    values: Mapping[str, Any]  # without nulls, which mean the same as no value
+    values: Mapping[str, Any]  # without nulls, which mean no value
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Fields":
-        """The fields that have a value."""
+        """Return the fields that have a value."""
         return cls({key: value for key, value in config.items() if value is not None})
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = WIDEST) -> int:
-        """A whole number from `least` to `most`; required unless there is a `default`, which is not checked."""
+        """Return a whole number from `least` to `most`; required unless there is a `default`, which is not checked."""
         if key not in self.values and default is not None:
             return default
         value = self._required(key)
@@ -36,7 +36,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
-        """A finite number above `least`."""
+        """Return a finite number above `least`."""
         if key not in self.values and default is not None:
             return default
         value = self._required(key)
@@ -45,28 +45,28 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, value, "must be true or false")
         return value
 
     def items(self, key: str) -> list[Any]:
-        """A list; the empty one where there is none."""
+        """Return a list, empty if the key is missing."""
         value = self.values.get(key, [])
         if not isinstance(value, list | tuple):
             raise wrong(key, value, "must be a list")
         return list(value)
 
     def table(self, key: str) -> "Fields":
-        """An object of fields of its own; the empty one where there is none."""
+        """Return an object with fields of its own, empty if the key is missing."""
         value = self.values.get(key, {})
         if not isinstance(value, Mapping):
             raise wrong(key, value, "must be an object")
         return Fields.of(value)
 
     def tokens(self, key: str, vocab_size: int) -> list[int]:
-        """The ids that `key` lists or is, below `vocab_size`; -1 stands for no token and is left out."""
+        """Return the id or ids at `key`, below `vocab_size`, without -1, which means no token."""
         value = self.values.get(key, [])
         found = list(value) if isinstance(value, list | tuple) else [value]
         if any(type(token) is not int or not -1 <= token < vocab_size for token in found):
@@ -80,10 +80,10 @@ class Fields:
 
 
 def wrong(key: str, value: Any, remedy: str) -> ValueError:
-    """What to say of a value that cannot be; `remedy` says what it must be."""
+    """Return the error for an impossible value; `remedy` describes the allowed values."""
     try:
         shown = repr(value)
-    except (RecursionError, ValueError):  # nested without end, or a number of very many digits
+    except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         shown = f"a {type(value).__name__}"
     return ValueError(f"config.json: {key} {shown[:SHOWN]}: {remedy}")
 

@@ -1,8 +1,8 @@
-"""Where the ranks of a Megatron run stand: which layers, and which part of their matrices, each of them holds.
+"""The grid of the ranks of a Megatron run: the layers, and the part of their matrices, that each rank holds.
 
 The order is Megatron's default, tp-cp-ep-dp-pp: the ranks of a pipeline stage are neighbours; inside a stage the tensor
-coordinate runs fastest, then context, then data. Expert layers cut the same stage anew: expert tensor fastest, then
-expert, then their replicas.
+coordinate varies fastest, then context, then data. Expert layers divide the same stage differently: the expert tensor
+coordinate varies fastest, then the expert block, then the replicas.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Which part of a layer's matrices a rank holds."""
+    """The part of a layer's matrices that a rank holds."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -22,7 +22,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """How the ranks of a run are laid out."""
+    """The arrangement of the ranks of a run."""
 
     num_ranks: int
     tp: int = 1
@@ -31,7 +31,7 @@ class Grid:
     ep: int = 1
     etp: int = 0  # 0: as many as tp
     vpp: int = 1  # model chunks per stage
-    num_layers_in_first_stage: int | None = None  # None: as many as the stages between
+    num_layers_in_first_stage: int | None = None  # None: as many as a stage between
     num_layers_in_last_stage: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,15 +42,15 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        """Ranks, or groups of them, that have samples of their own."""
+        """The number of ranks, or groups of ranks, with samples of their own."""
         return self.num_ranks // (self.tp * self.cp * self.pp)
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of `rank`."""
+        """Return the pipeline stage of `rank`."""
         return rank // (self.num_ranks // self.pp)
 
     def cut(self, rank: int) -> Cut:
-        """The part of each matrix that `rank` holds."""
+        """Return the part of each matrix that `rank` holds."""
         place = rank % (self.num_ranks // self.pp)
         return Cut(
             tp_rank=place % self.tp,
@@ -62,10 +62,10 @@ class Grid:
         )
 
     def layers(self, stage: int, num_layers: int) -> list[range]:
-        """The layers of each model chunk of a stage.
+        """Return the layers of each model chunk of a stage.
 
-        The chunks of one turn follow each other over the stages, then comes the next turn. First and last stage have
-        the given numbers of layers; the stages between share the rest equally.
+        The first chunks of all stages come first, in the order of the stages, then the second chunks, and so on. First
+        and last stage have the given numbers of layers; the stages between share the rest equally.
         """
         sizes = self._stage_sizes(num_layers)
         chunk_sizes = [size // self.vpp for size in sizes]

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, a URI or a Hugging Face id, both of which are copied here once."""
+"""The files of a model: a local directory, or the local copy of a URI or a Hugging Face id."""
 
 import json
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ Place = Path | RemoteDirectory
 
 
 def place_of(path: str) -> Place:
-    """Where a user's path or URI leads; of a Hugging Face id, a local directory that is not there. Nothing is asked.
+    """Return the place of a user's path or URI, or for a Hugging Face id a missing local directory. Asks no host.
 
     Raises:
-        ValueError: the URI is that of a file on another host.
+        ValueError: the URI names a file on another host.
     """
     return local_path(path) or remote_directory(path)
 
 
 def local_directory(path: str, *, with_code: bool = False) -> Path:
-    """The directory of a local checkpoint, or of the copy of the one at a URI or under a Hugging Face id.
+    """Return the directory of a local checkpoint, or of the local copy of a URI or a Hugging Face id.
 
-    Only data is copied, unless `with_code`. Collective where there are ranks and the path is a URI.
+    Copies only data, unless `with_code`. Collective if there are ranks and the path is a URI.
 
     Raises:
         ValueError: there is no such directory, and nothing could be copied.
@@ -42,11 +42,11 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
     if is_uri(path):
         if directory:
             raise ValueError(f"no directory {directory}")
-        from megarl.distributed.copies import local_copy  # it needs torch, and the check of a configuration does not
+        from megarl.distributed.copies import local_copy  # needs torch; the check of a configuration does not
 
         kind = f"model{' with code' * with_code}"
         return local_copy(path, kind, partial(needed_files, with_code=with_code))
-    from huggingface_hub import snapshot_download  # half a second that local models need not wait
+    from huggingface_hub import snapshot_download  # takes half a second, which local models save
 
     try:
         return Path(snapshot_download(path, allow_patterns=[*DATA, WEIGHTS, *([CODE] if with_code else [])]))
@@ -55,7 +55,7 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
 
 
 def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:
-    """The files of a model: configuration, tokenizer, and the weights that are read where there are several kinds.
+    """Return the files of a model: configuration, tokenizer, and the one kind of weights that is read.
 
     Raises:
         ValueError: there is no `config.json`, or the index lists a file that is not there.
@@ -68,7 +68,7 @@ def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:
 
 
 def weight_files(remote: RemoteDirectory) -> list[str]:
-    """The files of weights. Raises ValueError where the index lists one that is not there."""
+    """Return the files of weights. Raises ValueError if the index lists a missing file."""
     if SINGLE in remote.sizes:
         return [SINGLE]
     if INDEX not in remote.sizes:
@@ -80,15 +80,15 @@ def weight_files(remote: RemoteDirectory) -> list[str]:
 
 
 def read_config(directory: Place, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The parsed `config.json` of a checkpoint with some of its fields replaced. Raises as `read_json` does."""
+    """Return the parsed `config.json` of a checkpoint with some fields replaced. Raises as `read_json`."""
     return {**read_json(directory / CONFIG), **overrides}
 
 
 def read_json(file: Path | RemoteFile) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing or unreadable, is no JSON, or is nested too deeply or no object.
+        ValueError: the file is missing, unreadable, not JSON, nested too deeply or not an object.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -104,10 +104,10 @@ def read_json(file: Path | RemoteFile) -> dict[str, Any]:
 
 
 def read_model(directory: Place, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
-    """The configuration of a checkpoint, overrides applied, and the model that it describes.
+    """Return the configuration of a checkpoint, overrides applied, and the model that it describes.
 
     Raises:
-        ValueError: it cannot be read, or a value in it or in `generation_config.json` cannot be; names the file.
+        ValueError: it cannot be read, or it or `generation_config.json` has an impossible value; names the file.
     """
     config = read_config(directory, overrides)
     try:

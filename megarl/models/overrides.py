@@ -1,4 +1,4 @@
-"""Fields of `override_config` that nothing would read: silence about them would be taken for consent."""
+"""A check for fields of `override_config` that nothing reads: without an error the user believes that they work."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -8,15 +8,15 @@ from megarl.models.architecture import Architecture, read_architecture
 
 
 class _Probe:
-    """A value that no field may have."""
+    """A value that is invalid for every field."""
 
 
 def unread_overrides(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with each override of a parsed config.json, `own`, that changes nothing.
+    """Yield a message for each override of the parsed config.json `own` that changes nothing.
 
-    A field is read if `read_architecture` refuses it, or finds another architecture, with a value that no field may
-    have. Overrides that repeat config.json, or that say that there is no dropout, are let pass; those of a model that
-    cannot be read are left to whoever reads it.
+    A field counts as read if an invalid value makes `read_architecture` fail or return another architecture. Overrides
+    that repeat config.json, or that turn dropout off, are accepted. If the model itself cannot be read, there is no
+    message: reading the model will report the error.
     """
     config = {**own, **overrides}
     try:

@@ -1,4 +1,4 @@
-"""From the holdings of the cuts of a layer to those of all ranks that have these cuts."""
+"""The step from the holdings of a layer's cuts to the holdings of the ranks that have these cuts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +6,9 @@ from megarl.reshard.layout import Holding, Place, Placement
 
 
 def placed(cuts: Placement, ranks: Sequence[Sequence[int]]) -> dict[str, Holding]:
-    """The placement in which the ranks `ranks[cut]` hold what `cuts` gives to number `cut`.
+    """Return the placement that gives the ranks `ranks[cut]` everything that `cuts` gives to number `cut`.
 
-    Parameters that share a holding of cuts share one of ranks.
+    Parameters that share a holding in `cuts` share a holding in the result.
     """
     known: dict[Holding, Holding] = {}
     for holding in cuts.values():
@@ -22,5 +22,5 @@ def placed(cuts: Placement, ranks: Sequence[Sequence[int]]) -> dict[str, Holding
 
 
 def behind(prefix: str, holdings: Mapping[str, Holding]) -> dict[str, Holding]:
-    """The holdings whose names begin with `prefix`, by the rest of their names."""
+    """Return the holdings whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): holding for name, holding in holdings.items() if name.startswith(prefix)}

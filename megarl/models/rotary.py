@@ -1,4 +1,4 @@
-"""How a `config.json` has rotary positions scaled."""
+"""The scaling of rotary positions in a `config.json`."""
 
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ S = TypeVar("S", RopeScaling, Yarn)
 
 
 def rope_parameters(config: Fields) -> Fields:
-    """The rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
+    """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
     old = {"rope_theta": config.values["rope_theta"]} if "rope_theta" in config else {}
     rope = Fields({**old, **config.table("rope_scaling").values, **config.table("rope_parameters").values})
     fraction = rope.values.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0))
@@ -42,7 +42,7 @@ def rope_parameters(config: Fields) -> Fields:
 
 
 def rope_scaling(rope: Fields, *, latent: bool) -> RopeScaling | Yarn | None:
-    """The scaling of a family with latent attention or without. Raises ValueError where it is not computed here."""
+    """Return the scaling of a family with or without latent attention. Raises ValueError if it is not supported."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind == "default":
         return None

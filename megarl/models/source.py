@@ -1,11 +1,11 @@
-"""The Hugging Face checkpoint that a run starts from, weights, architecture and tokenizer, and those it leaves."""
+"""The Hugging Face checkpoint that a run starts from: its architecture, tokenizer and files."""
 
 import importlib
 import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
@@ -18,9 +18,6 @@ from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles
 from megarl.reshard.headers import has_weights
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -28,18 +25,18 @@ class Source:
 
     directory: Path
     hf_config: dict[str, Any]  # overrides applied
-    overrides: dict[str, Any]  # what its config.json does not say
+    overrides: dict[str, Any]  # fields that replace those of config.json
     architecture: Architecture
 
     @classmethod
     def read(cls, section: CheckpointSection) -> "Source":
-        """Find a checkpoint and what it describes; imports `external_lib` first, which may register its classes.
+        """Find a checkpoint and read its architecture. Imports `external_lib` first, which may register classes.
 
-        Collective where there are ranks.
+        Collective if there are ranks.
 
         Raises:
-            ValueError: it is not there, describes a model that megarl does not know, or has damaged weights or weights
-                of another model.
+            ValueError: the checkpoint is missing, its model is unknown, or its weights are damaged or belong to another
+                model.
         """
         libraries = section.external_lib or []
         for library in [libraries] if isinstance(libraries, str) else libraries:
@@ -67,10 +64,10 @@ class Source:
         apply_chat_template: bool | None = None,
         trust_remote_code: bool = False,
     ) -> Tokenizer:
-        """The tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
+        """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
 
         Raises:
-            ValueError: it knows tokens that the model does not.
+            ValueError: the tokenizer has more tokens than the model.
         """
         tokenizer = load_tokenizer(
             path or str(self.directory),
@@ -81,14 +78,14 @@ class Source:
         if tokenizer.vocab_size > self.architecture.vocab_size:
             raise ValueError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {self.directory} only "
-                f"{self.architecture.vocab_size}: set data.tokenizer to the one that the model was trained with"
+                f"{self.architecture.vocab_size}: set data.tokenizer to the tokenizer that the model was trained with"
             )
         return tokenizer
 
     def as_classifier(self, tokenizer: Tokenizer) -> "Source":
-        """The source as what scores sequences: transformers reads it as `...ForSequenceClassification`.
+        """Return the source as a model that scores sequences, `...ForSequenceClassification` in transformers.
 
-        There the score stands at the last token that is not the pad token, so one has to be named.
+        Transformers reads the score at the last token that is not the pad token, so the config must name a pad token.
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 
@@ -102,13 +99,13 @@ class Source:
         return replace(self, hf_config=config, architecture=self.architecture.with_scalar_head())
 
     def pad_token_id(self, tokenizer: Tokenizer) -> int:
-        """What fills up batches: the token that config.json names, else the tokenizer's, else end-of-sequence."""
+        """Return the token that pads batches: of config.json, else of the tokenizer, else end-of-sequence."""
         configured: int | None = self.hf_config.get("pad_token_id")
         known = (configured, tokenizer.pad_token_id)
         return next((pad for pad in known if pad is not None), tokenizer.eos_token_id)
 
     def write_config_and_tokenizer(self, directory: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
-        """Write what a Hugging Face checkpoint has beside its weights: config, generation config and tokenizer."""
+        """Write all files of a Hugging Face checkpoint except weights: config, generation config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory)
         generation = self.directory / "generation_config.json"
@@ -125,6 +122,6 @@ def _check_weights(directory: Path, architecture: Architecture) -> None:
         return
     if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(HEAD, EMBEDDING, rows))):
         raise ValueError(
-            f"{directory} holds {HEAD}, which differs from {EMBEDDING}, and its config.json says tie_word_embeddings: "
-            "true, with which it would be dropped: write false, or take the tensor out of the files"
+            f"{directory} holds {HEAD}, which differs from {EMBEDDING}, but its config.json has tie_word_embeddings: "
+            "true, which would drop the tensor: write false, or remove the tensor from the files"
         )

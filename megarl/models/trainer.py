@@ -1,6 +1,6 @@
-"""What every rank of a Megatron run holds, from sizes alone: shapes, layouts, and the placement of all ranks.
+"""The parameters of every rank of a Megatron run, from sizes alone: shapes, layouts, and the placement of all ranks.
 
-Nothing here looks at a model that exists; that what exists agrees is for tests to prove.
+Nothing here looks at a real model; tests prove that real models agree.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from megarl.reshard.layout import Holding, Layout, Piece, Placement, placement_o
 
 Shapes = dict[str, tuple[int, ...]]
 
-VOCAB_MULTIPLE = 64  # rows of the embedding that a rank's number of them divides by
+VOCAB_MULTIPLE = 64  # a rank's rows of the embedding are a multiple of this
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
-ROUTER_BIAS = "router.expert_bias"  # Megatron keeps it in float32, whatever the type of the parameters
+ROUTER_BIAS = "router.expert_bias"  # in float32 in Megatron, whatever the type of the parameters
 
 
 def parameter_shapes(
@@ -34,14 +34,14 @@ def parameter_shapes(
     fused_norms: bool = False,
     vocab_multiple: int = VOCAB_MULTIPLE,
 ) -> list[Shapes]:
-    """The local shapes of Megatron's parameters on a rank, one dict per model chunk.
+    """Return the local shapes of Megatron's parameters on a rank, one dict per model chunk.
 
-    Names have the layer's global number. The router's bias is listed although it is a buffer to Megatron.
+    Names have the layer's global number. The router's bias is included although it is a buffer in Megatron.
 
     Args:
         architecture: the sizes of the model.
         grid: the layout of the ranks.
-        rank: whose parameters.
+        rank: the rank that holds the parameters.
         grouped_experts: Transformer Engine's grouped experts instead of one module per expert.
         fused_norms: Transformer Engine's names, which fuse a norm into the linear layer behind it.
         vocab_multiple: the padded vocabulary is a multiple of this on every rank.
@@ -111,7 +111,7 @@ def _latent(a: Architecture, latent: LatentAttention, cut: Cut, *, fused_norms: 
 
 
 def _layer(a: Architecture, cut: Cut, *, sparse: bool, fused_norms: bool) -> Shapes:
-    """A layer without its experts, by name behind the layer's."""
+    """Return a layer without its experts, by name after the layer's prefix."""
     attention, experts = _attention(a, cut, fused_norms=fused_norms), a.experts
     if not sparse or experts is None:
         norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
@@ -156,7 +156,7 @@ def trainer_layout(
     fused_norms: bool = False,
     vocab_multiple: int = VOCAB_MULTIPLE,
 ) -> Layout:
-    """What a rank of a model's trainer holds; `param` is Megatron's name with the layer's global number."""
+    """Return the layout of a rank of a trainer; `param` is Megatron's name with the layer's global number."""
     chunks = parameter_shapes(
         architecture,
         grid,
@@ -179,10 +179,10 @@ def _layout(architecture: Architecture, shapes: Shapes, cut: Cut, dtype: torch.d
 def trainer_placement(
     architecture: Architecture, grid: Grid, *, dtype: torch.dtype, vocab_multiple: int = VOCAB_MULTIPLE
 ) -> Placement:
-    """Who of a model's trainer holds which boxes.
+    """Return the boxes that each rank of a trainer holds.
 
-    All layers of a kind are cut alike, and so are their experts: boxes are worked out for one of each, and ranks for
-    one parameter of each stage and block of experts.
+    All layers of a kind are cut alike, and so are their experts. So boxes are computed for one layer of each kind and
+    one expert, and ranks for one parameter of each stage and block of experts.
     """
     samples = {architecture.is_sparse(number): number for number in range(architecture.num_layers)}
     cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
@@ -213,7 +213,7 @@ def _ends(
     *,
     vocab_multiple: int,
 ) -> dict[str, Holding]:
-    """Who holds what is outside the layers; `ranks` by stage and tensor coordinate."""
+    """Return the holdings of parameters outside the layers; `ranks` by stage and tensor coordinate."""
     cuts = [Cut(tp_rank=rank, tp_size=grid.tp) for rank in range(grid.tp)]
     vocabulary = _vocabulary(architecture, grid.tp, vocab_multiple)
     first, last = ranks[0], ranks[-1]
@@ -229,7 +229,7 @@ def _ends(
 def _expert_holdings(
     architecture: Architecture, grid: Grid, layer: int, dtype: torch.dtype
 ) -> list[dict[str, Holding]]:
-    """Who of each stage holds the experts of its layers, by name behind the layer's; `layer` is any with experts."""
+    """Return the holdings of each stage's experts, by name after the layer's; `layer` is any layer with experts."""
     experts, block = architecture.experts, architecture.expert_names.block
     assert experts is not None
     layouts = []
@@ -256,7 +256,7 @@ def _expert_holdings(
 
 
 def _ranks_by_cut(grid: Grid) -> list[list[list[int]]]:
-    """The ranks of each stage by tensor coordinate."""
+    """Return the ranks of each stage by tensor coordinate."""
     ranks: list[list[list[int]]] = [[[] for _ in range(grid.tp)] for _ in range(grid.pp)]
     for rank in range(grid.num_ranks):
         ranks[grid.stage(rank)][grid.cut(rank).tp_rank].append(rank)

@@ -1,8 +1,8 @@
-"""How each Megatron parameter is cut out of the Hugging Face ones, as one table.
+"""The table of rules that cut each Megatron parameter out of Hugging Face parameters.
 
-A row says which Hugging Face parameters a Megatron parameter is made of and by which rule. A rule knows only sizes and
-coordinates: the attributes that Megatron and Transformer Engine leave on tensors are not trusted, because they are
-absent on some sharded parameters and wrong on others.
+A row names the Hugging Face parameters that a Megatron parameter consists of, and the rule. A rule knows only sizes and
+coordinates. The attributes that Megatron and Transformer Engine leave on tensors are not trusted: they are missing on
+some sharded parameters and wrong on others.
 """
 
 import math
@@ -25,86 +25,86 @@ class Shard:
     """One of the `num_parts` parts into which a Megatron parameter is cut."""
 
     architecture: Architecture
-    prefix: str  # of the Hugging Face names: the layer's or the expert's, empty outside the layers
+    prefix: str  # of the Hugging Face names: of the layer or the expert; empty outside the layers
     shape: tuple[int, ...]  # of the local tensor
     part: int
     num_parts: int
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a Hugging Face parameter of this layer."""
+        """Return the shape of a Hugging Face parameter of this layer."""
         shapes = hf_shapes(self.architecture)
         if (full := self.prefix + name) not in shapes:
             raise ValueError(f"a {self.architecture.family} checkpoint of these sizes has no parameter {full}")
         return shapes[full]
 
     def slice_of(self, extent: int) -> tuple[int, int]:
-        """First index and end of this shard's part of a dimension that is cut evenly."""
+        """Return the first index and the end of this shard's part of a dimension that is cut evenly."""
         size = extent // self.num_parts
         return self.part * size, (self.part + 1) * size
 
 
 @dataclass(frozen=True)
 class Region:
-    """`box` of the Hugging Face parameter `name` lies in the local tensor from row `row` on."""
+    """A box of the Hugging Face parameter `name` that begins at row `row` of the local tensor."""
 
-    name: str  # behind the shard's prefix
+    name: str  # without the shard's prefix
     box: Box
     row: int
 
 
 class CutRule(Protocol):
-    """One way to cut."""
+    """One way to cut parameters."""
 
     padded: ClassVar[bool]  # whether local rows may be left without a region
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """What the shard holds."""
+        """Yield the regions that the shard holds."""
         ...
 
 
 def _rows(full_shape: tuple[int, ...], first: int, end: int) -> Box:
-    """Rows `first .. end` of a parameter, whole in the other dimensions."""
+    """Return rows `first .. end` of a parameter, complete in the other dimensions."""
     rest = full_shape[1:]
     return Box((first, *(0 for _ in rest)), (end, *rest))
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole parameter."""
+    """A parameter that every rank holds complete."""
 
     padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region, the same on every rank."""
+        """Yield one region, the same on every rank."""
         yield Region(self.name, whole(shard.full_shape(self.name)), 0)
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Rank `t` holds the `t`-th slice of the rows, each of which makes one output."""
+    """A matrix cut in rows, one row per output: rank `t` holds the `t`-th slice."""
 
     padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region, cut in rows."""
+        """Yield one region, cut in rows."""
         full_shape = shard.full_shape(self.name)
         yield Region(self.name, _rows(full_shape, *shard.slice_of(full_shape[0])), 0)
 
 
 @dataclass(frozen=True)
 class ReplicatedOrColumnParallel:
-    """Transformer Engine gives every rank the whole matrix, Megatron's own linear layer a slice of its rows.
+    """A matrix that Transformer Engine replicates and Megatron's own linear layer cuts in rows.
 
-    Only the shape tells which of the two built it.
+    Only the shape shows which of the two built it.
     """
 
     padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region: all rows or the shard's."""
+        """Yield one region: all rows, or the shard's rows."""
         whole_shape = shard.full_shape(self.name)
         rule: CutRule = Replicated(self.name) if shard.shape == whole_shape else ColumnParallel(self.name)
         return rule.regions(shard)
@@ -112,13 +112,13 @@ class ReplicatedOrColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Rank `t` holds the `t`-th slice of the columns."""
+    """A matrix cut in columns: rank `t` holds the `t`-th slice."""
 
     padded: ClassVar[bool] = False
     name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region, cut in columns."""
+        """Yield one region, cut in columns."""
         rows, columns = shard.full_shape(self.name)
         first, end = shard.slice_of(columns)
         yield Region(self.name, Box((0, first), (rows, end)), 0)
@@ -126,14 +126,14 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Rank `t` holds `[gate_t ; up_t]`, the `t`-th slices of the rows of both."""
+    """Two matrices cut in rows: rank `t` holds `[gate_t ; up_t]`, the `t`-th slices of both."""
 
     padded: ClassVar[bool] = False
     gate: str
     up: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """Gate above up."""
+        """Yield gate above up."""
         full_shape = shard.full_shape(self.gate)
         first, end = shard.slice_of(full_shape[0])
         yield Region(self.gate, _rows(full_shape, first, end), 0)
@@ -142,16 +142,16 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """Rank `t` holds the `t`-th slice of the rows of all key/value groups, each `[its query heads ; key ; value]`.
+    """Key/value groups, each `[its query heads ; key ; value]`: rank `t` holds the `t`-th slice of all their rows.
 
-    A slice may end anywhere, even inside a head: with more ranks than groups Megatron cuts groups apart.
+    A slice may end anywhere, even inside a head: with more ranks than groups Megatron divides groups.
     """
 
     padded: ClassVar[bool] = False
     suffix: str  # `weight` or `bias`
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region per projection and group that the slice meets, in local order."""
+        """Yield one region per projection and group in the slice, in local order."""
         sizes = shard.architecture
         num_groups, key = sizes.num_key_value_heads, sizes.head_dim
         query = sizes.num_attention_heads // num_groups * key
@@ -170,14 +170,14 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rank `t` holds the `t`-th slice of the rows, padding at the end included, which no region covers."""
+    """A padded vocabulary cut in rows: rank `t` holds the `t`-th slice. No region covers the padding at the end."""
 
     padded: ClassVar[bool] = True
     name: str
     tied_name: str
 
     def regions(self, shard: Shard) -> Iterator[Region]:
-        """One region, or none where all local rows are padding."""
+        """Yield one region, or none if all local rows are padding."""
         name = self.tied_name if shard.architecture.tied_embeddings else self.name
         full_shape = shard.full_shape(name)
         padded_rows = shard.shape[0] * shard.num_parts
@@ -199,7 +199,7 @@ MODEL: Mapping[str, CutRule] = {
 
 SCALAR_HEAD: Mapping[str, CutRule] = {"output_layer.weight": Replicated(SCORE)}
 
-# Transformer Engine fuses a norm into the linear layer behind it, so the norms have two names.
+# Transformer Engine fuses a norm into the next linear layer, so the norms have two names.
 LAYER: Mapping[str, CutRule] = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
@@ -217,7 +217,7 @@ ATTENTION: Mapping[str, CutRule] = {
     "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
 }
 
-# The rows of the up-projections are whole heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
+# The rows of the up-projections are complete heads on both sides: [nope ; rope] of a query, [nope ; value] of a key.
 LATENT_ATTENTION: Mapping[str, CutRule] = {
     "self_attention.linear_q_proj.weight": ColumnParallel("self_attn.q_proj.weight"),
     "self_attention.linear_q_down_proj.weight": ReplicatedOrColumnParallel("self_attn.q_a_proj.weight"),
@@ -233,7 +233,7 @@ LATENT_ATTENTION: Mapping[str, CutRule] = {
 
 @cache
 def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
-    """What a layer with experts has beside them."""
+    """Return the rules of a layer with experts, except for the experts."""
     shared = f"{names.block}.{names.shared}"
     return {
         "mlp.router.weight": Replicated(f"{names.block}.gate.weight"),
@@ -246,7 +246,7 @@ def _sparse_layer(names: ExpertNames) -> Mapping[str, CutRule]:
 
 @cache
 def _expert(names: ExpertNames) -> Mapping[str, CutRule]:
-    """The two matrices of one expert."""
+    """Return the rules of the two matrices of an expert."""
     return {
         "1": GatedMLP(f"{names.gate}.weight", f"{names.up}.weight"),
         "2": RowParallel(f"{names.down}.weight"),
@@ -254,7 +254,7 @@ def _expert(names: ExpertNames) -> Mapping[str, CutRule]:
 
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Of SequentialMLP, and of Transformer Engine's grouped one; both count the experts of the rank.
+# Names of SequentialMLP and of Transformer Engine's grouped experts; both number the experts of the rank.
 EXPERT_NAMES = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<matrix>[12])\.weight"),
     re.compile(r"mlp\.experts\.linear_fc(?P<matrix>[12])\.weight(?P<local>\d+)"),
@@ -264,7 +264,7 @@ EXPERT_NAMES = (
 def pieces(
     architecture: Architecture, name: str, shape: tuple[int, ...], *, param: str, dtype: torch.dtype, cut: Cut
 ) -> list[Piece]:
-    """Which boxes of which Hugging Face parameters one local, contiguous Megatron parameter holds.
+    """Return the boxes of Hugging Face parameters in a local, contiguous Megatron parameter.
 
     Args:
         architecture: the sizes of the model.
@@ -272,10 +272,10 @@ def pieces(
         shape: of the local tensor.
         param: the key under which the caller keeps the local tensor.
         dtype: of the local tensor.
-        cut: which part of each matrix the rank holds.
+        cut: the part of each matrix that the rank holds.
 
     Raises:
-        ValueError: the table has no such parameter, or the shape is not that of such a shard.
+        ValueError: the table has no such parameter, or the shape does not fit the shard.
     """
     rule, shard = _find(architecture, name, shape, cut)
     regions = list(rule.regions(shard))
