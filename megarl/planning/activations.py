@@ -1,4 +1,4 @@
-"""What a forward and backward pass takes on one rank of the trainer: an estimate, from the sizes alone.
+"""The memory of a forward and backward pass on one rank of the trainer: an estimate from the sizes alone.
 
 The counting is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv:2205.05198), of the tensors that the backward pass reads, adapted to what runs here: a packed row of tokens
@@ -22,17 +22,17 @@ HEAD_FORWARD, HEAD_BACKWARD = 4, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a model computes in one phase."""
+    """The computation of a model in one phase."""
 
     num_tokens: int  # of a micro-batch, on one rank
     num_micro_batches: int
     role: str  # policy or value
     recompute: bool
-    exact_kl: bool = False  # the head takes the divergence from the reference, over the whole vocabulary
+    exact_kl: bool = False  # the head takes the divergence from the reference, over the vocabulary
 
 
 def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: int, num_tokens: int) -> int:
-    """Bytes that one layer keeps for its backward pass.
+    """Return the bytes that one layer keeps for its backward pass.
 
     Per token, of hidden size h: 4 h (the inputs of both norms and their outputs, which the linear layers read; divided
     by TP under sequence parallelism), then, divided by TP, queries, keys, values and the output of the attention with
@@ -54,7 +54,7 @@ def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: 
 
 
 def training_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
-    """Peak bytes of activations of an update on a pipeline stage.
+    """Return the peak bytes of activations of an update on a pipeline stage.
 
     The micro-batches whose backward pass is still to come, each with what the layers of the stage keep (with full
     recomputation only their inputs), and either a layer in the middle of its backward pass or the head.
@@ -72,7 +72,7 @@ def training_bytes(architecture: Architecture, section: MegatronSection, grid: G
 
 
 def inference_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
-    """Peak bytes of a pass without gradients on a pipeline stage: one layer at work, or the head."""
+    """Return the peak bytes of a pass without gradients on a pipeline stage: of one layer or of the head."""
     layers = [layer for chunk in grid.layers(stage, architecture.num_layers) for layer in chunk]
     working = max(
         (layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers), default=0
@@ -83,7 +83,7 @@ def inference_bytes(architecture: Architecture, section: MegatronSection, grid: 
 
 
 def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Work, training: bool) -> int:
-    """Peak bytes of the head of the last stage, in which every token may be asked for.
+    """Return the peak bytes of the head of the last stage, if it computes every token.
 
     The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), the float32 numbers
     of one chunk of one rank's slice of the vocabulary, and in training the gradient of that slice of the output
@@ -105,7 +105,7 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
 
 
 def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
-    """Model chunks that have gone forward and not yet backward at the fullest moment of Megatron's schedules.
+    """Return the most model chunks that await their backward pass in Megatron's schedules.
 
     One forward, one backward: one micro-batch more than there are stages behind. Interleaved over v chunks: 2 (stages
     behind) + (v - 1) (stages), and one more.
@@ -116,7 +116,7 @@ def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
 
 
 def _attention(a: Architecture) -> tuple[int, int]:
-    """Elements per token of one attention layer: those that TP divides, and those that every rank has."""
+    """Return the elements per token of one attention layer: those that TP divides, and those that every rank has."""
     if (latent := a.latent) is None:
         norms = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim if a.qk_norm else 0
         return 2 * (a.num_attention_heads + a.num_key_value_heads) * a.head_dim + norms, 0

@@ -1,4 +1,4 @@
-"""Where a run does not fit, and which changes of its configuration would make it: each is tried, none is guessed."""
+"""The phases in which a run does not fit, and changes of its configuration that help, each of which is tried."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SECTIONS = {
     "critic": "critic",
     REWARD_MODEL: "reward_model",
 }
-SHARES = 20  # steps in which gpu_memory_utilization is proposed
+SHARES = 20  # gpu_memory_utilization is proposed in multiples of 1 / SHARES
 Trial = Callable[[Sequence[str]], tuple[Workload, RankMemory] | None]  # None: the configuration would be faulty
 
 
@@ -33,11 +33,11 @@ class Remedy:
 
     overrides: tuple[str, ...]  # a.b.c=value
     missing: int  # bytes still missing, over all phases; 0: it fits
-    host_bytes: int  # that a node needs of host memory then
+    host_bytes: int  # host memory that a node then needs
 
 
 def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> list[Shortfall]:
-    """What does not fit, by phase."""
+    """Return the phases that do not fit."""
     found = []
     for phase in PHASES:
         moment = memory.fullest[phase]
@@ -55,9 +55,9 @@ def shortfalls(workload: Workload, memory: RankMemory, device_bytes: int) -> lis
 
 
 def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial) -> list[Remedy]:
-    """The changes that are enough alone, the cheapest first; where there are none, the first few that are together.
+    """Return the changes that are enough alone, the cheapest first; if there are none, a few that are enough together.
 
-    The last resort is what comes closest.
+    If no changes are enough, return those that come closest.
     """
 
     def attempt(*overrides: str) -> Remedy | None:
@@ -72,7 +72,7 @@ def remedies(workload: Workload, memory: RankMemory, device_bytes: int, trial: T
 def host_remedies(
     workload: Workload, memory: RankMemory, device_bytes: int, host_bytes: int, trial: Trial
 ) -> list[Remedy]:
-    """Return the changes, as `remedies` does, with which a node of `host_bytes` is enough, and the device still is."""
+    """Return the changes, as `remedies` does, that make a node of `host_bytes` enough, and the device still enough."""
 
     def attempt(*overrides: str) -> Remedy | None:
         tried = trial(overrides)
@@ -96,7 +96,7 @@ def host_candidates(workload: Workload) -> Iterator[str]:
 
 def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, now: int) -> list[Remedy]:
     """Try changes alone, and if none is enough, those that help together; `now` bytes are missing without any."""
-    helpful: dict[str, Remedy] = {}  # by key; of several values the first that is enough, else the last that helps
+    helpful: dict[str, Remedy] = {}  # by key: the first value that is enough, else the last that helps
     for change in changes:
         key = change.partition("=")[0]
         if key in helpful and not helpful[key].missing:
@@ -116,7 +116,7 @@ def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, no
 
 
 def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
-    """Changes worth trying, as `a.b.c=value`, those that cost the least time first."""
+    """Yield changes worth trying, as `a.b.c=value`, the least costly in time first."""
     config = workload.config
     policy, critic = config.actor_rollout_ref, config.critic
     actor, rollout = policy.actor, policy.rollout
@@ -150,7 +150,7 @@ def _splits(workload: Workload) -> Iterator[str]:
 
 
 def _shares(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
-    """The engine's share of the device that the models at rest leave, or that its own needs ask for."""
+    """Yield the share of the device that the models at rest leave to the engine, or that the engine needs."""
     share, engine = workload.config.actor_rollout_ref.rollout.gpu_memory_utilization, memory.engine
     at_rest = memory.fullest["generate"].total - engine.weights - engine.activations - engine.kv_cache
     left = (device_bytes - at_rest) * SHARES // device_bytes / SHARES

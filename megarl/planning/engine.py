@@ -1,4 +1,4 @@
-"""What the engine takes on one rank: weights, the room of its largest step, and what is left for the KV cache.
+"""The memory of the engine on one rank: weights, the activations of its largest step, and the KV cache.
 
 The KV cache follows vLLM's rule: `gpu_memory_utilization` of the device is the engine's, and what weights and the
 largest step leave of it holds keys and values. The engine starts before the trainer's models, on an empty device.
@@ -17,28 +17,28 @@ class EngineMemory:
 
     weights: int
     activations: int
-    budget: int  # what the engine may have in all
+    budget: int  # all bytes that the engine may take
     bytes_per_token: int  # of the KV cache
 
     @property
     def kv_cache(self) -> int:
-        """What is left for keys and values."""
+        """Return the bytes that are left for keys and values."""
         return max(0, self.budget - self.weights - self.activations)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache of one replica holds."""
+        """Return the number of tokens that the cache of one replica holds."""
         return self.kv_cache // self.bytes_per_token
 
     def shortfall(self, num_tokens: int) -> int:
-        """Bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 where they fit."""
+        """Return the bytes missing for weights, the largest step and one sequence of `num_tokens`; 0 if they fit."""
         return max(0, self.weights + self.activations + num_tokens * self.bytes_per_token - self.budget)
 
 
 def engine_memory(
     architecture: Architecture, section: RolloutSection, *, weights: int, device_bytes: int
 ) -> EngineMemory:
-    """The engine on a rank that holds `weights` bytes of the model, on a device of `device_bytes`."""
+    """Return the engine's memory on a rank with `weights` bytes of the model and a device of `device_bytes`."""
     return EngineMemory(
         weights=weights,
         activations=step_bytes(architecture, section),
@@ -48,7 +48,7 @@ def engine_memory(
 
 
 def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -> int:
-    """Keys and values of one token on one rank, over all layers.
+    """Return the bytes of keys and values of one token on one rank, over all layers.
 
     A rank holds its share of the key-value heads, and at least one; latent attention stores one latent with the rotary
     part of the key, the same on every rank.
@@ -62,7 +62,7 @@ def cache_bytes_per_token(architecture: Architecture, section: RolloutSection) -
 
 
 def step_bytes(architecture: Architecture, section: RolloutSection) -> int:
-    """Estimate of the largest step without its cache; CUDA graphs and the libraries' own memory come on top.
+    """Estimate the bytes of the largest step without its cache; CUDA graphs and the memory of libraries are extra.
 
     `max_num_batched_tokens` tokens have hidden states, their residual and the widest pair of tensors of a layer;
     `max_num_seqs` of them have logits over the whole vocabulary, in the weights' type, in float32, and as float32

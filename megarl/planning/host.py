@@ -1,4 +1,4 @@
-"""What a run needs of a node's host memory: what is offloaded, copies for saves, records, and the engine's host parts.
+"""The host memory that a run needs on a node: offloaded parts, copies for saves, records, and the engine's host parts.
 
 Counted for the fullest rank, as if all ranks of its node were like it. Not counted: the processes themselves (Python,
 CUDA and the libraries take a few GB a rank), files that the system caches, and what torch's allocator adds to pinned
@@ -25,24 +25,24 @@ TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one response token in each `[B, T]` field of `megarl.batch.Experience`; every rank has all of them."""
 PROMPT_TOKEN_BYTES = 8 + 32
-"""Of a token of a prompt, which is a Python integer in a list."""
+"""Bytes of a token of a prompt: a Python integer in a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
     """Bytes of host memory on a node."""
 
-    parts: Mapping[str, int]  # what a run needs, by name
-    rewards: int  # what the processes that call rules may take beside it, and seldom do
+    parts: Mapping[str, int]  # bytes that a run needs, by name
+    rewards: int  # limit of the processes that call rules, in addition; they seldom reach it
 
     @property
     def total(self) -> int:
-        """All that a run needs."""
+        """Return all bytes that a run needs."""
         return sum(self.parts.values())
 
 
 def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
-    """Return what the ranks of one node need together.
+    """Return the host memory that the ranks of one node need together.
 
     Megatron keeps no gradients on the host: it frees those that are offloaded, as the next update begins with zeros.
     """
@@ -63,7 +63,7 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
 
 
 def record_bytes(config: Config) -> int:
-    """Return what one rank has of the records of an iteration: all samples, with the longest prompts and responses."""
+    """Return the bytes of the records of a step on one rank: all samples, with the longest prompts and responses."""
     rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
     num_samples = num_prompts * rollout.n
     num_tokens = num_samples * rollout.response_length
@@ -79,9 +79,9 @@ def reward_bytes(config: Config) -> int:
 
 
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:
-    """Return what is copied to the host to be written, beside training or while training waits.
+    """Return the bytes that saves copy to the host, asynchronously or while training waits.
 
-    Every run saves at some time: one that is told to end does.
+    Every run saves at some time, because a run that is asked to end does.
     The first data-parallel ranks put the whole optimizer state of their part of the model together; the others send
     their shard. Each expert-parallel rank is the first that has its experts.
     """
@@ -98,7 +98,7 @@ def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> in
 
 
 def _engine_bytes(config: Config, *, num_ranks: int) -> int:
-    """Return what vLLM's own keys take: weights that stay on the host, of each rank, and keys and values, of a replica.
+    """Return the bytes of vLLM's own offloading: weights of each rank, and keys and values of each replica.
 
     An engine that sleeps has nothing on the host.
     """

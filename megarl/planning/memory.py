@@ -1,4 +1,4 @@
-"""What the fullest rank has on its device at each moment of an iteration.
+"""The device memory of the fullest rank at each moment of a step.
 
 At every moment the models that are not at work are parked: they have on the device what their offload flags leave
 there. Nothing here knows a process or a tensor: it is arithmetic on the configuration and the shapes of the parameters.
@@ -24,32 +24,32 @@ BUCKETS = 4  # of `reshard/executor.py`: two to send and two to receive
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What a rank has on its device while the engine, or one model, is at work."""
+    """The device memory of a rank while the engine or one model works."""
 
     phase: Phase
-    worker: str  # who is at work
+    worker: str  # the model or engine at work
     parts: Mapping[str, int]  # bytes by name
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Return all bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank's moments."""
+    """The moments of one rank."""
 
     rank: int
     stage: int
     states: Mapping[str, States]  # by model, with nothing offloaded
     engine: EngineMemory
     moments: tuple[Moment, ...]
-    host_copies: int  # bytes of host memory that saves beside training keep; 0: saves are not beside it
+    host_copies: int  # bytes of host memory that asynchronous saves keep; 0: saves are not asynchronous
 
     @cached_property
     def fullest(self) -> dict[Phase, Moment]:
-        """The fullest moment of each phase."""
+        """Return the fullest moment of each phase."""
         return {
             phase: max((moment for moment in self.moments if moment.phase == phase), key=lambda moment: moment.total)
             for phase in PHASES
@@ -57,12 +57,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment of all."""
+        """Return the bytes at the fullest of all moments."""
         return max(moment.total for moment in self.moments)
 
 
 def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) -> RankMemory:
-    """The memory of the rank that has the fullest moment: the ranks of a pipeline stage are alike, the stages are not.
+    """Return the memory of the rank with the fullest moment. The ranks of a stage are alike; the stages differ.
 
     Of several, the one that is fuller in all phases together.
     `bucket_bytes` is the size of one of the sync's buckets.
@@ -78,7 +78,7 @@ def fullest_rank(workload: Workload, *, device_bytes: int, bucket_bytes: int) ->
 
 
 def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_bytes: int) -> RankMemory:
-    """The memory of the first rank of a pipeline stage."""
+    """Return the memory of the first rank of a pipeline stage."""
     rank = stage * (workload.grid.num_ranks // workload.grid.pp)
     states = {model.name: model_states(workload, model, rank) for model in workload.models}
     moments = tuple(_moments(workload, stage, states, engine, bucket_bytes=bucket_bytes))
@@ -95,7 +95,7 @@ def rank_memory(workload: Workload, stage: int, engine: EngineMemory, *, bucket_
 
 
 def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
-    """Weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
+    """Return weights, gradients and optimizer of a model on a rank, with nothing offloaded."""
     shapes = parameter_shapes(model.architecture, workload.grid, rank)
     if model.updates is None:
         return frozen_states(shapes, model.section)
@@ -103,7 +103,7 @@ def model_states(workload: Workload, model: TrainerModel, rank: int) -> States:
 
 
 def engine_weights(workload: Workload) -> list[int]:
-    """Bytes of the engine's weights on each rank of an engine, without the padding of the vocabulary."""
+    """Return the bytes of the weights on each rank of an engine, without the padding of the vocabulary."""
     section = workload.config.actor_rollout_ref.rollout
     placement = sampler_placement(workload.policy, section, num_ranks=section.tensor_model_parallel_size)
     weights: list[int] = held_bytes(placement, section.tensor_model_parallel_size).tolist()
@@ -143,16 +143,16 @@ def _moments(
 
 
 def _reading(workload: Workload, stage: int, states: States, work: Work, here: Mapping[str, int]) -> Moment:
-    """The reference reads a mini-batch beside a model that learns; its hidden states go to host memory."""
+    """Return the moment in which the reference reads a mini-batch of an update; its hidden states go to host memory."""
     a, section = workload.policy, workload.config.actor_rollout_ref.ref.megatron
-    work = replace(work, role="value")  # as of a value model, no logits are asked for
+    work = replace(work, role="value")  # like a value model it computes no logits
     size = inference_bytes(a, section, workload.grid, stage=stage, work=work)
     parts = {**here, "reference weights": states.weights, "reference activations": size}
     return Moment(phase="update", worker="reference", parts=parts)
 
 
 def _kept_of_reference(workload: Workload, stage: int, work: Work, here: Mapping[str, int]) -> dict[str, int]:
-    """What stays of the reference for a model whose head takes the exact divergence: its slice of the vocabulary."""
+    """Return the bytes of the reference that the head of the exact divergence keeps: a slice of the vocabulary."""
     if not work.exact_kl or stage != workload.grid.pp - 1:
         return {}
     rows = -(-workload.policy.vocab_size // workload.grid.tp)
@@ -161,7 +161,7 @@ def _kept_of_reference(workload: Workload, stage: int, work: Work, here: Mapping
 
 
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:
-    """What stays on the device while a model is not at work."""
+    """Return the bytes that stay on the device while a model does not work."""
     section = model.section
     present = {"weights": 0 if section.param_offload else states.weights}
     if model.updates:

@@ -1,4 +1,4 @@
-"""The plan of a run: what it needs, what else could be done, and what to change where it does not fit."""
+"""The plan of a run: its needs, other placements, and changes if the run does not fit."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Another way to place the run, and what its sync would send."""
+    """Another way to place the run, and the traffic of its sync."""
 
     change: str
     configurable: bool
@@ -35,7 +35,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is printed."""
+    """The contents of the report."""
 
     workload: Workload
     device_bytes: int
@@ -45,17 +45,17 @@ class Plan:
     shortfalls: list[Shortfall]
     remedies: list[Remedy]
     host: HostMemory
-    host_bytes: int | None  # that a node has; None: not told
+    host_bytes: int | None  # host memory of a node; None: unknown
     host_remedies: list[Remedy]
 
     @property
     def host_missing(self) -> int:
-        """Bytes of host memory that a node lacks."""
+        """Return the bytes of host memory that a node lacks."""
         return max(0, self.host.total - self.host_bytes) if self.host_bytes else 0
 
 
 class Planner:
-    """Plans a configuration, and the same with other values."""
+    """Plans a configuration, also with other values."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Planner:
         self._bucket_bytes = 0
 
     def plan(self) -> Plan:
-        """The plan of the configuration itself.
+        """Return the plan of the configuration itself.
 
         Raises:
             ConfigError: the configuration is faulty, or the files of a model are damaged or those of another model.
-            ValueError: a model cannot be found, or is none that megarl knows.
+            ValueError: a model cannot be found, or its family is unknown.
         """
         workload = self._workload
         self._check_files(workload.config)
@@ -103,7 +103,7 @@ class Planner:
         )
 
     def _options(self, workload: Workload) -> Iterator[Option]:
-        """Every possible engine size up to a node's, and Megatron's other rank order."""
+        """Yield every possible engine size up to the size of a node, and Megatron's other rank order."""
         grid, current = workload.grid, workload.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         for size in range(1, max(self._ranks_per_node, current) + 1):
             change = f"{ENGINE_TP}={size}"
@@ -158,10 +158,10 @@ def own_host_bytes(trainer: TrainerSection) -> int | None:
 
 
 def architecture_of(section: CheckpointSection) -> Architecture:
-    """What the `config.json` of a model describes; of a Hugging Face id nothing else is downloaded.
+    """Return the architecture in the `config.json` of a model; no other file of a Hugging Face id is downloaded.
 
     Raises:
-        ValueError: there is none, or it describes a model that megarl does not know.
+        ValueError: there is no such file, or it describes a model that megarl does not know.
     """
     place = place_of(section.path)
     if isinstance(place, Path) and not place.is_dir():

@@ -15,11 +15,11 @@ from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
 
 GB = 10**9
-NOTICEABLE = 0.95  # of the seconds as configured: what saves less is not worth a note
+NOTICEABLE = 0.95  # of the seconds as configured: an option that saves less gets no note
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """The whole plan in plain types: bytes, seconds, and ratios, which are null where nothing travels."""
+    """Return the plan in plain types: bytes, seconds, and ratios, which are null if nothing travels."""
     grid, memory = plan.workload.grid, plan.memory
     return {
         "fits": not plan.shortfalls and not plan.host_missing,
@@ -88,7 +88,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def _show_host(plan: Plan, console: Console) -> None:
-    """Print what a node needs of host memory, what rewards may take beside it, and whether that is there."""
+    """Print the host memory that a node needs, the limit of rewards, and whether a node has that memory."""
     host = plan.host
     parts = ", ".join(f"{name} {_gb(num_bytes)}" for name, num_bytes in host.parts.items())
     console.print(f"host memory that a node needs: {_gb(host.total)} GB ({parts})")
@@ -135,7 +135,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _parts(memory: RankMemory) -> list[str]:
-    """The names of what takes memory at one of the moments shown, in the order in which it first does."""
+    """Return the names of the parts at the moments shown, in the order of their first appearance."""
     names = {name for phase in PHASES for name, num_bytes in memory.fullest[phase].parts.items() if num_bytes}
     order = [name for moment in memory.moments for name in moment.parts]
     return sorted(names, key=order.index)
@@ -165,7 +165,7 @@ def _cells(traffic: SyncTraffic) -> Iterator[str]:
 
 
 def _cheaper(plan: Plan) -> Iterator[str]:
-    """The cheapest option of those that are possible, where it is cheaper than the configuration."""
+    """Return the cheapest of the possible options, if it is cheaper than the configuration."""
     for configurable in (True, False):
         seconds = {
             option.change: option.traffic.seconds

@@ -1,4 +1,4 @@
-"""What a model takes on one rank of the trainer for as long as it lives: weights, gradients and optimizer state.
+"""The permanent memory of a model on one rank of the trainer: weights, gradients and optimizer state.
 
 These are the sizes that `learner/optimizer.py` and Megatron-Core allocate, element for element: a test builds real
 learners and compares.
@@ -34,13 +34,13 @@ class States:
 
 
 def frozen_states(chunks: Sequence[Shapes], section: MegatronSection) -> States:
-    """A model that only answers; `chunks` are the parameters of the rank's model chunks."""
+    """Return the states of a model that does not learn; `chunks` are the parameters of the rank's model chunks."""
     numel = sum(math.prod(shape) for chunk in chunks for shape in chunk.values())
     return States(weights=numel * DTYPE_BYTES[section.dtype])
 
 
 def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> States:
-    """A model with an optimizer, on a rank whose data-parallel shard is a full one.
+    """Return the states of a model with an optimizer, on a rank with a full data-parallel shard.
 
     Gradients are float32 and so are Adam's moments; in bfloat16 the optimizer has a float32 copy of the weights too, in
     float32 it works on the weights themselves. The distributed optimizer keeps weights and gradients in flat buffers,
@@ -63,7 +63,7 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
 
 
 def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> int:
-    """Host memory that a save beside training copies a trained model to, on the first of its data-parallel ranks.
+    """Return the host memory to which an asynchronous save copies a model, on the first of its data-parallel ranks.
 
     Of a distributed optimizer, float32 weights and moments come together there, with the padding of their buffers.
     """
@@ -81,7 +81,7 @@ def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid)
 
 
 def held_bytes(placement: Placement, num_ranks: int) -> Integers:
-    """[num_ranks] int64: the bytes of a model that each rank has."""
+    """Return `[num_ranks]` int64: the bytes of a model on each rank."""
     held = np.zeros(num_ranks, dtype=np.int64)
     for holding, num_params in Counter(placement.values()).items():
         for place in holding.places:
@@ -90,12 +90,12 @@ def held_bytes(placement: Placement, num_ranks: int) -> Integers:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a Megatron parameter belongs to one of the routed experts."""
+    """Tell whether a Megatron parameter belongs to one of the routed experts."""
     return ".experts." in name
 
 
 def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int]]:
-    """The shapes of each buffer, and how many ranks add their gradients in it.
+    """Return the shapes of each buffer, and the number of ranks that add their gradients in it.
 
     The router's bias, a few hundred numbers that no gradient changes, is in none of them.
     """
@@ -107,7 +107,7 @@ def _buffers(chunk: Shapes, grid: Grid) -> list[tuple[list[tuple[int, ...]], int
 
 
 def _padded(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> int:
-    """Elements of a buffer of the distributed optimizer; Megatron lays the parameters down in reverse order."""
+    """Return the elements of a buffer of the distributed optimizer; Megatron stores parameters in reverse order."""
     end = 0
     for shape in reversed(shapes):
         end = _round_up(end, PARAM_ALIGNMENT) + math.prod(shape)

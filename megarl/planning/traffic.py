@@ -1,4 +1,4 @@
-"""What a sync of the engine sends over the wires, for the plan that a run would carry out, and for others.
+"""The traffic of a sync of the engine, for the plan of the run and for other plans.
 
 Bytes are those of the plan itself. Seconds are the least they can be: every link is full from the first byte to the
 last, links inside and between nodes work at the same time, and reading and writing the memory costs nothing.
@@ -18,7 +18,7 @@ from megarl.sync.plan import actor_placement, sampler_placement
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bytes per second and direction that one rank has to the others."""
+    """Bytes per second and direction between one rank and the others."""
 
     inside: float  # its node
     between: float  # nodes
@@ -40,12 +40,12 @@ class SyncTraffic:
 
     @property
     def ratio(self) -> float:
-        """How many times more gathering full tensors would receive; infinite where nothing has to travel."""
+        """Return how many times more bytes a gather of full tensors receives; infinite if nothing has to travel."""
         return self.gathered_mean / self.received_mean if self.received_mean else math.inf
 
 
 def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_last: bool = False) -> SyncTraffic:
-    """The traffic of a run; with `data_last` as it would be in Megatron's rank order tp-cp-ep-pp-dp.
+    """Return the traffic of a run; with `data_last`, in Megatron's rank order tp-cp-ep-pp-dp.
 
     That order puts the stages of a model next to each other instead of its replicas.
     """
@@ -79,7 +79,7 @@ def sync_traffic(workload: Workload, *, ranks_per_node: int, links: Links, data_
 
 
 def _ranks_with_data_last(grid: Grid) -> list[int]:
-    """The number that each rank of the default order tp-cp-ep-dp-pp has in tp-cp-ep-pp-dp."""
+    """Return the number in tp-cp-ep-pp-dp of each rank of the default order tp-cp-ep-dp-pp."""
     inner = grid.tp * grid.cp
     return [
         (rank // inner % grid.dp * grid.pp + rank // (inner * grid.dp)) * inner + rank % inner

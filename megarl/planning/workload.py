@@ -1,4 +1,4 @@
-"""From the configuration to the models of a run: what each is, how it is cut, and how much it computes at a time."""
+"""From the configuration to the models of a run: their roles, their split, and their computation in each phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens of the longest sequence."""
         rollout = self.config.actor_rollout_ref.rollout
         return rollout.prompt_length + rollout.response_length
 
@@ -45,7 +45,7 @@ class Workload:
 def workload_of(
     config: Config, *, policy: Architecture, critic: Architecture | None, reward_model: Architecture | None = None
 ) -> Workload:
-    """The models that a run of `config` has; `critic` is that of adv_estimator=gae."""
+    """Return the models of a run of `config`; `critic` is the critic of adv_estimator=gae."""
     grid = grid_of(config.actor_rollout_ref.actor.megatron, world_size(config.trainer))
     models = (
         *_policies(config, grid, policy),
@@ -78,7 +78,7 @@ def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterato
         updates=replace(updates, exact_kl=config.kl_of_loss == "full"),
     )
     if config.has_reference:
-        if config.kl_of_reward != "full":  # otherwise it reads the micro-batches of the actor
+        if config.kl_of_reward != "full":  # with `full` it reads the micro-batches of the actor
             max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
             infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
         yield TrainerModel(
@@ -127,11 +127,11 @@ def _work(
     recompute: bool = False,
     role: str = "policy",
 ) -> Work:
-    """The micro-batches of `num_samples` sequences, all of them the longest.
+    """Return the micro-batches of `num_samples` sequences, all of the greatest length.
 
     By default they are those of `num_prompts` prompts, and these all of an iteration.
 
-    The token budget is that of one rank; the ranks of a context-parallel group put theirs together.
+    The token budget is per rank; the ranks of a context-parallel group add their budgets.
     """
     policy = config.actor_rollout_ref
     longest = policy.rollout.prompt_length + policy.rollout.response_length
@@ -143,7 +143,7 @@ def _work(
     if max_sequences is not None:
         bounds.append(max_sequences * longest)
     num_tokens = min(bounds)
-    round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule goes by whole rounds
+    round_size = grid.pp if grid.vpp > 1 else 1  # the interleaved schedule has complete rounds
     num_micro_batches = ceil(ceil(share / max(1, num_tokens // longest)) / round_size) * round_size
     return Work(
         num_tokens=ceil(num_tokens / grid.cp), num_micro_batches=num_micro_batches, role=role, recompute=recompute
@@ -151,5 +151,5 @@ def _work(
 
 
 def _recomputes(enabled: bool, section: MegatronSection) -> bool:
-    """Whether whole layers are computed again; Megatron's own field has the last word."""
+    """Tell whether complete layers are computed again; Megatron's own field overrides the section."""
     return bool(section.override_transformer_config.get("recompute_granularity", "full" if enabled else None) == "full")
