@@ -1,7 +1,7 @@
 """No split changes a policy loss: each `loss_mode` and each `loss_agg_mode` equals autograd and one rank alone.
 
 The real learner updates on two mini-batches under every split. Metrics, gradient norm and every updated weight must
-equal those of one rank with one micro-batch; on the first mini-batch, this rank must agree with `transformers`.
+equal the results of one rank with one micro-batch, which must agree with `transformers` on the first mini-batch.
 """
 
 import json
