@@ -65,7 +65,7 @@ def run(
         trainer = config.trainer
         directory = Path(trainer.default_local_dir)
         launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
-        # The watchdog's report says more than a collective that times out, so the watchdog acts first.
+        # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
         init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:

@@ -214,10 +214,9 @@ def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mappi
         print("note: the curve will differ from that of an uninterrupted run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
         print(f"changed without effect on the curve: {', '.join(harmless)}")
-    if anew := [difference.key for difference in found if difference.makes_scores_incomparable]:
-        print(
-            f"note: validation scores are not comparable with earlier ones, so the best starts anew: {', '.join(anew)}"
-        )
+    if incomparable := [difference.key for difference in found if difference.makes_scores_incomparable]:
+        keys = ", ".join(incomparable)
+        print(f"note: validation scores are not comparable with earlier ones, so the best starts anew: {keys}")
 
 
 def _cut(value: Any) -> str:

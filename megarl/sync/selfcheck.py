@@ -124,7 +124,7 @@ class SelfCheck:
                 the check before and a replica has not.
         """
         log_probs = self._actor.infer(responses, self._budget, temperature=1.0).log_probs
-        assert responses.rollout_log_probs is not None, "`ask` asks for them"
+        assert responses.rollout_log_probs is not None, "`ask` requests them"
         seen = CheckResult(_by_sample(responses, responses.rollout_log_probs), _by_sample(responses, log_probs))
         means, largest = probability_differences(responses, log_probs, num_replicas=self._engine.num_replicas)
         mean = float(means.max())
@@ -164,7 +164,7 @@ def probability_differences(
     responses: Rollouts, log_probs: torch.Tensor, *, num_replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and largest |p_engine - p_trainer| over the tokens of each replica, `[R]` each, in `ask`'s order."""
-    assert responses.rollout_log_probs is not None, "`ask` asks for them"
+    assert responses.rollout_log_probs is not None, "`ask` requests them"
     shape = (-1, num_replicas, responses.mask.shape[1])
     differences = (responses.rollout_log_probs.exp() - log_probs.exp()).abs().where(responses.mask, 0.0).view(shape)
     return differences.sum((0, 2)) / responses.mask.view(shape).sum((0, 2)), differences.amax((0, 2))

@@ -197,7 +197,7 @@ class Subject:
     def compare(self, responses: Rollouts, exported: Path) -> dict[str, Difference]:
         """Compare the probabilities of the responses, pair by pair. Only rank 0 runs `transformers`."""
         budget = Budget(max_tokens=len(responses) * self.engine.max_model_len, max_sequences=None)
-        assert responses.rollout_log_probs is not None, "`ask` asks for them"
+        assert responses.rollout_log_probs is not None, "`ask` requests them"
         log_probs = {"trainer": self.learner.infer(responses, budget).log_probs, "engine": responses.rollout_log_probs}
         if self.launch.rank == 0:
             log_probs["transformers"] = transformers_log_probs(exported, responses, dtype=self.dtype)

@@ -106,8 +106,8 @@ class Collector:
             with timers("reward", instead_of="gen"):
                 scored = judge.score(rollouts)
             judged = scored.select(scored.judged().nonzero()[:, 0])
-            apart = judged.groups[scores_differ(self._measure(judged), judged.groups)]
-            kept.append(scored.of_prompts(apart.unique().tolist()))
+            differing = judged.groups[scores_differ(self._measure(judged), judged.groups)]
+            kept.append(scored.of_prompts(differing.unique().tolist()))
             scores.append(judged.scores)
             wanted = len(prompts.prompts)
             if (num_kept := sum(len(part.prompts) for part in kept)) >= wanted:

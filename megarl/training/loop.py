@@ -26,7 +26,7 @@ KL = FixedKL | AdaptiveKL
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The state that one step hands to the next, apart from the models."""
+    """The state that one step hands to the next, except the models."""
 
     kl: KL  # the controller of the KL penalty in the reward
     position: Position  # of the next prompt in the data

@@ -52,8 +52,8 @@ class RewardModel:
         prompt, response = rollouts.prompt_of(sample), rollouts.response_ids(sample)
         if self._decoder is None:
             return self._reader.fit([*prompt.token_ids, *response])
-        behind = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
-        text = self._decoder.decode_after(behind, response)
+        prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
+        text = self._decoder.decode_after(prefix, response)
         try:
             return self._reader.encode(prompt.raw_prompt, text)
         except ValueError as error:
