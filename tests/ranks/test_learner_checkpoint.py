@@ -38,7 +38,7 @@ def test_continues_exactly(
             assert torch.equal(outputs, outputs_again)
 
 
-def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, beside: Path) -> None:
+def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Path, alongside: Path) -> None:
     """Save one state twice: while the learner waits, and while the learner continues."""
     from megarl.learner.batching import Budget
     from megarl.learner.checkpoint import save_learner
@@ -47,9 +47,9 @@ def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Pa
     learner = make_test_learner(source, split | {"use_distributed_optimizer": optimizer}, optim=OPTIM)
     batch, budget, staging = experience(), Budget(max_tokens=100, max_sequences=None), Staging()
     learner.update([batch], ACTOR, budget)
-    for directory in (at_once, beside):
+    for directory in (at_once, alongside):
         writing = save_learner(learner, directory, staging)
-        if directory == beside:
+        if directory == alongside:
             thread = Thread(target=writing.write)
             learner.update([batch], ACTOR, budget)
             thread.start()
@@ -61,19 +61,19 @@ def save_twice(source: Path, split: dict[str, Any], optimizer: bool, at_once: Pa
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
-def test_what_is_written_beside_training_is_what_is_written_at_once(
+def test_a_save_alongside_training_equals_a_save_at_once(
     pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
 ) -> None:
     for tp in (1, 2):
-        at_once, beside = tmp_path / f"at_once{tp}", tmp_path / f"beside{tp}"
-        for directory in (at_once, beside):
+        at_once, alongside = tmp_path / f"at_once{tp}", tmp_path / f"alongside{tp}"
+        for directory in (at_once, alongside):
             directory.mkdir()
-        pool.run(2, save_twice, checkpoints["llama"], sizes(tp, 1), distributed_optimizer, at_once, beside)
+        pool.run(2, save_twice, checkpoints["llama"], sizes(tp, 1), distributed_optimizer, at_once, alongside)
         names = sorted(path.name for path in at_once.iterdir())
-        assert names == sorted(path.name for path in beside.iterdir())
+        assert names == sorted(path.name for path in alongside.iterdir())
         assert len([name for name in names if name.endswith(".distcp")]) == tp  # one data-parallel rank writes
         for name in set(names) - {".metadata"}:  # it contains a random number of each save
-            assert (at_once / name).read_bytes() == (beside / name).read_bytes(), name
+            assert (at_once / name).read_bytes() == (alongside / name).read_bytes(), name
 
 
 def save_again(source: Path, split: dict[str, Any], saved: Path, to: Path) -> None:
