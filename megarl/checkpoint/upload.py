@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What one rank did of the work on a checkpoint."""
+    """The result of one rank's work on a checkpoint."""
 
     num_bytes: int = 0  # uploaded
     failure: str | None = None

@@ -3,7 +3,7 @@
 Sympy computes the expressions that math-verify reads, and a tower of powers may take any time and memory. The process
 that calls this rule bounds both (`megarl.rewards.keeper`), so math-verify's own timers, which are signals, are off.
 Sympy reads numerals, and math-verify reads arithmetic in plain text, with Python's `eval`. This module replaces both by
-its own parser. `docs/rewards.md` lists where the results differ from math-verify's.
+its own parser. `docs/rewards.md` lists the differences from math-verify's results.
 """
 
 import logging
