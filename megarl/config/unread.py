@@ -206,7 +206,7 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=(f"{REF}.log_prob_*",),
         read=lambda config: not config.has_reference or _reference_computes(config),
-        only="one of these divergences is not `full`",
+        only="such a divergence has another estimator than `full`",
         because=("algorithm.kl_penalty", f"{ACTOR}.kl_loss_type"),
     ),
     Row(
