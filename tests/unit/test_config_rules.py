@@ -183,7 +183,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere://global_step_1"],
             "trainer.resume_from_path",
-            "nowhere:// is no scheme",
+            "neither pyarrow nor fsspec opens nowhere://",
         ),
         (
             ["trainer.default_hdfs_dir=nowhere://x"],
