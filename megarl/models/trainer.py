@@ -9,14 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
+from megarl.models.architecture import Architecture, LatentAttention, Shapes, hf_shapes
 from megarl.models.experts import Experts
 from megarl.models.grid import Cut, Grid
 from megarl.models.placing import behind, placed
 from megarl.models.weights import pieces
 from megarl.reshard.layout import Holding, Layout, Piece, Placement, placement_of
-
-Shapes = dict[str, tuple[int, ...]]
 
 VOCAB_MULTIPLE = 64  # a rank's rows of the embedding are a multiple of this
 EMBEDDING = "embedding.word_embeddings.weight"

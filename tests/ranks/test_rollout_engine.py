@@ -56,7 +56,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def shared_memory_name() -> str:
-    """The segment over which the ranks of the replica talk; empty where they send messages."""
+    """Return the shared-memory segment of the replica's ranks; empty if they send messages."""
     from vllm.distributed import get_tp_group
 
     return getattr(get_tp_group().device_communicator.dist_module, "group_name", "")
@@ -122,7 +122,7 @@ def test_engine_follows_two_different_syncs(
 
 
 def answers_with_few_tokens(paths: list[Path]) -> list[Generation]:
-    """What an engine says that draws from the 5 likeliest tokens."""
+    """Return the responses of an engine that draws from the 5 likeliest tokens."""
     section = {"top_k": 5, "n": 2}
     engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **section)
     with engine.awake(writer(tensors_of(paths[0])), version=7):

@@ -52,8 +52,8 @@ def stale_latent_projections(patch: pytest.MonkeyPatch, engine: Any) -> None:
     patch.setattr("megarl.rollout.reload.finish", lambda model, dtype: None)
 
 
-def answers_with_faults(paths: list[Path], faults: list[Fault], settings: dict[str, Any]) -> list[list[Generation]]:
-    """What the engine answers under the second checkpoint: handled, then with each fault, then handled again."""
+def responses_with_faults(paths: list[Path], faults: list[Fault], settings: dict[str, Any]) -> list[list[Generation]]:
+    """Return the engine's responses with the second checkpoint: handled, then with each fault, then handled again."""
     first, second, bare = paths
     os.environ["VLLM_MLA_DISABLE"] = str(int("engine_kwargs" not in settings))
     engine = start(bare, tensors_of(first), tp_size=1, free_cache_engine=False, **settings)
@@ -121,7 +121,7 @@ def test_a_fault_shows_where_it_is_not_handled(
     settings: dict[str, Any],
 ) -> None:
     paths = write_two(tmp_path, variant, **overrides)
-    [(before, *faulty, after)] = pool.run(1, answers_with_faults, paths, faults, settings)
+    [(before, *faulty, after)] = pool.run(1, responses_with_faults, paths, faults, settings)
     assert error(paths[1], before) < 1e-4
     assert error(paths[1], after) < 1e-4
     for fault, generations in zip(faults, faulty, strict=True):

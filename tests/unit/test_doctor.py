@@ -121,7 +121,7 @@ def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
-    """A torch that cannot be loaded (a missing shared library, say) is told, not raised."""
+    """A torch that cannot be loaded (a missing shared library, say) is reported, not raised."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.doctor import main; sys.exit(main())"
     result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)

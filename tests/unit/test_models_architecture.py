@@ -157,7 +157,7 @@ def test_what_an_expert_model_asks_beyond_us_is_refused_by_name(variant, change,
 
 
 def test_experts_may_share_without_a_config_of_their_own():
-    """Qwen3-MoE with a shared expert, which stands beside 8 experts behind 1 dense layer."""
+    """Qwen3-MoE with a shared expert, besides 8 experts, after 1 dense layer."""
     change = {"shared_expert_intermediate_size": 96, "mlp_only_layers": [0]}
     architecture = read_architecture(SIZES | VARIANTS["qwen3_moe"] | change)
     shapes = hf_shapes(architecture)

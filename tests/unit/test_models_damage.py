@@ -1,4 +1,4 @@
-"""Whatever stands in a model's files, it is read as what it was, or it is a fault that names the file."""
+"""Any content of a model's files is read as it was written, or is a fault that names the file."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ KEYS = sorted(
 
 
 def faults(directory: Path) -> str:
-    """What the check of the configuration says of a policy's model."""
+    """Return the faults of a policy's model, from the check of the configuration."""
     found = list(model_faults(ModelSection(path=str(directory)), "actor_rollout_ref.model.path"))
     assert {fault.path for fault in found} <= {"actor_rollout_ref.model.path"}
     return "\n".join(fault.message for fault in found)
@@ -130,7 +130,7 @@ def test_generation_must_end_with_tokens_of_the_vocabulary(tmp_path: Path) -> No
 
 
 def places(file: Path) -> dict[str, int]:
-    """Where a cut file ends: at all sorts of places in the length of the header, the header, and the data."""
+    """Return the ends of cut files: in the length of the header, in the header, and in the data."""
     header = int.from_bytes(file.read_bytes()[:8], "little")
     size = file.stat().st_size
     return {"empty": 0, "length": 5, "no header": 8, "header": 8 + header // 2, "no data": 8 + header, "data": size - 1}

@@ -1,4 +1,4 @@
-"""Who holds what of trainer and engine: the short way to it against the long one, and every element accounted for."""
+"""The placements of trainer and engine: the short computation against the long one, with every element counted."""
 
 import math
 from collections import Counter
@@ -78,7 +78,7 @@ def in_checkpoint_order(layouts, model):
 
 
 def copies(model, placement):
-    """How many ranks have each element of each parameter: a number where it is the same for all of them."""
+    """Return how many ranks have each element of each parameter: one number if it is the same for all elements."""
     found = {}
     for name, shape in hf_shapes(model).items():
         counts = np.zeros(shape, dtype=int)

@@ -91,7 +91,7 @@ def read(uri: str) -> Source:
 
 
 def faults(*arguments: str) -> dict[str, str]:
-    """What the check of a run's configuration says, but of its data."""
+    """Return the faults of a run's configuration, except for its data."""
     as_a_new_process()
     try:
         load_config([*RUN, *arguments], world_size=None)

@@ -35,7 +35,7 @@ os.kill(os.getpid(), 9)
 
 
 def job(directory: Path, name: str) -> "subprocess.Popen[str]":
-    """A process that holds the lock of job `name`, beside one segment of it."""
+    """A process that holds the lock of job `name`, and one of its segments."""
     (directory / f"{name}-tp:0-0-1-cpushm_0").touch()
     command = [sys.executable, "-c", HOLDER, str(directory / f"{name}.lock")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
