@@ -16,7 +16,7 @@ from megarl.platform.patching import replace, replaced
 
 CPU = torch.device("cpu")
 _ASKS_FOR_CUDA = {
-    "upstream": "Megatron-Core names CUDA in many places, e.g. megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params",
+    "upstream": "e.g. megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params",
     "until": "Megatron-Core takes the device from the model or from an accelerator API everywhere",
 }
 FACTORIES = declare_megatron(
