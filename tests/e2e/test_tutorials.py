@@ -14,7 +14,7 @@ from tests.support.programs import ROOT, SHOWN_CHARACTERS
 pytestmark = pytest.mark.e2e
 
 PAGE = ROOT / "docs" / "tutorials.md"
-TIMEOUT_S = 840  # many times what idle cores need
+TIMEOUT_S = 840  # for busy machines
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
