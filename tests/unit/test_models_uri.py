@@ -227,7 +227,7 @@ def test_tokenizers_that_are_not_there_are_faults_of_the_configuration(bucket: B
     for key, more in keys.items():
         assert "s3://models/bare has no tokenizer" in faults(policy, *more, f"{key}=s3://models/bare")[key]
         assert "no such file: s3://models/bare/x.model" in faults(policy, *more, f"{key}=s3://models/bare/x.model")[key]
-        assert "nope:// is no scheme" in faults(policy, *more, f"{key}=nope://bare")[key]
+        assert "neither pyarrow nor fsspec opens nope://" in faults(policy, *more, f"{key}=nope://bare")[key]
         assert key not in faults(policy, *more, f"{key}={uri}")
 
 
