@@ -224,9 +224,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert found(tmp_path) is None
     assert found(tmp_path / "nothere") is None
     checkpoint = write_checkpoint(tmp_path, 3)
-    assert (
-        found(tmp_path) == checkpoint
-    )  # as after a crash before the pointer was written, or a copy without the pointer
+    assert found(tmp_path) == checkpoint  # after a crash before the pointer was written, or a copy without it
     (tmp_path / LATEST_FILE).write_text("3\n")
     assert found(tmp_path) == checkpoint
     assert find_checkpoint(tmp_path, mode="disable", path=None) is None

@@ -41,7 +41,10 @@ def log(tracker: Tracker, *steps: int, scale: float = 1.0) -> None:
         tracker.log({"loss": step * scale, "val-core/countdown/mean@1": 0.5}, step=step)
 
 
-def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_told(tmp_path: Path) -> None:
+def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ann/program.py"])
     run = tracker(tmp_path)
     log(run, 1, 2)
     run.log_table("val/generations", [{"prompt": "3 5 é", "score": 1.0}, {"prompt": "b", "score": 0.0}], step=2)
@@ -60,7 +63,7 @@ def test_configuration_metrics_and_tables_can_be_read_back_and_nothing_else_is_t
         (tmp_path / WANDB_RUN_ID_FILE).read_text(),
     )
     said = "".join(map(str, wandb_records(tmp_path)))
-    assert sys.argv[0] not in said and str(Path.cwd()) not in said
+    assert "program.py" not in said and str(Path.cwd()) not in said
 
 
 def killed_at_four(run_dir: Path) -> None:
