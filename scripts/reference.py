@@ -65,7 +65,7 @@ def configuration() -> Iterator[str]:
 
 
 def anchor(title: str) -> str:
-    """Return the name by which a link finds a heading."""
+    """Return the name of a heading in links."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 

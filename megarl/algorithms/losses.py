@@ -274,7 +274,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
     Args:
         chosen: `[p]` rewards of the preferred responses.
         rejected: `[p]` rewards of the others.
-        margins: `[p]` by which the first reward should exceed the second; zeros for the plain loss.
+        margins: `[p]`, the least differences of the first reward from the second; zeros for the plain loss.
     """
     return -torch.nn.functional.logsigmoid(chosen - rejected - margins)
 

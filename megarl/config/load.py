@@ -33,7 +33,7 @@ _LINK = re.compile(r"\$\{([a-z]\w*(?:\.\w+)*)\}")
 _TEXT = re.compile(rf"(?:[\w./-]|{_LINK.pattern})*")
 
 SECRETS_NOTE = f"""\
-# {BLOT} stands for a secret: to start from this file, write it there again, or better leave it to the environment.
+# {BLOT} replaces a secret. To start from this file, put the secret into the environment or write it here again.
 """
 
 C = TypeVar("C")

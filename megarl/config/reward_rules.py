@@ -85,7 +85,7 @@ def _reward_checkpoint_faults(section: RewardModelSection, policy_path: str, *, 
     elif check_paths:
         yield from model_faults(section.model, f"{REWARD}.model.path")
         tokenizer = section.model.input_tokenizer
-        if tokenizer != policy_path:  # which stands for the policy's own, wherever that is
+        if tokenizer != policy_path:  # a link to the policy's tokenizer, checked elsewhere
             place = f"{REWARD}.model.input_tokenizer"
             yield from tokenizer_faults(tokenizer, place, "give a directory, a .model file, a URI, a HF id or null")
 

@@ -1,4 +1,4 @@
-"""The phases in which a run does not fit, and changes of its configuration that help, each of which is tried."""
+"""Find the phases that do not fit into memory, and changes of the configuration that help. Every change is tried."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

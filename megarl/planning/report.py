@@ -68,7 +68,7 @@ def show(plan: Plan, console: Console) -> None:
         f"{longest:,} at a time"
     )
     if plan.memory.host_copies:
-        console.print(f"Saves beside training keep {_gb(plan.memory.host_copies)} GB of such a rank's host memory")
+        console.print(f"Asynchronous saves keep {_gb(plan.memory.host_copies)} GB of such a rank's host memory")
     console.print(_traffic_table(plan))
     ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
@@ -95,8 +95,8 @@ def _show_host(plan: Plan, console: Console) -> None:
     if host.rewards:
         rules = plan.workload.config.reward_model
         console.print(
-            f"host memory of a node that rewards may take beside it: {_gb(host.rewards)} GB ({rules.num_workers} "
-            f"processes of at most {rules.max_memory_gb:g} GB beside each of its ranks; a bound that few come near)"
+            f"host memory of a node that rewards may need in addition: {_gb(host.rewards)} GB ({rules.num_workers} "
+            f"processes of at most {rules.max_memory_gb:g} GB for each of its ranks; most runs need far less)"
         )
     if plan.host_missing:
         console.print(f"[red]host: {_gb(plan.host_missing)} GB short[/] of a node's {_gb(plan.host_bytes or 0)}")

@@ -63,7 +63,7 @@ def trained_states(chunks: Sequence[Shapes], section: MegatronSection, grid: Gri
 
 
 def copied_bytes(chunks: Sequence[Shapes], section: MegatronSection, grid: Grid) -> int:
-    """Return the host memory to which an asynchronous save copies a model, on the first of its data-parallel ranks.
+    """Return the bytes of host memory that an asynchronous save of a model needs on its first data-parallel rank.
 
     Of a distributed optimizer, float32 weights and moments come together there, with the padding of their buffers.
     """

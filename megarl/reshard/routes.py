@@ -273,5 +273,5 @@ def _least_loaded(load: Integers, sent_before: Integers, size: int, num: int) ->
     counts = height - level
     counts[:rest] += 1
     holder = np.repeat(order, counts)
-    turn = count_up(counts) + np.repeat(level, counts)  # the level at which a holder takes each box
+    turn = count_up(counts) + np.repeat(level, counts)  # the level of the holders that take each box
     return holder[np.lexsort((holder, turn))]

@@ -147,8 +147,8 @@ class RolloutEngine:
         """Return what `generate` returns on each replica, in their order, on every rank. Collective.
 
         If every replica is one rank, an error is raised on all ranks, as by `together`. In a larger replica, the other
-        ranks may wait for the failed rank in a collective of vLLM, where no message reaches them. The failed rank then
-        raises its error at once, which ends the job.
+        ranks may wait for the failed rank in a collective of vLLM, and no message reaches them there. The failed rank
+        then raises its error at once, which ends the job.
         """
         if self.tp_size == 1:
             return together(generate)

@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _origin(self, *values: Any) -> str | None:
-        """Return the Hugging Face parameter that one of these tensors shows or was computed from."""
+        """Return the Hugging Face parameter behind any of these tensors."""
         for key in map(_storage, values):
             for known in (self._sources, self._computed):
                 if key in known:

@@ -75,7 +75,7 @@ class Lines:
             logger.error("%s lacks the last %d lines", self.path, sum(self._counts()))
 
     def cut(self, keep: Callable[[Row], bool]) -> None:
-        """Remove the rows for which `keep` returns False; it is called once per row, in order.
+        """Remove every row unless `keep` returns True; it is called once per row, in order.
 
         Damaged lines after the last kept row, as a crash leaves them, are removed. If damaged lines or removed rows
         precede a kept row, the old file is set aside, and the kept rows make a new file.

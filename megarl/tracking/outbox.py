@@ -31,7 +31,7 @@ class Outbox:
         return self._lines.path
 
     def cut(self, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop the records for which `keep` returns False; it is called once per record, in order."""
+        """Drop every record unless `keep` returns True; it is called once per record, in order."""
         with self._changed:
             self._lines.cut(keep)
 

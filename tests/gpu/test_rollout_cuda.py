@@ -25,7 +25,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def answers(paths: list[Path], enforce_eager: bool) -> tuple[list[list[Generation]], list[int]]:
-    """What the engine answers after each of four syncs (A, B, A, B), and the bytes in use asleep and awake."""
+    """Return the engine's responses after each of four syncs (A, B, A, B), and the bytes in use asleep and awake."""
     first, second, bare = paths
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": enforce_eager}
     # Of vLLM's kernels for fused experts this one reads them as they are loaded.

@@ -104,7 +104,8 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path, how: str) -> None:
         except subprocess.TimeoutExpired:
             assert not saved(tmp_path)
     code, messages = job.end()
-    assert code == 128 + signal.SIGTERM, messages
+    # A further signal may find the launcher already without its handlers.
+    assert code in (128 + signal.SIGTERM, -signal.SIGTERM), messages
 
 
 def test_outside_of_its_steps_a_process_ends_at_once() -> None:

@@ -1,4 +1,4 @@
-"""A job that hangs ends by itself and reports which rank is behind, and at which line."""
+"""A job that hangs ends by itself and reports the rank that is behind, and its line."""
 
 import json
 import subprocess

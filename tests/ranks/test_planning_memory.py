@@ -28,7 +28,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 def architecture(variant: str) -> Architecture:
-    """Large enough that padding is small beside it."""
+    """Large enough that padding hardly counts."""
     return read_architecture(SIZES | VARIANTS[variant] | {"num_hidden_layers": 4, "vocab_size": 500})
 
 

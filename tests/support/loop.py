@@ -20,7 +20,7 @@ LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
 
 
 class Diary:
-    """What was called, in order, and what was logged and saved at which step."""
+    """Record the calls, in order, and what was logged and saved after each step."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 def random_batch(seed: int, num_tensors: int, shape: tuple[int, int] = (6, 9)) -> tuple[Tensor, list[Tensor]]:
-    """A mask with holes in every row, and tensors that are NaN where it is False."""
+    """A mask with holes in every row, and tensors that are NaN outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=generator) < 0.7
     return mask, [torch.randn(shape, generator=generator).masked_fill(~mask, NAN) for _ in range(num_tensors)]
@@ -84,7 +84,7 @@ def test_grpo_by_hand() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0, 3.0]), torch.tensor([7, 2, 7, 2, 7])
     mask = torch.tensor([[True, True]] * 4 + [[True, False]])
     advantages = grpo(scores, groups, mask, normalize_by_std=True)
-    # group 7: mean 3, deviations -2, 2, 0, unbiased std 2; group 2: nothing to tell apart
+    # group 7: mean 3, deviations -2, 2, 0, unbiased std 2; group 2: no difference
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
     without = grpo(scores, groups, mask, normalize_by_std=False)
     assert without[:, 0].tolist() == [-2.0, 0.0, 2.0, 0.0, 0.0]

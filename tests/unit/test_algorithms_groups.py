@@ -1,4 +1,4 @@
-"""What several answers to one prompt say together, by hand and by trying everything."""
+"""Compare the statistics of several responses to one prompt with values by hand and by brute force."""
 
 from collections.abc import Iterable
 from itertools import combinations, permutations

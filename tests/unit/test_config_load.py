@@ -166,7 +166,7 @@ def test_what_is_kept_of_a_configuration_has_no_secrets_and_says_so(tmp_path: Pa
     assert config.trainer.mlflow_tracking_uri == "http://ann:Swordf1sh@host:5000"
     kept = to_yaml(config)
     assert "Swordf1sh" not in kept + str(to_dict(config))
-    assert kept.startswith("# *** stands for a secret") and "http://***@host:5000" in kept
+    assert kept.startswith("# *** replaces a secret") and "http://***@host:5000" in kept
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(kept)
     assert load_config([str(resolved), *secrets], world_size=None, check_paths=False) == config

@@ -1,4 +1,4 @@
-"""What rank 0 shows before training, and the configurations that come with the repository."""
+"""Test the report of rank 0 before training, and the configurations in the repository."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run with a neural reward model must say, and what follows from it."""
+"""Test the configuration of a run with a neural reward model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What must hold between sections: sizes that divide, files that are there, keys that belong together."""
+"""Test the rules between sections: sizes that divide, files that exist, keys that belong together."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Code that comes along with models, data and configurations is not run, but where the configuration says so."""
+"""Models, data and configurations bring code along; it runs only if the configuration allows it."""
 
 import json
 import pickle
@@ -69,7 +69,7 @@ def test_python_in_a_yaml_file_is_a_fault(tmp_path: Path) -> None:
 
 
 def test_pickles_in_a_parquet_file_stay_bytes(tmp_path: Path) -> None:
-    """What pyarrow once unpickled: an extension type of Python's, by the metadata of a column and of the file."""
+    """A Python extension type in the metadata of a column and of the file, which pyarrow once unpickled."""
     planted = pickle.dumps(Planted(tmp_path / "ran"))
     marks = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": planted}
     schema = pa.schema([pa.field("prompt", pa.string(), metadata=marks), ("bulk", pa.binary())])

@@ -11,7 +11,7 @@ from mypy.main import process_options
 
 from tests.support.programs import ROOT, succeed
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
 TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu")
 
 
@@ -69,7 +69,7 @@ def test_files_and_functions_are_short(trees: dict[Path, ast.Module]) -> None:
 
 
 def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
-    """What test modules share is in tests/support."""
+    """Test modules share code through tests/support."""
     found = {
         f"{path} imports {name}"
         for path, tree in trees.items()
@@ -78,3 +78,10 @@ def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
         if name.startswith(TESTS)
     }
     assert found == set()
+
+
+def test_prose_is_plain() -> None:
+    """The script knows the crudest habits only; an exception or two may be right."""
+    counts = [line.split(maxsplit=1) for line in succeed(sys.executable, "scripts/prose.py", timeout_s=60).splitlines()]
+    assert counts
+    assert [habit for count, habit in counts if int(count) > MAX_HABITS] == []

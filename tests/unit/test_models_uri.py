@@ -150,7 +150,7 @@ def test_what_changed_there_is_copied_again_and_what_did_not_is_not(bucket: Buck
     assert read(uri).directory == first
     config = json.loads((model / "config.json").read_text())
     bucket.write("changing/config.json", json.dumps(config | {"rms_norm_eps": 1e-5}).encode())
-    assert Source.read(ModelSection(path=uri)).directory == first, "a run goes on with what it began with"
+    assert Source.read(ModelSection(path=uri)).directory == first, "a run keeps the files that it began with"
     second = read(uri)
     assert second.directory != first
     assert second.architecture.rms_norm_eps == 1e-5

@@ -1,4 +1,4 @@
-"""Where a run does not fit, and what would make it fit."""
+"""Test the phases that do not fit, and the advice to make them fit."""
 
 from collections.abc import Sequence
 from pathlib import Path

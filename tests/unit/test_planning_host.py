@@ -1,4 +1,4 @@
-"""What a node needs of host memory, against numbers worked by hand."""
+"""Compare a node's need of host memory with numbers worked by hand."""
 
 import json
 from dataclasses import fields

@@ -209,7 +209,7 @@ def test_a_reward_model_answers_and_never_learns() -> None:
         *enabled, "algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"
     )
     [scoring] = [moment for moment in filtering.moments if moment.worker == "reward model"]
-    assert scoring.parts["KV cache"] > 0  # the engine goes on when the samples are scored
+    assert scoring.parts["KV cache"] > 0  # the engine generates more after the samples are scored
 
 
 def test_an_engine_that_stays_awake_stays_on_the_device() -> None:
@@ -238,7 +238,7 @@ def test_for_an_exact_divergence_the_reference_reads_every_mini_batch_beside_the
     offloaded = (*full, "actor_rollout_ref.ref.megatron.param_offload=true")
     for stage, kept in ((0, 0), (1, 2 * head)):
         parts = moments(stage, *offloaded)["update", "actor"].parts
-        assert parts["reference weights"] == kept  # its slice of the vocabulary, where the head is
+        assert parts["reference weights"] == kept  # its slice of the vocabulary, on the stage with the head
     in_reward = ("algorithm.kl_penalty=full", "actor_rollout_ref.ref.megatron.param_offload=true")
     assert moments(1, *in_reward)["infer", "actor"].parts["reference weights"] == 2 * head
 

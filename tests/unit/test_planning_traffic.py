@@ -1,4 +1,4 @@
-"""What a sync sends, for real models and splits: docs/resharding.md's figures and plain arithmetic."""
+"""Test the traffic of a sync for real models and splits: docs/resharding.md's figures and plain arithmetic."""
 
 import json
 import math

@@ -1,6 +1,6 @@
 """The plan of one of 2,048 ranks, for models whose tensors would fill hundreds of machines.
 
-Who holds what is cut here by hand, not by the rules of `megarl.models`: the counts that are asserted follow from these
+The holdings are cut here by hand, not by the rules of `megarl.models`: the counts that are asserted follow from these
 cuts alone, and a change of a rule cannot move them. `megarl.bench plan` measures the same with those rules.
 """
 
