@@ -9,7 +9,7 @@ from megarl.data.remote_tokenizer import RemoteTokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
-from megarl.models.hub import Place, place_of, read_config, read_model, weight_files
+from megarl.models.hub import ModelDirectory, place_of, read_config, read_model, weight_files
 from megarl.models.overrides import unread_overrides
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path
@@ -54,7 +54,9 @@ def model_faults(
         yield Fault(path=key, message=str(error))
 
 
-def _place_faults(place: Place, model: CheckpointSection, *, needs_weights: bool, needs_head: bool) -> Iterator[str]:
+def _place_faults(
+    place: ModelDirectory, model: CheckpointSection, *, needs_weights: bool, needs_head: bool
+) -> Iterator[str]:
     if needs_weights and not has_weights(place):
         has_pickles = isinstance(place, Path) and any(place.glob("*.bin"))
         remedy = "convert them with transformers' save_pretrained" if has_pickles else "add them"

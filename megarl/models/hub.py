@@ -17,10 +17,10 @@ GENERATION = "generation_config.json"
 DATA = ("*.json", "*.model", "*.jinja", "*.txt")
 WEIGHTS, CODE = "*.safetensors", "*.py"
 
-Place = Path | RemoteDirectory
+ModelDirectory = Path | RemoteDirectory
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> ModelDirectory:
     """Return the place of a user's path or URI, or for a Hugging Face id a missing local directory. Asks no host.
 
     Raises:
@@ -79,7 +79,7 @@ def weight_files(remote: RemoteDirectory) -> list[str]:
     return files
 
 
-def read_config(directory: Place, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(directory: ModelDirectory, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parsed `config.json` of a checkpoint with some fields replaced. Raises as `read_json`."""
     return {**read_json(directory / CONFIG), **overrides}
 
@@ -103,7 +103,7 @@ def read_json(file: Path | RemoteFile) -> dict[str, Any]:
     return content
 
 
-def read_model(directory: Place, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
+def read_model(directory: ModelDirectory, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Architecture]:
     """Return the configuration of a checkpoint, overrides applied, and the model that it describes.
 
     Raises:

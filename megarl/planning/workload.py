@@ -129,7 +129,7 @@ def _work(
 ) -> Work:
     """Return the micro-batches of `num_samples` sequences, all of the greatest length.
 
-    By default they are those of `num_prompts` prompts, and these all of an iteration.
+    By default, these are the samples of `num_prompts` prompts, and `num_prompts` is all prompts of a step.
 
     The token budget is per rank; the ranks of a context-parallel group add their budgets.
     """

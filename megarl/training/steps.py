@@ -11,7 +11,7 @@ from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
 
-Phase = Callable[[int, Timers], Metrics]
+StepPart = Callable[[int, Timers], Metrics]
 """Do a part of a step, given its number and timers. Return metrics."""
 
 
@@ -33,8 +33,8 @@ class Schedule:
 def run_steps(
     schedule: Schedule,
     *,
-    step: Phase,
-    validate: Phase | None,
+    step: StepPart,
+    validate: StepPart | None,
     state: Callable[[int, Metrics], State],
     tracker: Tracker,
     checkpoints: Checkpoints,
