@@ -51,7 +51,9 @@ def own_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
 
 def test_a_tokenizers_own_code_runs_only_with_the_key(own_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
     model, witness = own_tokenizer
-    with pytest.raises(ValueError, match=r"own, which was not run: .*actor_rollout_ref\.model\.trust_remote_code"):
+    with pytest.raises(
+        ValueError, match=r"Python code, which was not run: .*actor_rollout_ref\.model\.trust_remote_code"
+    ):
         load_tokenizer(str(model))
     assert not witness.exists()
     trusted = load_tokenizer(str(model), trust_remote_code=True)
