@@ -9,11 +9,11 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_sft_config
 from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
@@ -16,7 +17,6 @@ from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import Stopped, graceful_stop
 from megarl.entry import run
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.tracking.config import TrainerSection
 
 

@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
-from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 

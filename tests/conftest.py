@@ -1,12 +1,15 @@
 """Settings of all tests: no model hub, one thread per process because ranks run in parallel, GPU tests on a GPU."""
 
 import os
+import signal
 from importlib import import_module
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

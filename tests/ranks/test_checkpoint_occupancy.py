@@ -110,7 +110,7 @@ def test_ranks_that_see_another_directory_refuse_it(pool: RankPool, tmp_path: Pa
     assert said[0] == said[1]
     assert said[0] == (
         "trainer.default_local_dir=run is not the same directory for rank 0 and for ranks 1 "
-        f"({os.uname().nodename}): name one on a file system that all hosts share"
+        f"({os.uname().nodename}): name a directory on a file system that all hosts share"
     )
 
 

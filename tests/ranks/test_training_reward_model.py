@@ -298,4 +298,4 @@ def test_other_heads_are_refused(pool: RankPool, tmp_path: Path) -> None:
     for others in ({"score.weight": head, "score.bias": torch.zeros(1)}, {"classifier.weight": head}):
         save_file(weights | others, checkpoint / "model.safetensors")
         message = pool.run(1, refusal, checkpoint, "value")[0]
-        assert message.endswith(f"its tensors outside the decoder are {', '.join(sorted(others))}")
+        assert message.endswith(f"tensors outside the decoder are {', '.join(sorted(others))}")
