@@ -93,7 +93,7 @@ def test_a_fault_that_one_host_alone_has_is_named_there(
 def without_a_column(workspace: Workspace, directory: Path) -> tuple[str, str]:
     table = pq.read_table(workspace.train).drop_columns(["reward_model"])
     pq.write_table(table, path := directory / "short.parquet")
-    return f"data.train_files={path}", f"{path} has no column 'reward_model' (not needed with custom_reward_function.path or"
+    return f"data.train_files={path}", f"{path} has no column 'reward_model' (not needed with"
 
 
 def empty(workspace: Workspace, directory: Path) -> tuple[str, str]:
