@@ -1,1 +1,6 @@
 """The trainer: Megatron-Core models that infer and update under any split. No other room imports Megatron."""
+
+from megarl.platform.hiding import hide
+
+# Megatron-Core reports the metrics of its own inference engine to W&B. The import takes seconds in every process.
+hide("wandb", library="megatron")

@@ -1,0 +1,46 @@
+"""A hidden package is missing for one library and present for all other code."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import ROOT
+
+LIBRARY = "try:\n    import hidden_package\nexcept ImportError:\n    hidden_package = None\n"
+
+
+def run(code: str, *, at: Path = ROOT) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{at}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("import library; print(library.hidden_package)", "None"),
+        ("import library.part; print(library.part.hidden_package)", "None"),
+        ("import hidden_package, library; print(library.hidden_package.__name__)", "hidden_package"),
+        ("import other; print(other.hidden_package.__name__)", "hidden_package"),
+        ("import library, hidden_package; print(hidden_package.__name__)", "hidden_package"),
+    ],
+)
+def test_one_library_misses_a_package(tmp_path: Path, code: str, printed: str) -> None:
+    (tmp_path / "hidden_package.py").touch()
+    (tmp_path / "library").mkdir()
+    for name in ("library/__init__", "library/part", "other"):
+        (tmp_path / f"{name}.py").write_text(LIBRARY)
+    hide = "from megarl.platform.hiding import hide; hide('hidden_package', library='library'); "
+    assert run(hide + code, at=tmp_path) == printed
+
+
+def test_a_rank_imports_no_experiment_tracker() -> None:
+    """The import of W&B costs seconds, and Megatron-Core asks for it."""
+    assert run("import sys, megarl.assembly.run; print(sorted({'wandb', 'mlflow'} & set(sys.modules)))") == "[]"
