@@ -48,13 +48,14 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox tries again
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would break our progress bar
-        from megarl.tracking.mlflow_store import FAILURES, Store, is_absent
+        from megarl.tracking.mlflow_store import FAILURES, Store, create_database, is_absent
 
         for chatty in ("mlflow", "alembic", "urllib3"):
             logging.getLogger(chatty).setLevel(logging.ERROR if chatty == "urllib3" else logging.WARNING)
-        artifacts = None
+        artifacts = database = None
         if uri is None:
-            uri = f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
+            database = (run.run_dir / "mlflow.db").resolve()
+            uri = f"sqlite:///{database}"
             artifacts = (run.run_dir / "mlartifacts").resolve().as_uri()
         self._uri = uri
         self._outbox = Outbox(run.run_dir / UNSENT_FILE, is_record)
@@ -76,6 +77,8 @@ class Mlflow:
                 self.log(run.resume_metrics, step=run.resume_step)
         self._failing = False
         try:
+            if database:
+                create_database(database)
             self._store = Store(uri, run.run_dir / RUN_ID_FILE)
             self._send(until=time.monotonic() + START_S)
         except FAILURES as error:

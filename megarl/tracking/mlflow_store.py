@@ -25,7 +25,22 @@ logger = logging.getLogger(__name__)
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
 START_TAG = "megarl.start"
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 FAILURES = (MlflowException, OSError)
+
+
+def create_database(path: Path) -> None:
+    """Write the tables of an empty MLflow store to an SQLite file, unless the file exists.
+
+    MLflow makes the tables in a hundred commits. They are slow on a network drive, and MLflow cannot use a file in
+    which a killed process made half of them. So the file is completed in memory before it appears at `path`.
+    """
+    if path.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        database = Path(directory) / path.name
+        MlflowClient(tracking_uri=f"sqlite:///{database}")
+        write_whole(path, database.read_bytes())
 
 
 class Store:

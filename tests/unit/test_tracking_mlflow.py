@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -85,7 +86,11 @@ class Server:
         store = ["--backend-store-uri", f"sqlite:///{self._directory / 'server.db'}"]
         store += ["--artifacts-destination", str(self._directory / "server")]
         place = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
-        process = subprocess.Popen([sys.executable, "-m", "mlflow", "server", *store, *place], start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *store, *place],
+            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # otherwise it starts ten more programs
+            start_new_session=True,
+        )
         try:
             wait_for(lambda: self._answers() or process.poll() is not None)
             assert process.poll() is None, "the server did not start"
@@ -167,6 +172,22 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
     assert [row[:2] for row in json.loads(table)["data"]] == [[1, "a"], [2, "b"]]
     assert Path(download_artifacts(f"{run.info.artifact_uri}/summary.txt")).read_text() == "val=0.5\n"
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+
+
+def test_the_database_of_a_run_appears_whole(tmp_path: Path) -> None:
+    from megarl.tracking.mlflow_store import create_database
+
+    database = tmp_path / "mlflow.db"
+    sizes = []
+    with ThreadPoolExecutor(1) as pool:
+        creation = pool.submit(create_database, database)
+        while not creation.done():
+            sizes += [path.stat().st_size for path in tmp_path.glob("mlflow.db")]
+            time.sleep(0.001)
+    creation.result()
+    assert {*sizes} <= {database.stat().st_size}
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+    assert client(tmp_path).search_experiments()
 
 
 def killed_at_four(run_dir: Path) -> None:
