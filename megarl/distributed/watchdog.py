@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ GRACE_S = 20.0
 COLLECTIVES = tuple(f"{os.sep}{name}{os.sep}distributed{os.sep}" for name in ("torch", "vllm"))
 TRANSFER = ".wait()"  # of a collective that was begun: C code, so the innermost line is that of its caller
 PACKAGE = str(Path(__file__).parents[1])
+HELPERS = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class Report:
     step: int
     phase: str
     rows: Sequence[int]  # of the data set that this rank samples responses to
-    where: str = ""  # the innermost line of megarl in the main thread
-    waits: bool = False  # whether the rank is in a collective
+    where: str = ""  # the innermost line of megarl in the main thread, outside of this room if there is one
+    waits: bool = False  # whether the rank waits for other ranks
 
 
 _watchdog: "Watchdog | None" = None  # of this process; None: nothing watches
@@ -89,6 +90,22 @@ def note_progress() -> None:
         _watchdog.note_progress()
 
 
+@contextmanager
+def polling(holds_up: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, let `holds_up` tell the reports whether the other ranks wait for this rank.
+
+    For ranks that meet in one collective after another until all are done: their stacks may then show any line.
+    """
+    if not _watchdog:
+        yield
+        return
+    _watchdog.holds_up = holds_up
+    try:
+        yield
+    finally:
+        _watchdog.holds_up = None
+
+
 class Watchdog:
     """A thread that ends the job if this rank stays in one phase for `timeout_s` seconds."""
 
@@ -96,6 +113,7 @@ class Watchdog:
         self._directory, self._world_size = directory, world_size
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._report = Report(rank=rank, host=socket.gethostname(), num_phases=0, step=0, phase="start", rows=())
+        self.holds_up: Callable[[], bool] | None = None  # None: the stack of the main thread tells
         self._since = time.monotonic()
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
@@ -157,11 +175,12 @@ class Watchdog:
         """Write this rank's report, completely or not at all."""
         frame = sys._current_frames().get(self._main or 0)
         lines = traceback.extract_stack(frame) if frame else []
-        ours = [line for line in lines if line.filename.startswith(PACKAGE)]
+        in_package = [line for line in lines if line.filename.startswith(PACKAGE)]
+        ours = [line for line in in_package if not line.filename.startswith(HELPERS)] or in_package
         report = replace(
             self._report,
             where=f"{Path(ours[-1].filename).relative_to(Path(PACKAGE).parent)}:{ours[-1].lineno}" if ours else "",
-            waits=_in_collective(lines),
+            waits=not self.holds_up() if self.holds_up else _in_collective(lines),
         )
         temporary = path.with_suffix(".part")
         with temporary.open("w+") as file:

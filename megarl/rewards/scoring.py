@@ -154,10 +154,11 @@ class RuleScorer:
         Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
         """
         before = None
-        while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
-            if pending != before:
-                watchdog.note_progress()
-            before = pending
+        with watchdog.polling(lambda: not all(future.done() for future in futures)):
+            while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
+                if pending != before:
+                    watchdog.note_progress()
+                before = pending
 
     def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
         messages, on_failure = first_failures(scored), self._section.on_failure

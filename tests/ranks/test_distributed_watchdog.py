@@ -1,38 +1,34 @@
 """A job that hangs ends by itself and reports the rank that is behind, and its line."""
 
 import json
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Timer
 
 import pytest
+import torch.distributed as dist
 
-from megarl.distributed.watchdog import EXIT_CODE, Report, summary
-from tests.support.programs import ROOT
-from tests.support.stalled import TIMEOUT_S
+from megarl.distributed import watchdog
+from megarl.distributed.watchdog import EXIT_CODE, Report, polling, read_reports, summary, watching
+from tests.support import stalled
+from tests.support.forked import Job
+from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.timeout(1500)]
-END_S = 1200  # generous, because the machine may be busy; stalled.py has the measured time
+END_S = 1200  # generous, because the machine may be busy; stalled.py has the time limit of the jobs
 WAYS = ("none", "stop", "sleep", "sleep-begun", "lock", "apart", "slow-rewards", "hung-rewards")
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, Path]]]:
-    """Exit code, standard error and reports of one job per fault; the jobs run in parallel, because they only wait."""
-    jobs = {}
-    for how in WAYS:
-        directory = tmp_path_factory.mktemp(how) / "hang"
-        command = [sys.executable, "-m", "tests.support.stalled", str(directory), how]
-        jobs[how] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), directory
-    yield {how: (*_end(process), directory) for how, (process, directory) in jobs.items()}
-    for process, _ in jobs.values():
-        process.kill()
-
-
-def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=END_S)
-    return process.returncode, errors
+    """Exit code, output and reports of one job per fault; the jobs run in parallel, because they only wait."""
+    roots = {how: tmp_path_factory.mktemp(how) for how in WAYS}
+    jobs = {how: Job(2, stalled.main, root / "hang", how, log=root / "printed") for how, root in roots.items()}
+    yield {how: (job.end(timeout_s=END_S), job.printed(), roots[how] / "hang") for how, job in jobs.items()}
+    for job in jobs.values():
+        job.kill()
 
 
 def reports(directory: Path) -> dict[int, dict[str, object]]:
@@ -59,7 +55,10 @@ def test_rewards_that_hang_end_the_job(ended: dict[str, tuple[int, str, Path]]) 
 def test_a_rank_that_cannot_speak_is_named_by_the_others(ended: dict[str, tuple[int, str, Path]], how: str) -> None:
     code, errors, directory = ended[how]
     assert code == EXIT_CODE
-    assert f"megarl: no progress for {TIMEOUT_S:g} s (trainer.phase_timeout_s). Behind:\n  rank 1: no report" in errors
+    assert (
+        f"megarl: no progress for {stalled.TIMEOUT_S:g} s (trainer.phase_timeout_s). Behind:\n  rank 1: no report"
+        in errors
+    )
     (report,) = reports(directory).values()
     assert report["rank"] == 0 and report["step"] == 1 and report["phase"] == "update_actor"
 
@@ -83,6 +82,28 @@ def test_a_collective_that_one_rank_never_joins(ended: dict[str, tuple[int, str,
     assert code == EXIT_CODE
     assert "no rank: all wait in collectives, but in different ones" in errors
     assert any("in halt" in line for line in reports(directory)[1]["stacks"])  # type: ignore[attr-defined]
+
+
+def waits_in_a_barrier(root: Path, holds_up: bool | None) -> list[bool]:
+    """Return what the reports say of this rank and of another that comes late to a barrier."""
+    rank = dist.get_rank()
+    with watching(root / "hang", rank=rank, world_size=2, timeout_s=600.0):
+        assert watchdog._watchdog
+        with nullcontext() if holds_up is None else polling(lambda: holds_up):
+            report = Timer(1.0, watchdog._watchdog._write, [root / f"rank_{rank}.json"])
+            report.start()
+            time.sleep(2.0 * rank)
+            dist.barrier()
+            report.join()
+    dist.barrier()
+    return [found.waits for _, found in sorted(read_reports(root).items())]
+
+
+@pytest.mark.parametrize(("holds_up", "waits"), [(None, [True, False]), (True, [False] * 2), (False, [True] * 2)])
+def test_a_rank_that_polls_says_itself_whether_it_waits(
+    pool: RankPool, tmp_path: Path, holds_up: bool | None, waits: list[bool]
+) -> None:
+    assert pool.run(2, waits_in_a_barrier, tmp_path, holds_up) == [waits] * 2
 
 
 def test_ranks_in_an_earlier_phase_are_behind() -> None:

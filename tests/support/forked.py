@@ -3,6 +3,7 @@
 The processes are the ranks of a job, as a launcher would have started them. They print to files.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -78,6 +79,16 @@ class Job:
         self.kill()
         return code
 
+    def end_alone(self, *, timeout_s: float) -> list[int]:
+        """Wait until every rank ends, and return the exit codes."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self._ranks:
+            rank.join(deadline - time.monotonic())
+        codes = {rank.name: rank.exitcode for rank in self._ranks}
+        self.kill()
+        assert None not in codes.values(), f"{codes} after {timeout_s} s\n{self.printed()}"
+        return [code for code in codes.values() if code is not None]
+
     def kill_when(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait for the condition, then kill all ranks. Raises AssertionError if a rank ends before."""
         self._wait(condition, timeout_s=timeout_s)
@@ -130,4 +141,5 @@ def _settle(log: Path, environ: dict[str, str]) -> None:
             os.dup2(file.fileno(), stream)
     os.environ |= environ | {"OMP_NUM_THREADS": "1"}
     os.chdir(ROOT)
+    gc.unfreeze = lambda: None  # an engine that ends would have all memory searched, which ends with this process
     torch.set_num_threads(1)

@@ -1,15 +1,14 @@
-"""A run of two ranks that comes to a halt: `python -m tests.support.stalled REPORTS HOW`; rank 1 does it, in step 1.
+"""A run of two ranks that stops making progress. Rank 1 is the cause, in step 1.
 
-HOW is `stop` (SIGSTOP), `sleep` (outside of any collective), `sleep-begun` (and the other rank has begun the collective
-before it waits), `lock` (C code that keeps Python from running), `apart` (both ranks wait, in
-collectives of different groups), `slow-rewards` (twice as long as a phase may take, one after the other) or
-`hung-rewards` (after the first, none ends).
+The cause is `stop` (SIGSTOP), `sleep` (outside of any collective), `sleep-begun` (and the other rank has begun the
+collective before it waits), `lock` (C code that keeps Python from running), `apart` (both ranks wait, in collectives
+of different groups), `slow-rewards` (twice as long as a phase may take, one after the other) or `hung-rewards` (after
+the first, none ends).
 """
 
 import ctypes
 import os
 import signal
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,9 +32,9 @@ def compute_score(**_):
 """
 
 
-def main() -> None:
-    reports, how = Path(sys.argv[1]), sys.argv[2]
-    launch = join_or_launch("tests.support.stalled", sys.argv[1:], num_processes=2, directory=Path())
+def main(reports: Path, how: str) -> None:
+    """Run on one rank of a launched job."""
+    launch = join_or_launch("tests.support.stalled", [], num_processes=2, directory=Path())
     init_process_groups(launch, "cpu", timeout_s=600)
     other = dist.new_group(backend="gloo")
     place = {"rank": launch.rank, "world_size": launch.world_size}
@@ -87,7 +86,3 @@ def halt(how: str, other: dist.ProcessGroup | None) -> None:
         ctypes.PyDLL(None).sleep(600)  # PyDLL: the call holds the interpreter's lock
     elif how == "apart":
         dist.barrier(group=other)
-
-
-if __name__ == "__main__":
-    main()
