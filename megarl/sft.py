@@ -6,7 +6,6 @@ Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl.train` 
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_sft_config
@@ -23,8 +22,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: SFTConfig, launch: Launch) -> None:
     """Run the job on this rank."""
+    from megarl.assembly.models import make_tokenizer
     from megarl.assembly.supervised import learn
-    from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, POLICY_ROLE, export_model
+    from megarl.checkpoint.huggingface import POLICY_ROLE
     from megarl.data.pairs import PairStream
     from megarl.learner.batching import Budget
     from megarl.models.source import Source
@@ -32,12 +32,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.training.supervised import Lessons, mean_loss
 
     data, source = config.data, Source.read(config.model)
-    tokenizer = source.tokenizer(
-        data.tokenizer,
-        chat_template=data.chat_template,
-        apply_chat_template=data.apply_chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    tokenizer = make_tokenizer(data, config.model, source)
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
     name, role = POLICY_ROLE
@@ -49,9 +44,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
         budget=budget,
         validate=partial(mean_loss, pairs=val_pairs, budget=budget) if val_pairs else None,
     )
-    learner = learn(config, launch, source, tokenizer, lessons)
-    if learner:
-        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
+    learn(config, launch, source, tokenizer, lessons)
 
 
 if __name__ == "__main__":

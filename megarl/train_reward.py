@@ -7,7 +7,6 @@ directory for `AutoModelForSequenceClassification` and `reward_model.model.path`
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.config.load import load_reward_train_config
@@ -24,8 +23,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:
     """Run the job on this rank."""
+    from megarl.assembly.models import make_tokenizer
     from megarl.assembly.supervised import learn
-    from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, VALUE_ROLE, export_model
+    from megarl.checkpoint.huggingface import VALUE_ROLE
     from megarl.data.conversations import Conversations
     from megarl.data.preferences import PreferenceStream
     from megarl.learner.batching import Budget
@@ -34,12 +34,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.training.supervised import Lessons, preference_metrics
 
     data, source = config.data, Source.read(config.model)
-    tokenizer = source.tokenizer(
-        data.tokenizer,
-        chat_template=data.chat_template,
-        apply_chat_template=data.apply_chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    tokenizer = make_tokenizer(data, config.model, source)
     reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
     budget = Budget(
         max_tokens=config.max_token_len_per_gpu,
@@ -59,9 +54,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
         if val_pairs
         else None,
     )
-    learner = learn(config, launch, source, tokenizer, lessons)
-    if learner:
-        export_model(learner, source, tokenizer, Path(config.trainer.default_local_dir) / EXPORT_DIRECTORY, launch)
+    learn(config, launch, source, tokenizer, lessons)
 
 
 if __name__ == "__main__":

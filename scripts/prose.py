@@ -45,7 +45,7 @@ HABITS = {
 
 
 class Text(NamedTuple):
-    """A piece of prose and where it begins."""
+    """A piece of prose and its first line."""
 
     path: Path
     line: int

@@ -6,18 +6,30 @@ from typing import Any
 
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
+from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
+from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
 from megarl.training.skips import Skips
+
+
+def make_tokenizer(data: DataSection | SupervisedDataSection, model: ModelSection, source: Source) -> Tokenizer:
+    """Load the tokenizer that `data` names, by default the tokenizer of the model in `source`."""
+    return source.tokenizer(
+        data.tokenizer,
+        chat_template=data.chat_template,
+        apply_chat_template=data.apply_chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import Models, device_of, make_models
+from megarl.assembly.models import Models, device_of, make_models, make_tokenizer
 from megarl.assembly.records import (
     check_directories,
     console_tracker,
@@ -24,7 +24,6 @@ from megarl.assembly.sampling import (
     make_sampler,
     make_samples,
     make_scorer,
-    make_tokenizer,
     make_validation,
     training_prompts,
     validation_prompts,
@@ -75,7 +74,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     name_own_code(config)
     check_directories(own_trainer)
     source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config, source)
+    tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
@@ -202,7 +201,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     trainer, policy = config.trainer, config.actor_rollout_ref
     name_own_code(config)
     source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config, source)
+    tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")

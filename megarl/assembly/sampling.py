@@ -31,16 +31,6 @@ from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
 
 
-def make_tokenizer(config: Config, source: Source) -> Tokenizer:
-    """Load the policy's tokenizer, or the tokenizer that `data` names."""
-    return source.tokenizer(
-        config.data.tokenizer,
-        chat_template=config.data.chat_template,
-        apply_chat_template=config.data.apply_chat_template,
-        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
-    )
-
-
 def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
     """Open the prompts of training."""
     data = config.data

@@ -24,12 +24,8 @@ from megarl.training.steps import Schedule
 from megarl.training.supervised import Lessons, train
 
 
-def learn(
-    config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
-) -> Learner | None:
-    """Train on this rank until the last step, from the run's latest checkpoint.
-
-    Return the trained model, which is to be exported, or None if it was exported after the last step already.
+def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons) -> None:
+    """Train on this rank from the run's latest checkpoint until the last step, and export the model.
 
     Raises:
         ValueError: the run's directory cannot be written, or another job works there.
@@ -37,13 +33,17 @@ def learn(
     """
     name_own_code(config)
     check_directories(config.trainer)
-    with occupy(Path(config.trainer.default_local_dir)):
-        return _learn(config, launch, source, tokenizer, lessons)
+    run_dir = Path(config.trainer.default_local_dir)
+    with occupy(run_dir):
+        learner = _learn(config, launch, source, tokenizer, lessons)
+        if learner:
+            export_model(learner, source, tokenizer, run_dir / EXPORT_DIRECTORY, launch)
 
 
 def _learn(
     config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons
 ) -> Learner | None:
+    """Train, and return the model, or None if it was exported after the last step already."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
     resume_point = ResumePoint.find(config)
