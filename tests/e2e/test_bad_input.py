@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.train import main
+from tests.support.forked import Job
 from tests.support.hollow import write_hollow
 from tests.support.programs import run_program
 from tests.support.workspace import Workspace
@@ -190,14 +191,13 @@ def test_a_reward_that_always_raises_stops_every_rank_and_names_a_sample(workspa
         "    print('looking for it')\n"
         "    raise KeyError('answer')\n"
     )
-    code, output = run_program(
-        *(*TRAIN, *arguments(workspace, tmp_path / "run", "trainer.total_epochs=1")),
-        "trainer.val_before_train=false",
-        "trainer.save_freq=1",
-        f"custom_reward_function.path={reward}",
-        timeout_s=300,
+    argv = arguments(
+        *(workspace, tmp_path / "run", "trainer.total_epochs=1", "trainer.val_before_train=false"),
+        *("trainer.save_freq=1", f"custom_reward_function.path={reward}"),
     )
-    assert code == USER_ERROR, output
+    job = Job(2, main, argv, log=tmp_path / "train")
+    codes, output = job.end_alone(timeout_s=300), job.printed()
+    assert codes == [USER_ERROR, USER_ERROR], output
     assert "KeyError: 'answer'; it printed 'looking for it'" in output
     assert "Traceback" not in output
     for rank in (0, 1):

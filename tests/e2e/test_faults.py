@@ -86,7 +86,6 @@ def hang_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.n=2",
         "algorithm.adv_estimator=grpo",
-        "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
         "trainer.save_freq=1",
         "trainer.total_training_steps=2",

@@ -102,6 +102,7 @@ def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory:
         *train_arguments(workspace, root / "nowhere"),
         *algorithm_arguments(algorithm, workspace),
         *SPLITS[split],
+        "trainer.logger=[jsonl,mlflow]",
         "trainer.save_freq=3",
         "trainer.test_freq=2",
         f"trainer.total_training_steps={NUM_STEPS}",

@@ -57,6 +57,7 @@ class World:
             "algorithm.adv_estimator=grpo",
             f"custom_reward_function.path={reward}",
             "reward_model.timeout_s=600",
+            "trainer.logger=[jsonl,mlflow]",
             "trainer.val_before_train=false",
             "trainer.total_training_steps=3",
         ]

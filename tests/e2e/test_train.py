@@ -26,7 +26,7 @@ from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
 from tests.support.forked import run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
-from tests.support.programs import PYTHON, ROOT, TORCHRUN, succeed
+from tests.support.programs import ROOT, succeed
 from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -141,13 +141,14 @@ def resumed_run(
 ) -> tuple[Path, dict[int, dict[str, Any]]]:
     """Run two steps, damage the second save, resume to step 3; return directory and metrics before the resume."""
     run_dir = tmp_path_factory.mktemp("ppo") / "run"
-    arguments = ppo_arguments(workspace, run_dir)
-    succeed(*TORCHRUN, "megarl.train", *arguments, "trainer.total_training_steps=2", timeout_s=LAUNCH_S)
+    arguments = [*ppo_arguments(workspace, run_dir), "trainer.logger=[jsonl,mlflow]"]
+    log = run_dir.parent / "train"
+    run_job(2, train.main, *arguments, "trainer.total_training_steps=2", log=log, timeout_s=LAUNCH_S)
     before = metrics_of(run_dir)
     (run_dir / "global_step_2").rename(run_dir / ".global_step_2.part")
     shutil.rmtree(run_dir / ".global_step_2.part" / "critic")
     (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
-    succeed(*PYTHON, "megarl.train", *arguments, "trainer.total_training_steps=3", timeout_s=LAUNCH_S)
+    run_job(2, train.main, *arguments, "trainer.total_training_steps=3", log=log, timeout_s=LAUNCH_S)
     return run_dir, before
 
 

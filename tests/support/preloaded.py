@@ -1,4 +1,7 @@
-"""Imports that the ranks of tests need. A process makes them once, and the ranks are forked from it."""
+"""What the ranks of tests have in common. A process prepares it once, and the ranks are forked from it."""
+
+import gc
+from functools import cache
 
 import torch
 
@@ -8,11 +11,20 @@ torch.set_num_threads(1)  # a thread would not survive the fork
 patches.prepare_environment()
 
 # vLLM reads the environment as it is imported.
+import mlflow.store.tracking.sqlalchemy_store  # noqa: E402, F401
 import transformers  # noqa: E402, F401
 import vllm.entrypoints.llm  # noqa: E402
 import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
+from vllm.platforms import current_platform  # noqa: E402
 
 import megarl.assembly.run  # noqa: E402
 import megarl.rollout.destination  # noqa: E402
-import megarl.rollout.reload  # noqa: E402, F401
+import megarl.rollout.reload  # noqa: E402
+import megarl.tracking.mlflow_store  # noqa: E402, F401
+
+if current_platform.is_cpu():  # each engine registers the same kernels, and searches all modules for them
+    current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
+    current_platform.register_triton_kernel_overrides()
+gc.collect()
+gc.freeze()  # a rank that collects garbage need not look at what is never garbage

@@ -58,7 +58,7 @@ def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "actor_rollout_ref.rollout.max_num_seqs=64",
         f"custom_reward_function.path={workspace.reward}",
         "trainer.n_gpus_per_node=2",
-        "trainer.logger=[jsonl,mlflow]",
+        "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={run_dir}",
     ]
 

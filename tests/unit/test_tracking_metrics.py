@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from megarl.tracking.metrics import GROUPS, TABLES, describe
 
 ROOT = Path(__file__).parents[2]
 OTHER_TABLES = {ROOT / "megarl" / "tracking" / "metrics.py", ROOT / "megarl" / "rewards" / "__init__.py"}
-TREES = [ast.parse(path.read_text()) for path in (ROOT / "megarl").rglob("*.py") if path not in OTHER_TABLES]
+PATHS = [path for path in (ROOT / "megarl").rglob("*.py") if path not in OTHER_TABLES]
+NODES = [node for path in PATHS for node in ast.walk(ast.parse(path.read_text()))]
 NAMES = [metric.name for group in GROUPS.values() for metric in group]
 
 
 def calls(function: str) -> Iterator[str]:
     """Yield the first argument of every call of a function, if it is a text."""
-    for node in (node for tree in TREES for node in ast.walk(tree)):
+    for node in NODES:
         if (
             isinstance(node, ast.Call)
             and node.args
@@ -34,13 +36,14 @@ def calls(function: str) -> Iterator[str]:
 
 def keys() -> Iterator[str]:
     """Yield the texts with a slash that are keys of dictionaries."""
-    for node in (node for tree in TREES for node in ast.walk(tree)):
+    for node in NODES:
         found = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
         for key in found:
             if isinstance(key, ast.Constant) and isinstance(key.value, str) and "/" in key.value.strip("/"):
                 yield key.value
 
 
+@cache
 def recorded() -> set[str]:
     """Return the names that the code records and that are written in it."""
     sums = mismatch_sums(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
@@ -68,7 +71,7 @@ def test_every_described_metric_is_recorded() -> None:
         for model in ("actor/", "critic/", "")
         for name in ("grad_norm", "lr", "skipped_updates", "empty_minibatches")
     }
-    texts = {node.value for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    texts = {node.value for node in NODES if isinstance(node, ast.Constant)}
     assert {name.rpartition("/")[2] for name in learning} <= texts
     exact = [name for name in NAMES if name == name.lower()]
     assert [name for name in exact if name not in known | scoring | held_out | learning] == []
