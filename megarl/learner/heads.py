@@ -34,8 +34,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
             maximum = logits.amax(-1)
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-            exponentials = (logits - maximum[:, None]).exp()
+            _all_reduce(maximum, dist.ReduceOp.MAX, group)
+            exponentials = (logits - maximum[:, None]).exp_()
             sums = torch.stack(
                 [
                     exponentials.sum(-1),
@@ -43,7 +43,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
                     _pick(logits, chunk_targets, first_row),
                 ]
             )
-            dist.all_reduce(sums, group=group)
+            _all_reduce(sums, dist.ReduceOp.SUM, group)
             normalizer = sums[0].log() + maximum
             log_probs.append(sums[2] - normalizer)
             entropies.append(normalizer - sums[1] / sums[0])
@@ -60,24 +60,38 @@ class VocabParallelLogProbs(torch.autograd.Function):
         temperature, valid_rows, _, first_row = ctx.settings
         grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
         per_token = [grad_log_probs, grad_entropy, *per_token]
+        has_entropy = bool(grad_entropy.any())  # the loss has an entropy term
         for chunk, *values in zip(
             hidden.split(CHUNK_TOKENS), *(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True
         ):
             grad_log_prob, grad_h, targets, normalizer, entropy = values
-            log_p = _logits(chunk, factor, temperature, valid_rows) - normalizer[:, None]
-            p = log_p.exp()
-            grad_logits = -p * (grad_log_prob[:, None] + grad_h[:, None] * (log_p + entropy[:, None]))
+            log_p = _logits(chunk, factor, temperature, valid_rows).sub_(normalizer[:, None])
+            slope = grad_log_prob[:, None]
+            if has_entropy:
+                slope = slope + grad_h[:, None] * (log_p + entropy[:, None])
+            grad_logits = log_p.exp_().mul_(-slope)
             _add_at(grad_logits, targets, first_row, grad_log_prob)
-            grad_logits = (grad_logits / temperature).to(weight.dtype)
+            grad_logits = _divide(grad_logits, temperature).to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             grad_weight += _product(grad_logits.T, chunk)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
-    logits = _product(hidden, factor.T) / temperature
+    logits = _divide(_product(hidden, factor.T), temperature)
     logits[:, valid_rows:] = NEVER
     return logits
+
+
+def _divide(x: Tensor, temperature: float) -> Tensor:
+    """Divide `x` in place. At the usual temperature there is nothing to divide."""
+    return x if temperature == 1.0 else x.div_(temperature)
+
+
+def _all_reduce(x: Tensor, operation: Any, group: Any) -> None:
+    """Reduce `x` in place. A group of one rank has nothing to send."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(x, operation, group=group)
 
 
 def _factor(weight: Tensor) -> Tensor:
@@ -149,16 +163,16 @@ class VocabParallelKL(torch.autograd.Function):
             logits = _logits(chunk, factor, temperature, valid_rows)
             ref_logits = _logits(ref_chunk, ref_factor, temperature, valid_rows)
             maxima = torch.stack([logits.amax(-1), ref_logits.amax(-1)])
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-            exponentials = (logits - maxima[0, :, None]).exp()
+            _all_reduce(maxima, dist.ReduceOp.MAX, group)
+            exponentials = (logits - maxima[0, :, None]).exp_()
             sums = torch.stack(
                 [
                     exponentials.sum(-1),
-                    (ref_logits - maxima[1, :, None]).exp().sum(-1),
+                    (ref_logits - maxima[1, :, None]).exp_().sum(-1),
                     (exponentials * (logits - ref_logits)).sum(-1),
                 ]
             )
-            dist.all_reduce(sums, group=group)
+            _all_reduce(sums, dist.ReduceOp.SUM, group)
             normalizers = sums[:2].log() + maxima
             divergences.append(sums[2] / sums[0] - normalizers[0] + normalizers[1])
             shifts.append(normalizers)
@@ -177,8 +191,8 @@ class VocabParallelKL(torch.autograd.Function):
         per_token = [hidden, ref_hidden, grad_divergence, *per_token]
         for chunk, ref_chunk, grad, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
             divergence, normalizer, ref_normalizer = (value[:, None] for value in values)
-            log_p = _logits(chunk, factor, temperature, valid_rows) - normalizer
-            log_q = _logits(ref_chunk, ref_factor, temperature, valid_rows) - ref_normalizer
+            log_p = _logits(chunk, factor, temperature, valid_rows).sub_(normalizer)
+            log_q = _logits(ref_chunk, ref_factor, temperature, valid_rows).sub_(ref_normalizer)
             grad_logits = grad[:, None] * log_p.exp() * (log_p - log_q - divergence) / temperature
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))

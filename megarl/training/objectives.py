@@ -54,7 +54,9 @@ class ActorObjective:
         pg = policy_loss(outputs, micro, section)
         pg_loss = mean(pg.sums)
         entropy_mean = mean(entropy(outputs.entropy, micro.mask))
-        loss = pg_loss - section.entropy_coeff * entropy_mean
+        loss = pg_loss
+        if section.entropy_coeff:
+            loss = loss - section.entropy_coeff * entropy_mean
         metrics = {
             "actor/pg_loss": pg_loss,
             "actor/entropy_loss": entropy_mean,

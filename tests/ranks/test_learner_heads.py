@@ -10,9 +10,10 @@ from tests.support.heads import HIDDEN, ROWS, TEMPERATURE, TOKENS, VOCAB, assert
 from tests.support.ranks import RankPool
 
 
-def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+def sharded(chunk_tokens: int, rows: int, entropy_weight: float) -> tuple[torch.Tensor, ...]:
     heads.CHUNK_TOKENS = chunk_tokens
     hidden, weight, targets, upstream = example()
+    upstream[1] *= entropy_weight
     mine = weight[: dist.get_world_size() * rows].chunk(dist.get_world_size())[dist.get_rank()].clone()
     hidden.requires_grad_()
     mine.requires_grad_()
@@ -25,17 +26,21 @@ def sharded(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
     return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
 
 
+@pytest.mark.parametrize("entropy_weight", [1.0, 0.0])
 @pytest.mark.parametrize("chunk_tokens", [3, 1024])
 @pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
-def test_equals_plain_softmax(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+def test_equals_plain_softmax(
+    pool: RankPool, world_size: int, rows: int, chunk_tokens: int, entropy_weight: float
+) -> None:
     hidden, weight, targets, upstream = example()
+    upstream[1] *= entropy_weight
     hidden.requires_grad_()
     weight.requires_grad_()
     log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
     log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (torch.stack([log_probs, entropy]) * upstream).sum().backward()
 
-    results = pool.run(world_size, sharded, chunk_tokens, rows)
+    results = pool.run(world_size, sharded, chunk_tokens, rows, entropy_weight)
     for result in results:
         torch.testing.assert_close(result[0], log_probs.detach())
         torch.testing.assert_close(result[1], entropy.detach())
