@@ -9,11 +9,11 @@ help:
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"
-	@echo "make test         all that a change needs: check, test-unit, test-ranks, test-e2e"
+	@echo "make test         all that a change needs: check, and the tests of the next three"
 	@echo "make test-unit    tests within one process"
 	@echo "make test-ranks   tests of ranks that work together"
 	@echo "make test-e2e     tests of whole commands"
-	@echo "make test-long    tests that take minutes each: models that learn, and test-newest"
+	@echo "make test-long    demonstrations, benchmarks, models that learn, and test-newest"
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
 	@echo "make clean        remove environments and caches; keep what users made"
@@ -36,7 +36,7 @@ check: setup
 
 # While one of two pytest processes starts ranks or waits for them, the other computes. The tests of a file stay
 # together, because they share what they start.
-TWO := -n 2 --dist loadfile
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(TWO)
 
 test-unit: setup
@@ -48,11 +48,9 @@ test-ranks: setup
 test-e2e: setup
 	$(PYTEST) -m "not long" tests/e2e
 
-# One suite at a time, also under make -j: the tests start processes that need the cores.
+# In one session, whose ranks are forked from one process. Short tests come last, so both processes end together.
 test: check
-	@$(MAKE) --no-print-directory test-unit
-	@$(MAKE) --no-print-directory test-ranks
-	@$(MAKE) --no-print-directory test-e2e
+	$(PYTEST) -m "not long" tests/e2e tests/ranks tests/unit
 
 test-long: setup
 	$(PYTEST) -m long tests/e2e

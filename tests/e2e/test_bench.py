@@ -9,7 +9,7 @@ from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from tests.support.programs import run_python
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 SECONDS = {"megarl", "mbridge", "copy", "repack"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PAGE = ROOT / "docs" / "tutorials.md"
 TIMEOUT_S = 840  # for busy machines
