@@ -24,7 +24,7 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "bos_token_id": 1}
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1}
 COMMON |= {"eos_token_id": 2, "initializer_range": 0.02, "attention_dropout": 0.0}
 
 
@@ -43,6 +43,7 @@ def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, key_value
 # Qwen2.5's sizes are those of its published config.json.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-1m": COMMON | LLAMA | _sizes(1024, 256, 512, 2, 4, 2),
+    "llama-3m": COMMON | LLAMA | _sizes(2048, 256, 704, 3, 4, 2),
     "llama-100m": COMMON | LLAMA | _sizes(16384, 768, 2048, 12, 12, 4),
     "llama-200m": COMMON | LLAMA | _sizes(16384, 1024, 2816, 14, 16, 4),
     "qwen3-moe-1m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | {"moe_intermediate_size": 64},

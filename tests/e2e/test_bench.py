@@ -12,6 +12,7 @@ from tests.support.programs import run_python
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BYTES_PER_ELEMENT = 2  # bfloat16
+PHASES = {"gen", "sync", "reward", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic"}
 SECONDS = {"megarl", "mbridge", "copy", "repack"}
 
 
@@ -47,3 +48,24 @@ def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
     assert state_bytes < found["bytes"] < 1.1 * state_bytes
     assert found["seconds"].keys() == {"waits at once", "waits beside", "copies", "whole", "check", "load"}
     assert all(0 < times["min"] <= times["median"] <= times["max"] for times in found["seconds"].values())
+
+
+@pytest.mark.timeout(600)  # a training, vLLM and transformers
+def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
+    arguments = ["step", "--model", "llama-1m", "--algorithm", "ppo", "--lengths", "ragged", "--prompts", "4"]
+    arguments += ["--responses", "2", "--repeats", "2", "--json", "data.max_response_length=16"]
+    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
+    assert found["command"] == f"python -m megarl.bench {' '.join(arguments)}"
+    seconds = found["seconds"]
+    assert seconds.keys() > PHASES
+    assert all(0 < times["min"] <= times["median"] <= times["max"] for times in seconds.values())
+    outer = PHASES - {"sync"}  # which is a part of gen
+    assert sum(seconds[phase]["min"] for phase in outer) < seconds["step"]["max"]
+    assert found["samples_per_second"] == 4 * 2 / seconds["step"]["median"]
+    assert 4 * 2 < found["peers"]["transformers"]["tokens"] <= 4 * 2 * (16 + 16)
+    assert found["ratios"].keys() == {"generation", "infer", "update", "other_share"}
+    assert min(found["ratios"].values()) > 0
+    shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
+    parameters = sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
+    flops = 2 * parameters * found["peers"]["transformers"]["tokens"]
+    assert found["floors"]["infer"] == flops / found["peers"]["machine"]["flops_per_second"]

@@ -1,0 +1,207 @@
+"""`python -m megarl.bench step`: the time of every phase of a step, beside other libraries on the same samples.
+
+`megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
+reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
+matrices take at the machine's own speed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.bench import report
+from megarl.bench.cases import MODELS
+from megarl.bench.workload import Workload
+from megarl.models.architecture import EMBEDDING, Architecture, hf_shapes, read_architecture
+from megarl.platform.secrets import redact
+from megarl.platform.versions import versions
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
+
+WARM_UP = 2
+"""Steps that are not counted. The engine's self-check runs in them."""
+PEERS = ("machine", "engine", "transformers")
+UPDATE = 3
+"""FLOPs of a forward and backward pass, in forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of a phase in the steps that are counted."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        """Summarize the seconds of each step."""
+        return cls(median=median(seconds), min=min(seconds), max=max(seconds))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the results."""
+    options, overrides = _parser().parse_known_args(argv)
+    workload = Workload(
+        model=options.model,
+        lengths=options.lengths,
+        algorithm=options.algorithm,
+        num_prompts=options.prompts,
+        num_responses=options.responses,
+    )
+    try:
+        with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
+            found = measure(workload, Path(name), options, overrides)
+    except ValueError as error:
+        print(redact(f"megarl: {error}"), file=sys.stderr)
+        return 1
+    found = {"command": shlex.join(["python", "-m", "megarl.bench", "step", *argv])} | found
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, Console())
+    return 0
+
+
+def measure(
+    workload: Workload, directory: Path, options: argparse.Namespace, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Run the steps, then the peers on the samples of the last step.
+
+    Raises:
+        ValueError: a program failed; its messages are on standard error.
+    """
+    run_dir = directory / "run"
+    num_steps = WARM_UP + options.repeats
+    arguments = [
+        *workload.write(directory),
+        f"actor_rollout_ref.actor.megatron.dtype={options.dtype}",
+        f"actor_rollout_ref.rollout.dtype={options.dtype}",
+        f"trainer.n_gpus_per_node={options.ranks}",
+        "trainer.logger=[jsonl]",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
+        *overrides,
+    ]
+    _run("megarl.train", *arguments)
+    steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["step"] > WARM_UP]
+    model = next(Path(text.partition("=")[2]) for text in arguments if text.startswith("actor_rollout_ref.model.path="))
+    settings = {"model": str(model), "samples": str(run_dir / "samples" / f"step_{num_steps}.parquet")}
+    settings |= {"dtype": options.dtype, "repeats": options.repeats}
+    (directory / "peers.json").write_text(json.dumps(settings))
+    for peer in PEERS:
+        _run("megarl.bench.step_peers", peer, str(directory))
+    peers = {peer: json.loads((directory / f"{peer}.json").read_text()) for peer in PEERS}
+    config = json.loads((model / "config.json").read_text())
+    return {
+        "machine": report.machine("cpu"),
+        "versions": versions(),
+        "workload": asdict(workload) | {"dtype": options.dtype, "ranks": options.ranks},
+        **summarize(steps, workload),
+        "peers": peers,
+        "ratios": ratios(steps, peers),
+        "floors": floors(read_architecture(config), peers),
+    }
+
+
+def summarize(steps: Sequence[Mapping[str, float]], workload: Workload) -> dict[str, Any]:
+    """Return the times of each phase and the throughput of the median step."""
+    names = sorted({name for step in steps for name in step if name.startswith(TIMING)})
+    phases = {name.removeprefix(TIMING): Times.of([step.get(name, 0.0) for step in steps]) for name in names}
+    seconds = median(step[STEP_SECONDS] for step in steps)
+    return {
+        "seconds": {name: asdict(times) for name, times in phases.items()},
+        "samples_per_second": workload.num_prompts * workload.num_responses / seconds,
+        "tokens_per_second": median(step[TOKENS] / step[STEP_SECONDS] for step in steps),
+    }
+
+
+def ratios(steps: Sequence[Mapping[str, float]], peers: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds per token of each phase over those of the peer that does the same work.
+
+    `other_share` is the share of the step that is neither generation, nor reading, nor learning.
+    """
+
+    def per_token(*phases: str, less: Sequence[str] = ()) -> float:
+        return median(
+            (sum(step.get(TIMING + name, 0.0) for name in phases) - sum(step.get(TIMING + name, 0.0) for name in less))
+            / step[TOKENS]
+            for step in steps
+        )
+
+    tokens = peers["transformers"]["tokens"]
+    generation = per_token("gen", less=("sync", "sync_check"))
+    reading = per_token("old_log_prob")
+    learning = per_token("update_actor")
+    models = per_token("old_log_prob", "ref", "values", "update_actor", "update_critic")
+    whole = median(step[STEP_SECONDS] / step[TOKENS] for step in steps)
+    return {
+        "generation": generation / (peers["engine"]["seconds"] / tokens),
+        "infer": reading / (peers["transformers"]["infer"] / tokens),
+        "update": learning / (peers["transformers"]["update"] / tokens),
+        "other_share": 1.0 - (generation + models) / whole,
+    }
+
+
+def floors(architecture: Architecture, peers: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of the products of matrices of one pass over the samples, at the machine's own speed."""
+    shapes = hf_shapes(architecture)
+    parameters = sum(shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
+    forward = 2 * parameters * peers["transformers"]["tokens"] / peers["machine"]["flops_per_second"]
+    return {"generation": forward, "infer": forward, "update": UPDATE * forward}
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print the times as a table."""
+    table = Table("phase", "median s", "min s", "max s", "share")
+    whole = found["seconds"]["step"]["median"]
+    for name, times in found["seconds"].items():
+        table.add_row(
+            name, *(f"{times[key]:.3f}" for key in ("median", "min", "max")), f"{times['median'] / whole:.1%}"
+        )
+    console.print(table)
+    for title in ("samples_per_second", "tokens_per_second"):
+        console.print(f"{title}: {found[title]:.1f}", highlight=False)
+    for title in ("ratios", "floors", "peers", "workload", "machine", "versions", "command"):
+        console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)
+
+
+def _run(module: str, *arguments: str) -> None:
+    """Run a module of megarl with its output on standard error. Raise ValueError if it fails."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=os.environ, check=False)
+    if done.returncode:
+        raise ValueError(f"{module} failed with exit code {done.returncode}; its messages are above")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.bench step",
+        description=__doc__,
+        usage="%(prog)s [options] [a.b.c=value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--prompts", type=int, default=32, help="in each step (default: %(default)s)")
+    parser.add_argument("--responses", type=int, default=4, help="to each prompt (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

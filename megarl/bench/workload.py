@@ -1,0 +1,88 @@
+"""The work of `megarl.bench step`: a model, prompts of random numbers, a reward, and the arguments of the run."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.bench.cases import MODELS
+from megarl.data.parquet import write_rows
+
+Lengths = Literal["equal", "ragged", "long-tail"]
+Algorithm = Literal["grpo", "ppo"]
+
+PROMPT_TOKENS = 16
+NUM_BATCHES = 4  # of different prompts
+MOST_TOKENS: Mapping[Lengths, int] = {"equal": 64, "ragged": 256, "long-tail": 1024}
+MEAN_TOKENS: Mapping[Lengths, int | None] = {"equal": None, "ragged": 75, "long-tail": 150}
+"""Tokens after which a response of a model with random weights ends on average; None: every response has the most."""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str) % 97 / 97
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one step does."""
+
+    model: str  # a name of MODELS, or a directory
+    lengths: Lengths
+    algorithm: Algorithm
+    num_prompts: int
+    num_responses: int  # to each prompt
+
+    def write(self, directory: Path) -> list[str]:
+        """Write the files of the workload to `directory`; return the arguments of `megarl.train` that name them."""
+        model = self._write_model(directory / "model") if self.model in MODELS else Path(self.model).resolve()
+        rng = random.Random(0)
+        prompts = [
+            {"prompt": " ".join(str(rng.randrange(3, 1000)) for _ in range(PROMPT_TOKENS))}
+            for _ in range(NUM_BATCHES * self.num_prompts)
+        ]
+        write_rows(directory / "prompts.parquet", prompts)
+        (directory / "reward.py").write_text(REWARD)
+        is_equal = MEAN_TOKENS[self.lengths] is None
+        most = MOST_TOKENS[self.lengths]
+        return [
+            f"data.train_files={directory / 'prompts.parquet'}",
+            f"data.train_batch_size={self.num_prompts}",
+            f"data.max_prompt_length={8 * PROMPT_TOKENS}",  # a real tokenizer may need several tokens for a number
+            f"data.max_response_length={most}",
+            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={self.num_prompts}",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            f"actor_rollout_ref.rollout.n={self.num_responses}",
+            f"actor_rollout_ref.rollout.ignore_eos={str(is_equal).lower()}",
+            f"actor_rollout_ref.rollout.max_num_seqs={self.num_prompts * self.num_responses}",
+            f"custom_reward_function.path={directory / 'reward.py'}",
+            *self._algorithm_arguments(model),
+        ]
+
+    def _algorithm_arguments(self, model: Path) -> list[str]:
+        if self.algorithm == "grpo":
+            return ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
+        return [f"critic.model.path={model}", "algorithm.use_kl_in_reward=true"]
+
+    def _write_model(self, directory: Path) -> Path:
+        """Write a model with random weights and a tokenizer of one token for each number."""
+        import torch
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        fields: dict[str, Any] = dict(MODELS[self.model])
+        size, mean = fields["vocab_size"], MEAN_TOKENS[self.lengths]
+        if mean:  # a random model draws every token about equally often
+            fields["eos_token_id"] = list(range(size - size // mean, size))
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(fields))
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+        special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+        names = [*special.values(), *map(str, range(len(special), size))]
+        words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
+        return directory
