@@ -78,7 +78,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     """Save and load in turn, and print the times of the slowest rank."""
     from rich.console import Console
 
-    from megarl.bench.report import machine
+    from megarl.bench.report import machine, spread
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.store import CheckpointStore
     from megarl.distributed.exchange import together
@@ -121,10 +121,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
             "ranks": launch.world_size,
             "bytes": num_bytes,
             "first_seconds": {name: values[0] for name, values in seconds.items()},
-            "seconds": {
-                name: {"min": min(values[1:]), "median": median(values[1:]), "max": max(values[1:])}
-                for name, values in seconds.items()
-            },
+            "seconds": {name: spread(values[1:]) for name, values in seconds.items()},
             "waits_beside_share": median(seconds["waits beside"][1:]) / median(seconds["waits at once"][1:]),
         }
         if arguments.is_json:

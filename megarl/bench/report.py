@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import statistics
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -56,6 +57,11 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "peak_ratio": max(peaks["megarl"]) / max(peaks["mbridge"]) if counted else None,
         "mean_probability_difference": ranks[0]["mean_probability_difference"],  # equal on all,
     }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Summarize the seconds of several repetitions."""
+    return {"min": min(seconds), "median": statistics.median(seconds), "max": max(seconds)}
 
 
 def machine(device: str) -> dict[str, Any]:

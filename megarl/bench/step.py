@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,20 +35,6 @@ WARM_UP = 2
 PEERS = ("machine", "engine", "transformers")
 UPDATE = 3
 """FLOPs of a forward and backward pass, in forward passes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of a phase in the steps that are counted."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Times":
-        """Summarize the seconds of each step."""
-        return cls(median=median(seconds), min=min(seconds), max=max(seconds))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +86,7 @@ def measure(
     ]
     _run("megarl.train", *arguments)
     steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["step"] > WARM_UP]
-    model = next(Path(text.partition("=")[2]) for text in arguments if text.startswith("actor_rollout_ref.model.path="))
+    model = workload.model_in(directory)
     settings = {"model": str(model), "samples": str(run_dir / "samples" / f"step_{num_steps}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
     (directory / "peers.json").write_text(json.dumps(settings))
@@ -122,10 +108,11 @@ def measure(
 def summarize(steps: Sequence[Mapping[str, float]], workload: Workload) -> dict[str, Any]:
     """Return the times of each phase and the throughput of the median step."""
     names = sorted({name for step in steps for name in step if name.startswith(TIMING)})
-    phases = {name.removeprefix(TIMING): Times.of([step.get(name, 0.0) for step in steps]) for name in names}
     seconds = median(step[STEP_SECONDS] for step in steps)
     return {
-        "seconds": {name: asdict(times) for name, times in phases.items()},
+        "seconds": {
+            name.removeprefix(TIMING): report.spread([step.get(name, 0.0) for step in steps]) for name in names
+        },
         "samples_per_second": workload.num_prompts * workload.num_responses / seconds,
         "tokens_per_second": median(step[TOKENS] / step[STEP_SECONDS] for step in steps),
     }

@@ -1,4 +1,4 @@
-"""What the machine and other libraries need for the work of a step: `python -m megarl.bench.step_peers PEER DIRECTORY`.
+"""Measure the machine, or another library, at the work of a step: `python -m megarl.bench.step_peers PEER DIRECTORY`.
 
 DIRECTORY/peers.json names the model and the samples. The result is DIRECTORY/PEER.json.
 """
@@ -53,7 +53,7 @@ def engine(settings: dict[str, Any]) -> dict[str, float]:
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in samples]
     params = [SamplingParams(max_tokens=len(response), ignore_eos=True, detokenize=False) for _, response in samples]
     seconds = _times(lambda: llm.generate(prompts, params, use_tqdm=False), settings["repeats"])
-    return {"seconds": median(seconds), "min": min(seconds), "max": max(seconds)}
+    return {"seconds": median(seconds)}
 
 
 def transformers(settings: dict[str, Any]) -> dict[str, float]:

@@ -36,7 +36,9 @@ class Workload:
 
     def write(self, directory: Path) -> list[str]:
         """Write the files of the workload to `directory`; return the arguments of `megarl.train` that name them."""
-        model = self._write_model(directory / "model") if self.model in MODELS else Path(self.model).resolve()
+        model = self.model_in(directory)
+        if self.model in MODELS:
+            self._write_model(model)
         rng = random.Random(0)
         prompts = [
             {"prompt": " ".join(str(rng.randrange(3, 1000)) for _ in range(PROMPT_TOKENS))}
@@ -61,12 +63,16 @@ class Workload:
             *self._algorithm_arguments(model),
         ]
 
+    def model_in(self, directory: Path) -> Path:
+        """Return the directory of the model, if the workload is written to `directory`."""
+        return directory / "model" if self.model in MODELS else Path(self.model).resolve()
+
     def _algorithm_arguments(self, model: Path) -> list[str]:
         if self.algorithm == "grpo":
             return ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
         return [f"critic.model.path={model}", "algorithm.use_kl_in_reward=true"]
 
-    def _write_model(self, directory: Path) -> Path:
+    def _write_model(self, directory: Path) -> None:
         """Write a model with random weights and a tokenizer of one token for each number."""
         import torch
         from tokenizers import Tokenizer, models, pre_tokenizers
@@ -85,4 +91,3 @@ class Workload:
         words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
-        return directory

@@ -1,4 +1,4 @@
-"""What the ranks of tests have in common. A process prepares it once, and the ranks are forked from it."""
+"""Prepare the process that the ranks of tests are forked from: import what they need, do once what engines repeat."""
 
 import gc
 from functools import cache
