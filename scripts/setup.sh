@@ -8,9 +8,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# requirements/cpu.lock names PyTorch's own CPU build of torch. The only public index that has it is PyTorch's.
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-
 die() {
     printf 'setup: %s\n' "$@" >&2
     exit 1
@@ -69,8 +66,27 @@ pip_install() {
     .venv/bin/python -m pip install --no-deps --disable-pip-version-check "$@"
 }
 
-install_torch() {
-    pip_install "$1" || pip_install "$1" --index-url "$TORCH_CPU_INDEX"
+# pip_setting KEY: print what pip's environment or files say of KEY, several values separated by spaces.
+pip_setting() {
+    .venv/bin/python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | head -n 1 | sed 's/\\n/ /g'
+}
+
+# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip.
+uv_install() {
+    local links
+    links=$(pip_setting find-links)
+    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting index-url)} \
+        UV_INDEX=${UV_INDEX:-$(pip_setting extra-index-url)} \
+        UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}} \
+        UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} \
+        SSL_CERT_FILE=${SSL_CERT_FILE:-$(pip_setting cert)} \
+        .venv/bin/uv pip install --no-deps --python .venv/bin/python "$@"
+}
+
+# The lock names PyTorch's CPU build of torch. If pip's sources lack this build, uv takes it from PyTorch's own index.
+install_lock() {
+    pip_install "$(grep '^uv==' requirements/cpu.lock)"
+    uv_install -r requirements/cpu.lock || uv_install -r requirements/cpu.lock --torch-backend cpu
 }
 
 check_imports() {
@@ -100,11 +116,8 @@ setup_locked() {
     if ! stamped .venv/.packages "$packages"; then
         step "create .venv ($("$python" -V))" "Remove .venv and try again; PYTHON= chooses another interpreter." \
             "$python" -m venv --clear .venv
-        step "install torch (CPU build)" \
-            "Neither pip's sources nor PyTorch's CPU index has it: check the network, the proxy and pip config list." \
-            install_torch "$(grep '^torch==' requirements/cpu.lock)"
-        step "install requirements/cpu.lock" "Check the network, the disk (5 GB) and pip's sources: pip config list." \
-            pip_install -r requirements/cpu.lock
+        step "install requirements/cpu.lock" \
+            "Check the network, the proxy, the disk (9 GB) and the sources: pip config list, UV_* variables." install_lock
         echo "$packages" >.venv/.packages
     fi
     step "install megarl (editable)" "Check pyproject.toml; it needs no network." \
