@@ -160,8 +160,10 @@ class Scored(Rollouts):
 class Experience(Scored):
     """Scored rollouts with everything that the losses need."""
 
-    old_log_probs: Tensor  # [B, T] float32: the actor before this step's updates
-    ref_log_probs: Tensor  # [B, T] float32: the reference; equals old_log_probs if no KL is estimated from it
+    old_log_probs: (
+        Tensor | None
+    )  # [B, T] float32: the actor before this step's updates; None: those of the update itself
+    ref_log_probs: Tensor | None  # [B, T] float32: the reference; None: no KL is estimated from it
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
     weights: Tensor  # [B, T] float32: factors of the advantages in the policy loss that correct for the engine's

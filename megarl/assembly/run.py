@@ -149,6 +149,7 @@ def _make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
+        reads_while_learning=config.reads_while_learning,
     )
 
 

@@ -133,7 +133,7 @@ def ratios(steps: Sequence[Mapping[str, float]], peers: Mapping[str, Any]) -> di
 
     tokens = peers["transformers"]["tokens"]
     generation = per_token("gen", less=("sync", "sync_check"))
-    reading = per_token("old_log_prob")
+    reading = per_token("ref")
     learning = per_token("update_actor")
     models = per_token("old_log_prob", "ref", "values", "update_actor", "update_critic")
     whole = median(step[STEP_SECONDS] / step[TOKENS] for step in steps)

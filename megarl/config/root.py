@@ -109,6 +109,20 @@ class Config:
         return actor.kl_loss_type if actor.use_kl_loss else None
 
     @property
+    def reads_while_learning(self) -> bool:
+        """Return True if the forward pass of the actor's update can also tell its log-probabilities before the step.
+
+        The actor then takes one optimizer step on all samples, and nothing before this step needs the numbers.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        takes_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
+        correction, mode = algorithm.rollout_correction, actor.policy_loss.loss_mode
+        is_needed = (
+            self.kl_of_reward or correction.rollout_is or correction.rollout_rs or mode in ("clip_cov", "kl_cov")
+        )
+        return takes_one_step and not (is_needed or algorithm.mask_truncated_completions)
+
+    @property
     def num_supervised(self) -> int:
         """Return the number of supervised pairs in every optimizer step of the actor."""
         actor = self.actor_rollout_ref.actor

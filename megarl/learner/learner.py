@@ -12,7 +12,7 @@ a few thousand numbers for each response token, and no rank sends any of them.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -52,6 +52,7 @@ class LossTerm:
 
 
 OnMinibatch = Callable[[int, Sequence[LossTerm], NotFinite | None], None]  # its number; its loss; why it is skipped
+Review = Callable[[Any], Rollouts | None]  # takes the outputs on a mini-batch, returns samples to learn from instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class MicroLoss:
     samples: Tensor  # [b] int64, rows of the term's batch
     loss: Tensor  # scalar, without its graph
     metrics: dict[str, Tensor]
+    outputs: Tensor  # [K, b, T], without their graph
 
 
 class Learner:
@@ -115,10 +117,7 @@ class Learner:
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
         work = self._micro_batches(batch, budget, partial(self._head.numbers, temperature=temperature), against)
-        outputs = self._read(work, budget)
-        num_outputs = self._head.num_outputs(with_kl=against is not None)
-        numbers = add_outputs(work, outputs, batch.mask, self.mesh, num_outputs=num_outputs, device=self.device)
-        return self._head.named(numbers)
+        return self._outputs(batch, work, self._read(work, budget), with_kl=against is not None)
 
     def update(
         self,
@@ -129,6 +128,7 @@ class Learner:
         against: "Learner | None" = None,
         extra_terms: Iterable[LossTerm] | None = None,
         on_minibatch: OnMinibatch | None = None,
+        review: Review | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
 
@@ -139,6 +139,8 @@ class Learner:
             against: the policy that the objective receives the exact divergence from.
             extra_terms: a second term of the loss of every mini-batch; may be endless.
             on_minibatch: called after each mini-batch that is not left out; may raise.
+            review: called with the outputs on each mini-batch, as `infer` returns them, before the step; may raise, and
+                nothing is learned then. If it returns other samples, the step is taken on them, without a review.
 
         Returns:
             The mean of each metric and of `grad_norm` (before clipping) over the steps that were taken, if any, and
@@ -151,14 +153,22 @@ class Learner:
         with self.offload.everything():
             for number, (minibatch, extra) in enumerate(zip(minibatches, extras, strict=False)):
                 terms = (LossTerm(batch=minibatch, objective=objective, against=against), *extra)
-                result = self._step(terms, budget) if minibatch.mask.any() else None
+                if not minibatch.mask.any():
+                    results.append(None)
+                    continue
+                learned, result = self._step(terms, budget, review)
                 results.append(result)
-                if on_minibatch and result is not None:
-                    on_minibatch(number, terms, result if isinstance(result, NotFinite) else None)
+                if on_minibatch:
+                    on_minibatch(number, learned, result if isinstance(result, NotFinite) else None)
         return _summary(results) | {"lr": self.optimizer.lr}
 
-    def _step(self, terms: Sequence[LossTerm], budget: Budget) -> dict[str, float] | NotFinite:
-        """Take an optimizer step on the sum of `terms`. Return its metrics, or why it was not taken."""
+    def _step(
+        self, terms: Sequence[LossTerm], budget: Budget, review: Review | None = None
+    ) -> tuple[Sequence[LossTerm], dict[str, float] | NotFinite]:
+        """Take an optimizer step on the sum of `terms`, or on what the review puts in the place of the first.
+
+        Return the terms, and the metrics of the step or why it was not taken.
+        """
         assert self.optimizer is not None
         work = [micro for number, term in enumerate(terms) for micro in self._of_term(number, term, budget)]
         for model in self.models:
@@ -168,6 +178,17 @@ class Learner:
         share_batch_size(self.modules, sum(int((term.batch.lengths() - 1).sum()) for term in terms))
         buffers = Buffers(self.modules)
         losses: list[MicroLoss] = run_schedule(self.models, work, budget.row_length(self.mesh), forward_only=False)
+        if review:
+            term, numbers = terms[0], [micro.outputs for micro in losses if micro.term == 0]
+            outputs = self._outputs(term.batch, work[: len(numbers)], numbers, with_kl=term.against is not None)
+            try:
+                others = review(outputs)
+            except BaseException:
+                buffers.restore()
+                raise
+            if others is not None:
+                buffers.restore()
+                return self._step((replace(term, batch=others), *terms[1:]), budget)
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
         with megatron_platform():
@@ -175,10 +196,11 @@ class Learner:
         if any_rank(not (math.isfinite(loss) and math.isfinite(grad_norm)), self.device):
             buffers.restore()
             bad = [(micro.term, micro.samples.tolist()) for micro in losses if not bool(micro.loss.isfinite())]
-            return explain_not_finite(self.modules, bad, num_terms=len(terms), loss=loss, grad_norm=grad_norm)
+            reason = explain_not_finite(self.modules, bad, num_terms=len(terms), loss=loss, grad_norm=grad_norm)
+            return terms, reason
         with megatron_platform():
             self.optimizer.step()
-        return metrics | {"grad_norm": grad_norm}
+        return terms, metrics | {"grad_norm": grad_norm}
 
     def _of_term(self, number: int, term: LossTerm, budget: Budget) -> list[MicroBatch]:
         """Return the micro-batches of a term, with heads that compute its loss."""
@@ -188,7 +210,13 @@ class Learner:
             numbers = self._head.numbers(hidden, packed=packed, other=other, temperature=term.temperature)
             samples = term.batch.select(packed.samples).to(self.device)
             loss, metrics = term.objective(self._head.named(numbers), samples, totals)
-            micro = MicroLoss(term=number, samples=packed.samples, loss=loss.detach().clone(), metrics=metrics)
+            micro = MicroLoss(
+                term=number,
+                samples=packed.samples,
+                loss=loss.detach().clone(),
+                metrics=metrics,
+                outputs=numbers.detach(),
+            )
             return loss, torch.ones((), dtype=torch.int), micro
 
         return self._micro_batches(term.batch, budget, head, term.against)
@@ -206,6 +234,12 @@ class Learner:
         """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
         work = [(row, partial(self._head.logit_factors, packed=row)) for row in self._batching.pack(batch, samples)]
         return self._read(work, budget) or [None] * len(work)
+
+    def _outputs(self, batch: Rollouts, work: Sequence[MicroBatch], numbers: Sequence[Tensor], *, with_kl: bool) -> Any:
+        """Bring the numbers of all micro-batches of `batch` to all ranks, as `infer` returns them. Collective."""
+        num_outputs = self._head.num_outputs(with_kl=with_kl)
+        whole = add_outputs(work, numbers, batch.mask, self.mesh, num_outputs=num_outputs, device=self.device)
+        return self._head.named(whole)
 
     def _read(self, work: Sequence[MicroBatch], budget: Budget) -> list[Any]:
         """Run micro-batches forward only; return what their heads return, on the last pipeline stage."""

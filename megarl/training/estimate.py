@@ -32,7 +32,7 @@ from megarl.training.interfaces import Metrics
 
 def estimate(
     scored: Scored,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
     ref_log_probs: Tensor | None,
     values: Tensor | None,
     baselines: Tensor | None = None,
@@ -45,7 +45,8 @@ def estimate(
 
     Args:
         scored: `B` samples of `T` tokens.
-        old_log_probs: `[B, T]` float32 of the actor that sampled.
+        old_log_probs: `[B, T]` float32 of the actor that sampled; None: not known yet, so that neither a KL in the
+            reward nor a correction can be computed.
         ref_log_probs: `[B, T]` of the reference; None if no KL is estimated from them.
         values: `[B, T]` of the critic; None without one. GAE needs it.
         baselines: `[B]` rewards of the greedy responses; None if none were drawn. ReMax needs them.
@@ -54,17 +55,16 @@ def estimate(
         exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, other settings estimate the KL.
     """
     mask = scored.mask
-    reference = old_log_probs if ref_log_probs is None else ref_log_probs
-    kl = torch.zeros_like(old_log_probs)
+    kl = torch.zeros(mask.shape)
     if kl_coef is not None:
-        kl = _divergence(old_log_probs, reference, exact_kl, mask, algorithm)
+        kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     rewards = token_rewards(response_rewards(scored, algorithm.overlong_buffer), kl, mask, kl_coef=kl_coef or 0.0)
     advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
         old_log_probs=old_log_probs,
-        ref_log_probs=reference,
+        ref_log_probs=ref_log_probs,
         values=torch.zeros_like(advantages) if values is None else values,
         advantages=advantages,
         weights=weights,
@@ -85,8 +85,8 @@ def estimate(
 
 
 def _divergence(
-    old_log_probs: Tensor,
-    ref_log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
     exact_kl: Tensor | None,
     mask: Tensor,
     algorithm: AlgorithmSection,
@@ -95,6 +95,7 @@ def _divergence(
     if algorithm.kl_penalty == "full":
         assert exact_kl is not None, "log-probabilities that were not taken against the reference"
         return masked(exact_kl, mask)
+    assert old_log_probs is not None and ref_log_probs is not None, "a KL in the reward without log-probabilities"
     old, ref = masked(old_log_probs, mask), masked(ref_log_probs, mask)
     return kl_penalty(old, ref, kind=algorithm.kl_penalty, k3_bound=algorithm.kl_penalty_k3_bound)
 
@@ -152,13 +153,13 @@ def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _correction(
-    old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
+    old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, mask: Tensor, section: RolloutCorrectionSection
 ) -> tuple[Tensor, Metrics]:
     """Return `[B, T]` factors of the advantages that correct for the engine's probabilities, with metrics."""
     weights, metrics = mask.to(torch.float32), Metrics()
     if not (section.rollout_is or section.rollout_rs):
         return weights, metrics
-    assert rollout_log_probs is not None, "a correction without the engine's log-probabilities"
+    assert old_log_probs is not None and rollout_log_probs is not None, "a correction without log-probabilities"
     if section.rollout_is:
         ratio = ratios(old_log_probs, rollout_log_probs, mask, level=section.rollout_is)
         weights = truncated_weights(ratio, mask, threshold=section.rollout_is_threshold)

@@ -1,6 +1,6 @@
 """The loop's nouns: protocols of sampling, scoring, learning and saving, as the algorithm sees them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -13,6 +13,8 @@ from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 
 Metrics = dict[str, float]
+Review = Callable[[PolicyOutputs], Experience | None]
+"""Look at the policy's outputs on an experience before it learns from it; return another experience to learn from."""
 
 
 class PromptSource(Protocol):
@@ -57,8 +59,11 @@ class Policy(Protocol):
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         """Return log-probabilities and entropies of the response tokens."""
 
-    def update(self, experience: Experience, *, step: int) -> Metrics:
-        """Learn from the experience of one step. Return metrics."""
+    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
+        """Learn from the experience of one step. Return metrics.
+
+        `review` needs an update of one mini-batch. It may raise; the policy has not learned then.
+        """
 
 
 class Critic(Protocol):

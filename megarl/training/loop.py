@@ -9,12 +9,14 @@ from statistics import fmean
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
-from megarl.training.collect import SampleSource
+from megarl.training.collect import Collected, SampleSource
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy
@@ -61,6 +63,26 @@ class Job:
     checkpoints: Checkpoints
     tracker: Tracker
     num_ranks: int
+    reads_while_learning: bool = False  # the actor's one update needs nothing that a forward pass before it would tell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The actor's outputs on the samples of a step, and the samples that agree with the engine's probabilities."""
+
+    kept: Collected
+    old: PolicyOutputs  # on the kept samples
+    mismatches: tuple[float, ...]  # for the next step's gate
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """The experience that a step learns from."""
+
+    experience: Experience
+    kl: KL  # for the next step
+    metrics: Metrics
 
 
 def train(job: Job, progress: Progress) -> None:
@@ -108,45 +130,82 @@ def score_actor(validation: Validation, progress: Progress, *, step: int) -> tup
 
 def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
     """Sample, score, estimate and learn once. Return the metrics and the progress that the next step starts from."""
-    collected, kl = job.samples.collect(progress.position, timers, step=step), progress.kl
-    kept = collected.judged()
-    require_version(kept.scored, step=step)
-    with timers("old_log_prob"):
-        old = job.actor.infer(kept.scored)
-    engine_log_probs, mismatches = kept.scored.rollout_log_probs, progress.mismatches
-    mismatch = mismatch_metrics(old.log_probs, engine_log_probs, kept.scored.mask)
-    if job.gate and engine_log_probs is not None:
-        verdict = job.gate.judge(kept.scored, old.log_probs, mismatches, step=step)
-        kept, old = kept.select(verdict.rows), old.select(verdict.rows)
-        mismatch, mismatches = mismatch | verdict.metrics, verdict.healthy
-    with timers("ref"):
-        ref_log_probs = job.reference.infer(kept.scored).log_probs if job.reference else None
-    with timers("values"):
-        values = job.critic.infer(kept.scored) if job.critic else None
-
-    with timers("adv"):
-        experience, metrics = estimate(
-            kept.scored,
-            old_log_probs=old.log_probs,
-            ref_log_probs=ref_log_probs,
-            values=values,
-            baselines=kept.baselines,
-            algorithm=job.algorithm,
-            kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
-            exact_kl=old.kl,
-        )
-        if "actor/reward_kl_penalty" in metrics:
-            kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(kept.scored))
-
+    collected = job.samples.collect(progress.position, timers, step=step)
+    samples = collected.judged()
+    require_version(samples.scored, step=step)
+    learn = learn_while_reading if job.reads_while_learning and step >= job.critic_warmup else read_then_learn
+    reading, lesson, metrics = learn(job, samples, progress, timers, step=step)
     if job.critic:
         with timers("update_critic"):
-            metrics |= job.critic.update(experience, step=step)
-    if step >= job.critic_warmup:
-        with timers("update_actor"):
-            metrics |= job.actor.update(experience, step=step)
+            metrics |= job.critic.update(lesson.experience, step=step)
 
-    metrics["actor/entropy"] = float(old.entropy[kept.scored.mask].mean())
+    metrics["actor/entropy"] = float(reading.old.entropy[reading.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
-    progress = replace(progress, kl=kl, position=collected.position, mismatches=mismatches)
-    return metrics | mismatch | collected.metrics, progress
+    progress = replace(progress, kl=lesson.kl, position=collected.position, mismatches=reading.mismatches)
+    return lesson.metrics | metrics | reading.metrics | collected.metrics, progress
+
+
+def read_then_learn(
+    job: Job, samples: Collected, progress: Progress, timers: Timers, *, step: int
+) -> tuple[Reading, Lesson, Metrics]:
+    """Read the samples with the actor and prepare the lesson. After the critic's warm-up, the actor learns it."""
+    with timers("old_log_prob"):
+        reading = read(job, samples, job.actor.infer(samples.scored), progress.mismatches, step=step)
+    lesson = prepare(job, reading.kept, reading.old, progress.kl, timers)
+    if step < job.critic_warmup:
+        return reading, lesson, {}
+    with timers("update_actor"):
+        return reading, lesson, job.actor.update(lesson.experience, step=step)
+
+
+def learn_while_reading(
+    job: Job, samples: Collected, progress: Progress, timers: Timers, *, step: int
+) -> tuple[Reading, Lesson, Metrics]:
+    """Read the samples with the forward pass of the actor's update. If the gate leaves some out, prepare again."""
+    draft, results = prepare(job, samples, None, progress.kl, timers), list[tuple[Reading, Lesson]]()
+
+    def review(outputs: PolicyOutputs) -> Experience | None:
+        reading, lesson = read(job, samples, outputs, progress.mismatches, step=step), draft
+        if is_partial := len(reading.kept.scored) < len(samples.scored):
+            lesson = prepare(job, reading.kept, reading.old, progress.kl, Timers())
+        results.append((reading, lesson))
+        return lesson.experience if is_partial else None
+
+    with timers("update_actor"):
+        metrics = job.actor.update(draft.experience, step=step, review=review)
+    [(reading, lesson)] = results
+    return reading, lesson, metrics
+
+
+def read(job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int) -> Reading:
+    """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.judge` does."""
+    scored = samples.scored
+    metrics = mismatch_metrics(outputs.log_probs, scored.rollout_log_probs, scored.mask)
+    if job.gate and scored.rollout_log_probs is not None:
+        verdict = job.gate.judge(scored, outputs.log_probs, mismatches, step=step)
+        samples, outputs = samples.select(verdict.rows), outputs.select(verdict.rows)
+        metrics, mismatches = metrics | verdict.metrics, verdict.healthy
+    return Reading(kept=samples, old=outputs, mismatches=mismatches, metrics=metrics)
+
+
+def prepare(job: Job, samples: Collected, old: PolicyOutputs | None, kl: KL, timers: Timers) -> Lesson:
+    """Estimate the advantages of the samples. `old` are the actor's outputs on them; None: the update computes them."""
+    with timers("ref"):
+        ref_log_probs = job.reference.infer(samples.scored).log_probs if job.reference else None
+    with timers("values"):
+        values = job.critic.infer(samples.scored) if job.critic else None
+    with timers("adv"):
+        experience, metrics = estimate(
+            samples.scored,
+            old_log_probs=old.log_probs if old else None,
+            ref_log_probs=ref_log_probs,
+            values=values,
+            baselines=samples.baselines,
+            algorithm=job.algorithm,
+            kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,
+            exact_kl=old.kl if old else None,
+        )
+        if "actor/reward_kl_penalty" in metrics:
+            kl = kl.update(metrics["actor/reward_kl_penalty"], num_steps=len(samples.scored))
+    return Lesson(experience=experience, kl=kl, metrics=metrics)

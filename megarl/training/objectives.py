@@ -75,13 +75,15 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
     if section.kl_loss_type == "full":
         assert outputs.kl is not None, "outputs that were not taken against the reference"
         return masked(outputs.kl, micro.mask)
+    assert micro.ref_log_probs is not None, "a KL loss without the reference"
     log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
     return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type, k3_bound=section.kl_loss_k3_bound)
 
 
 def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
     """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
-    tensors = (outputs.log_probs, micro.old_log_probs, micro.advantages * micro.weights, micro.mask)
+    old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
+    tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
     low = section.clip_ratio if section.clip_ratio_low is None else section.clip_ratio_low
     high = section.clip_ratio if section.clip_ratio_high is None else section.clip_ratio_high
     settings = section.policy_loss
@@ -109,6 +111,7 @@ def mark(minibatch: Experience, section: ActorSection) -> Experience:
     settings, mask = section.policy_loss, minibatch.mask
     if settings.loss_mode not in ("clip_cov", "kl_cov"):
         return minibatch
+    assert minibatch.old_log_probs is not None, "covariances without the old log-probabilities"
     covariances = token_covariances(minibatch.old_log_probs, minibatch.advantages, mask)
     if settings.loss_mode == "clip_cov":
         marked = clip_cov_tokens(

@@ -19,7 +19,7 @@ from megarl.rollout.responses import as_rollouts
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
-from megarl.training.interfaces import Metrics
+from megarl.training.interfaces import Metrics, Review
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 
@@ -75,7 +75,7 @@ class Model(Generic[Outputs]):
         outputs: Outputs = self.learner.infer(batch, budget, against=self._against)
         return outputs
 
-    def update(self, experience: Experience, *, step: int) -> Metrics:
+    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
         """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
 
         Raises:
@@ -101,6 +101,7 @@ class Model(Generic[Outputs]):
             against=updates.against,
             extra_terms=extra_terms,
             on_minibatch=updates.skips.of_step(step + 1) if updates.skips else None,
+            review=review,
         )
         return {key if "/" in key else f"{self.name}/{key}": value for key, value in metrics.items()}
 

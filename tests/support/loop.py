@@ -14,6 +14,7 @@ from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
+from megarl.training.interfaces import Review
 from tests.support.records import answer, prompts
 
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
@@ -26,6 +27,7 @@ class Diary:
         self.calls: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
         self.saved: dict[int, State] = {}
+        self.learned: list[Experience] = []
         self.advances = 0
 
     def steps_of(self, call: str) -> list[int]:
@@ -85,9 +87,17 @@ class Learner:
     def __init__(self, diary: Diary, name: str, says: float) -> None:
         self.diary, self.name, self.says = diary, name, says
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
+        outputs = self.outputs(experience)
+        if review and isinstance(outputs, PolicyOutputs):
+            experience = review(outputs) or experience
         self.diary.calls.append(f"{self.name}.update {step}")
+        self.diary.learned.append(experience)
         return {f"{self.name}/lr": 0.5}
+
+    def outputs(self, batch: Rollouts) -> PolicyOutputs | Tensor:
+        """Return what the model says of the batch."""
+        return self.says * batch.mask
 
 
 class Policy(Learner):
@@ -95,6 +105,9 @@ class Policy(Learner):
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         self.diary.calls.append(f"{self.name}.infer")
+        return self.outputs(batch)
+
+    def outputs(self, batch: Rollouts) -> PolicyOutputs:
         kl = None if self.exact_kl is None else self.exact_kl * batch.mask
         return PolicyOutputs(log_probs=self.says * batch.mask, entropy=2.0 * batch.mask, kl=kl)
 

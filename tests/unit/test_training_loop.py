@@ -19,6 +19,7 @@ from megarl.distributed import signals
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
+from megarl.training.interfaces import Review
 from megarl.training.loop import Job, Progress, train
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -56,6 +57,7 @@ def run(
         "checkpoints": records,
         "tracker": records,
         "num_ranks": 4,
+        "reads_while_learning": False,
     }
     progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))
     train(Job(**job | {key: value for key, value in changes.items() if key in job}), progress)
@@ -67,7 +69,7 @@ def test_a_step_of_ppo_in_order() -> None:
     assert diary.calls == [
         *("wake", "take 0", "generate 0", "sleep", "score"),
         *("actor.infer", "reference.infer", "critic.infer"),
-        *("critic.update 0", "actor.update 0"),
+        *("actor.update 0", "critic.update 0"),
         "close",
     ]
     assert diary.advances == 1
@@ -89,9 +91,9 @@ def test_a_sample_whose_reward_failed_reaches_no_model_and_no_number() -> None:
     met: list[list[float]] = []
 
     class Meets(Policy):
-        def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
             met.append(experience.scores.tolist())
-            return super().update(experience, step=step)
+            return super().update(experience, step=step, review=review)
 
     diary = Diary()
     kl = AdaptiveKL(0.1, target=0.1, horizon=10)
@@ -265,6 +267,58 @@ def test_a_sample_that_is_far_out_teaches_nothing_and_is_counted() -> None:
     assert diary.logged[2]["training/rollout_probs_diff_max"] > 0.1  # of all samples
 
 
+ON_POLICY: dict[str, Any] = {"algorithm": AlgorithmSection(use_kl_in_reward=False), "reads_while_learning": True}
+
+
+def test_one_update_reads_and_learns_in_one_pass() -> None:
+    diary = run(last_step=2, critic_warmup=1, **ON_POLICY)
+    first = ["actor.infer", "reference.infer", "critic.infer", "critic.update 0"]  # only the critic learns
+    second = ["reference.infer", "critic.infer", "actor.update 1", "critic.update 1"]
+    assert [call for call in diary.calls if "infer" in call or "update" in call] == [*first, *second]
+    assert diary.learned[1].old_log_probs is None
+    assert diary.logged[1].keys() | {"actor/lr", "timing_s/update_actor"} == diary.logged[2].keys() | {
+        "timing_s/old_log_prob"
+    }
+    same = {"actor/entropy", "training/rollout_mismatch", "training/rollout_probs_diff_max", "critic/advantages/max"}
+    assert {name: diary.logged[1][name] for name in same} == {name: diary.logged[2][name] for name in same}
+
+
+class DriftingAsItLearns(Policy):
+    """Disagrees with the engine about the samples `drifted`."""
+
+    drifted = slice(0, 1)
+
+    def outputs(self, batch: Rollouts) -> PolicyOutputs:
+        outputs = super().outputs(batch)
+        outputs.log_probs[self.drifted] *= 1.5
+        return outputs
+
+
+class DriftingAway(DriftingAsItLearns):
+    drifted = slice(None)
+
+
+def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> None:
+    diary = Diary()
+    actor, samples = DriftingAsItLearns(diary, "actor", says=-1.0), drawn_by(LongAnswers(diary))
+    with world_of_one():
+        run(diary=diary, actor=actor, samples=samples, last_step=1, **ON_POLICY)
+    [of_actor, of_critic] = diary.learned
+    assert of_actor is of_critic
+    assert of_actor.scores.tolist() == [1.0, 2.0, 3.0]
+    assert of_actor.old_log_probs is not None and of_actor.old_log_probs[of_actor.mask].unique().tolist() == [-1.0]
+    assert diary.logged[1]["training/rollout_mismatch_left_out"] == 0.25
+    assert diary.logged[1]["critic/score/min"] == 1.0
+
+
+def test_nothing_learns_from_a_pass_whose_samples_the_engine_did_not_draw() -> None:
+    diary = Diary()
+    actor, samples = DriftingAway(diary, "actor", says=-1.0), drawn_by(LongAnswers(diary))
+    with pytest.raises(MismatchError, match="4 of 4 samples are far out"):
+        run(diary=diary, actor=actor, samples=samples, save_freq=1, **ON_POLICY)
+    assert diary.learned == [] and diary.saved == {}
+
+
 def test_samples_of_other_weights_than_the_trainers_are_refused() -> None:
     diary = Diary()
     with pytest.raises(MismatchError, match="the weights after 1 finished steps, but the engine drew rows 0, 1 of the"):
@@ -290,9 +344,9 @@ def test_an_exact_divergence_needs_no_log_probabilities_of_the_reference() -> No
 class Interrupted(Policy):
     """Its process receives a signal to end while it learns."""
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def update(self, experience: Experience, *, step: int, review: Review | None = None) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGUSR1)
-        return super().update(experience, step=step)
+        return super().update(experience, step=step, review=review)
 
 
 @pytest.fixture

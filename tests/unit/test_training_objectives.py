@@ -130,6 +130,7 @@ def test_actor_loss_is_the_sum_of_its_named_terms() -> None:
     section = ActorSection(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25, kl_loss_type="mse")
     policy = PolicyOutputs(log_probs=x, entropy=2.0 * x)
     loss, metrics = ActorObjective(section, horizon=NUM_TOKENS)(policy, micro, totals)
+    assert micro.ref_log_probs is not None and micro.old_log_probs is not None
     expected = metrics["actor/pg_loss"] - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
     torch.testing.assert_close(loss, expected)
     mask = micro.mask
@@ -150,6 +151,7 @@ def test_no_kl_loss_unless_asked_for() -> None:
 
 def test_each_side_of_the_clip_range_follows_its_own_key() -> None:
     micro = replace(experience(), advantages=experience().mask.float())  # a good token: only the upper side acts
+    assert micro.old_log_probs is not None
     x = micro.old_log_probs + 0.25  # a ratio of 1.28
     totals = Totals.of(micro.mask)
     policy = PolicyOutputs(log_probs=x, entropy=x)
