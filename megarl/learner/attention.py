@@ -1,10 +1,16 @@
 """Causal attention over packed sequences, for machines without Transformer Engine.
 
 A micro-batch is one row of tokens, sequence after sequence; no token attends beyond its own sequence. CUDA runs one
-variable-length kernel (half precision only), the CPU one batched scaled-dot-product call. Context-parallel ranks, which
+variable-length kernel (half precision only), the CPU scaled-dot-product attention. Context-parallel ranks, which
 share the row (see `packed.py`), gather the keys and values of all ranks and compute the outputs of their own tokens.
+
+The call takes a grid of equal lengths, so the CPU makes one call for each group of sequences of similar lengths. Zeros
+pad the shorter ones, and the causal mask hides the zeros.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.learner.packed import places_of
+from megarl.learner.per_tensor import PerTensor
+
+_groups = PerTensor["Groups"]()  # by the bounds of the row
 
 
 class PackedAttention(torch.nn.Module):
@@ -45,12 +54,10 @@ class PackedAttention(torch.nn.Module):
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        if self.cp_group.size() > 1:
-            positions = places_of(lengths, self.cp_group.rank(), self.cp_group.size())[1]
-            return _batched(query, key, value, lengths, self.scale, positions).flatten(1)
-        if query.is_cuda and query.dtype != torch.float32:
+        if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
-        return _batched(query, key, value, lengths, self.scale).flatten(1)
+        groups = _groups.get(packed_seq_params.cu_seqlens_q, partial(Groups, lengths, self.cp_group))
+        return groups.attend(query, key, value, self.scale).flatten(1)
 
 
 def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
@@ -64,45 +71,135 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
     return gathered[places.argsort()]
 
 
-def _batched(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, positions: Tensor | None = None
-) -> Tensor:
-    """Attend within all sequences in one call: zeros pad the shorter sequences, and the causal mask hides the zeros.
+class Grid:
+    """A [sequences, longest] grid for tokens that lie end to end, sequence after sequence."""
 
-    Args:
-        query: [M, heads, head_dim], an equal share of every sequence.
-        key: [N, heads, head_dim].
-        value: [N, heads, head_dim].
-        lengths: [S] int64, of the sequences.
-        scale: multiplies the logits.
-        positions: [M] int64, of the queries within their sequences; None: the queries are all N tokens.
-    """
-    shares, visible = lengths, None
-    if positions is not None:
-        shares = lengths * len(query) // len(key)
-        visible = torch.arange(int(lengths.max()), device=key.device) <= _grid(positions[:, None], shares)[:, None]
-    out = scaled_dot_product_attention(
-        _grid(query, shares),
-        _grid(key, lengths),
-        _grid(value, lengths),
-        attn_mask=visible,
-        is_causal=visible is None,
-        scale=scale,
-    )
-    return out.transpose(1, 2).flatten(0, 1)[_places(shares)]
+    def __init__(self, lengths: Tensor) -> None:
+        self._shape = len(lengths), int(lengths.max())
+        inside = torch.arange(self._shape[1], device=lengths.device) < lengths[:, None]
+        self._cells = None if inside.all() else inside.flatten().nonzero()[:, 0]
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """Return [sequences, heads, longest, head_dim] of [n, heads, head_dim], zero behind the end of a sequence."""
+        if self._cells is not None:
+            room = tokens.new_zeros(self._shape[0] * self._shape[1], *tokens.shape[1:])
+            tokens = room.index_copy(0, self._cells, tokens)
+        return tokens.unflatten(0, self._shape).transpose(1, 2)
+
+    def collect(self, grid: Tensor) -> Tensor:
+        """Return [n, heads, head_dim] of [sequences, heads, longest, head_dim]."""
+        tokens = grid.transpose(1, 2).flatten(0, 1)
+        return tokens if self._cells is None else tokens.index_select(0, self._cells)
 
 
-def _places(lengths: Tensor) -> Tensor:
-    """Return the places of packed tokens in a [sequences, longest] grid, flattened."""
-    inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-    return inside.flatten().nonzero()[:, 0]
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar lengths."""
+
+    queries: Grid  # this rank's tokens
+    keys: Grid  # all tokens
+    visible: Tensor | None  # [sequences, 1, longest, longest] bool; None: each query sees the keys up to its own
 
 
-def _grid(packed: Tensor, lengths: Tensor) -> Tensor:
-    """Unpack [N, ..., last] tokens to [sequences, ..., longest, last], zero behind the end of each sequence."""
-    num_sequences, longest = len(lengths), int(lengths.max())
-    flat = packed.new_zeros(num_sequences * longest, *packed.shape[1:]).index_copy(0, _places(lengths), packed)
-    return flat.view(num_sequences, longest, *packed.shape[1:]).transpose(1, -2)
+class Groups:
+    """The sequences of a packed row, by length, in groups that one call computes."""
+
+    def __init__(self, lengths: Tensor, cp_group: Any) -> None:
+        """Divide sequences of `lengths` [S] int64, whose tokens the ranks of `cp_group` share."""
+        cp_size, device = cp_group.size(), lengths.device
+        order = lengths.argsort(descending=True, stable=True)
+        counts = similar(lengths[order].tolist())
+        shares = lengths // cp_size
+        self._queries, self._keys = _Order(shares, order, counts), _Order(lengths, order, counts)
+        self._groups = []
+        positions = places_of(lengths[order], cp_group.rank(), cp_size)[1].split(self._queries.sizes)
+        for chosen, of_queries in zip(order.split(counts), positions, strict=True):
+            queries, keys, visible = Grid(shares[chosen]), Grid(lengths[chosen]), None
+            if cp_size > 1:
+                reach = queries.spread(of_queries[:, None, None])
+                visible = torch.arange(int(lengths[chosen].max()), device=device) <= reach
+            self._groups.append(Group(queries, keys, visible))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            query: [N / cp_size, heads, head_dim] of this rank's tokens.
+            key: [N, heads, head_dim].
+            value: [N, heads, head_dim].
+            scale: multiplies the logits.
+
+        Returns:
+            [N / cp_size, heads, head_dim]
+        """
+        parts = zip(
+            self._groups, self._queries.split(query), self._keys.split(key), self._keys.split(value), strict=True
+        )
+        outs = [
+            group.queries.collect(
+                scaled_dot_product_attention(
+                    group.queries.spread(q),
+                    group.keys.spread(k),
+                    group.keys.spread(v),
+                    attn_mask=group.visible,
+                    is_causal=group.visible is None,
+                    scale=scale,
+                )
+            )
+            for group, q, k, v in parts
+        ]
+        return self._queries.join(outs)
+
+
+class _Order:
+    """Tokens of a row, brought into the order of the groups and back."""
+
+    def __init__(self, lengths: Tensor, order: Tensor, counts: Sequence[int]) -> None:
+        self.sizes = [int(part.sum()) for part in lengths[order].split(list(counts))]
+        tokens = torch.arange(int(lengths.sum()), device=lengths.device).split(lengths.tolist())
+        places = torch.cat([tokens[sequence] for sequence in order.tolist()])
+        is_sorted = bool((places.diff() == 1).all())
+        self._places = None if is_sorted else places
+        self._back = None if is_sorted else places.argsort()
+
+    def split(self, row: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens of each group."""
+        return (row if self._places is None else _permuted(row, self._places, self._back)).split(self.sizes)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the row of the tokens of each group."""
+        row = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return row if self._back is None else _permuted(row, self._back, self._places)
+
+
+def similar(lengths: Sequence[int]) -> list[int]:
+    """Return the number of sequences in each group, given descending lengths. Padding is at most a quarter of each."""
+    counts = [0]
+    longest = lengths[0]
+    for length in lengths:
+        if length * 5 < longest * 4:
+            counts.append(0)
+            longest = length
+        counts[-1] += 1
+    return counts
+
+
+class _Permutation(torch.autograd.Function):
+    """A permutation of rows, whose gradient is a permutation too, and not the sum that indexing needs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _permuted(rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
+    out: Tensor = _Permutation.apply(rows, places, back)
+    return out
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Log-probabilities, entropies and exact divergences from hidden states, over a split vocabulary.
 
 The vocabulary is split over the tensor-parallel ranks, and the tokens into chunks. At any moment only one chunk of one
-rank's slice of the logits exists, in float32; the backward pass computes it again. Ranks exchange only a few numbers
-per token.
+rank's slice of the logits exists, in float32; the backward pass computes it again, unless the slice is small. Ranks
+exchange only a few numbers per token.
 
 No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and the probability of its
 token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.arguments.llm_arguments`).
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
+KEPT_BYTES = 2**29
+"""The most bytes of log-probabilities that a rank keeps for the backward pass of a micro-batch."""
 NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that p log p is 0 and not NaN
 
 
@@ -26,10 +28,17 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, valid_rows: int, group: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        valid_rows: int,
+        group: Any,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
-        """See `vocab_parallel_log_probs`."""
-        log_probs, entropies, normalizers = [], [], []
+        """See `vocab_parallel_log_probs`; `keeps`: keep the log-probabilities of all tokens for the backward pass."""
+        log_probs, entropies, normalizers, kept = [], [], [], []
         first_row, factor = dist.get_rank(group) * weight.shape[0], _factor(weight)
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
@@ -48,24 +57,24 @@ class VocabParallelLogProbs(torch.autograd.Function):
             log_probs.append(sums[2] - normalizer)
             entropies.append(normalizer - sums[1] / sums[0])
             normalizers.append(normalizer)
+            if keeps:
+                kept.append(logits.sub_(normalizer[:, None]))
         entropy, normalizer = torch.cat(entropies), torch.cat(normalizers)
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, *kept)
         ctx.settings = temperature, valid_rows, group, first_row
         return torch.cat(log_probs), entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
-        hidden, weight, *per_token = ctx.saved_tensors
+        hidden, weight, targets, normalizers, entropies, *kept = ctx.saved_tensors
         temperature, valid_rows, _, first_row = ctx.settings
         grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
-        per_token = [grad_log_probs, grad_entropy, *per_token]
+        per_token = [hidden, grad_log_probs, grad_entropy, targets, normalizers, entropies]
         has_entropy = bool(grad_entropy.any())  # the loss has an entropy term
-        for chunk, *values in zip(
-            hidden.split(CHUNK_TOKENS), *(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True
-        ):
-            grad_log_prob, grad_h, targets, normalizer, entropy = values
-            log_p = _logits(chunk, factor, temperature, valid_rows).sub_(normalizer[:, None])
+        for number, values in enumerate(zip(*(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True)):
+            chunk, grad_log_prob, grad_h, targets, normalizer, entropy = values
+            log_p = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows).sub_(normalizer[:, None])
             slope = grad_log_prob[:, None]
             if has_entropy:
                 slope = slope + grad_h[:, None] * (log_p + entropy[:, None])
@@ -74,7 +83,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             grad_logits = _divide(grad_logits, temperature).to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             grad_weight += _product(grad_logits.T, chunk)
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None, None
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
@@ -137,7 +146,8 @@ def vocab_parallel_log_probs(
         Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats.
     """
     valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
-    return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group)
+    keeps = torch.is_grad_enabled() and len(hidden) * len(weight) * torch.float32.itemsize <= KEPT_BYTES
+    return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, keeps)
 
 
 class VocabParallelKL(torch.autograd.Function):

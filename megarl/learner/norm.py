@@ -11,6 +11,31 @@ import torch
 from torch import Tensor
 
 
+class Normalization(torch.autograd.Function):
+    """`weight * (x / rms(x))`, computed in float32. It keeps `x` and one number per token for the backward pass.
+
+    With s = 1 / rms(x) and the gradient g of the normalised x:  d/dx = s g - x s^3 mean(g x).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise [..., n] by a weight [n]; the result has the dtype of `x`."""
+        x32 = x.float()
+        scale = (torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `x` and `weight`."""
+        x, weight, scale = ctx.saved_tensors
+        x32, of_normalised = x.float(), (gradient * weight).float()
+        of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
+        slope = (of_normalised * x32).mean(-1, keepdim=True).mul_(scale.pow(3))
+        of_x = of_normalised.mul_(scale).addcmul_(x32, slope, value=-1)
+        return of_x.to(x.dtype), of_weight, None
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
 
@@ -21,6 +46,5 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise [..., hidden_size]; the result has the dtype of `hidden`."""
-        hidden32 = hidden.float()
-        scale = torch.rsqrt(hidden32.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * (hidden32 * scale).to(hidden.dtype)
+        normalised: Tensor = Normalization.apply(hidden, self.weight, self.epsilon)
+        return normalised

@@ -10,7 +10,7 @@ for themselves.
 from dataclasses import dataclass
 
 from megarl.learner.config import MegatronSection
-from megarl.learner.heads import CHUNK_TOKENS
+from megarl.learner.heads import CHUNK_TOKENS, KEPT_BYTES
 from megarl.models.architecture import Architecture
 from megarl.models.grid import Grid
 from megarl.planning.states import DTYPE_BYTES, FLOAT32
@@ -101,6 +101,8 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
     if work.exact_kl:
         more = work.num_tokens * (2 if training else 1) + (rows if training else 0)
         states += more * architecture.hidden_size * itemsize
+    if training and (kept := work.num_tokens * rows * FLOAT32) <= KEPT_BYTES:
+        states += kept
     return states + chunk + gradient
 
 

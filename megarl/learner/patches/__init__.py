@@ -5,9 +5,9 @@ Importing this package imports neither Megatron-Core nor vLLM, so that its table
 
 import torch
 
-from megarl.learner.patches import cpu, experts, gloo, latent, optimizer, pipeline, reading, writing
+from megarl.learner.patches import cpu, experts, gloo, latent, optimizer, pipeline, reading, rotary, writing
 
-__all__ = ["apply_patches", "cpu", "experts", "gloo", "latent", "optimizer", "pipeline", "reading", "writing"]
+__all__ = ["apply_patches", "cpu", "experts", "gloo", "latent", "optimizer", "pipeline", "reading", "rotary", "writing"]
 
 
 def apply_patches() -> None:
@@ -21,4 +21,5 @@ def apply_patches() -> None:
     latent.leave_uncompressed_queries_alone()
     optimizer.load_state_of_torch_optimizers()
     pipeline.exchange_shapes_in_order()
+    rotary.rotate_packed_rows_at_once()
     writing.write_in_this_process()

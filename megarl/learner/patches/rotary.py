@@ -1,0 +1,45 @@
+"""Rotary position embeddings of packed rows."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megarl.learner.patches.megatron import declare_megatron
+from megarl.platform.patching import replace
+
+PACKED = declare_megatron(
+    "megatron.core.models.common.embeddings.rope_utils",
+    "_apply_rotary_pos_emb_thd",
+    reason="each layer cuts the row into sequences, gathers the angles of each, and computes their cosines again",
+    upstream="megatron/core/models/common/embeddings/rope_utils.py: _apply_rotary_pos_emb_thd",
+    until="the cosines and sines of a packed row are computed once",
+)
+
+
+def rotate_packed_rows_at_once() -> None:
+    """Rotate all sequences of a row together, by cosines and sines that all layers share."""
+
+    def rotated(
+        x: Tensor,
+        bounds: Tensor,
+        angles: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        mla_rotary_interleaved: bool = False,
+    ) -> Any:
+        from megarl.learner.rotary import rotate
+
+        assert not rotary_interleaved, "no family of megarl keeps the numbers of a pair together"
+        return rotate(
+            x,
+            bounds,
+            angles,
+            cp_rank=cp_group.rank(),
+            cp_size=cp_group.size(),
+            scale=mscale,
+            neighbours=bool(multi_latent_attention or mla_rotary_interleaved),
+        )
+
+    replace(PACKED, _apply_rotary_pos_emb_thd=rotated)
