@@ -56,13 +56,14 @@ test-long: setup
 	$(PYTEST) -m long tests/e2e
 	@$(MAKE) --no-print-directory test-newest
 
-# Losses differ above Megatron-Core, so their tests need no second version of it.
-LOSSES := tests/ranks/test_learner_losses.py tests/ranks/test_learner_preferences.py
+# What calls Megatron-Core. Losses, heads and packing differ above it, and need no second version of it.
+OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py tests/unit/test_learner_rotary.py \
+	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint layout moe parallel review split) \
+	tests/ranks/test_planning_memory.py \
+	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:
 	@scripts/setup.sh newest
-	.venv-newest/bin/python -m pytest $(TWO) tests/unit/test_models_grid.py $(wildcard tests/unit/test_learner_*.py) \
-		$(filter-out $(LOSSES),$(wildcard tests/ranks/test_learner_*.py)) tests/ranks/test_planning_memory.py tests/ranks/test_sync_transfer.py \
-		tests/unit/test_rewards_reasoning_gym.py
+	.venv-newest/bin/python -m pytest $(TWO) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py
 
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)

@@ -124,8 +124,8 @@ STEP: list[tuple[str, str, float, float]] = [
     ("trainer (Megatron)", "ref", 8.2, 1.0),
     ("trainer (Megatron)", "values", 9.3, 1.0),
     ("all ranks", "adv", 10.4, 0.9),
-    ("trainer (Megatron)", "update_critic", 11.4, 1.9),
-    ("trainer (Megatron)", "update_actor", 13.4, 1.9),
+    ("trainer (Megatron)", "update_actor", 11.4, 1.9),
+    ("trainer (Megatron)", "update_critic", 13.4, 1.9),
 ]
 """The phases of a step: lane, name (as in `timing_s/NAME`), begin and length. The lengths are not to scale."""
 

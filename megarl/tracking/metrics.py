@@ -202,7 +202,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("timing_s/gen_max", "s", "Greedy responses, part of `gen`", "`adv_estimator=remax`"),
         Metric("timing_s/reward", "s", "Wait for the reward after generation"),
         Metric("timing_s/dump_rollout_generations", "s", "Writing the samples", "`trainer.rollout_data_dir`"),
-        Metric("timing_s/old_log_prob", "s", "Log-probabilities of the actor"),
+        Metric("timing_s/old_log_prob", "s", "Log-probabilities of the actor", "the update does not tell them"),
         Metric("timing_s/ref", "s", "Log-probabilities of the reference"),
         Metric("timing_s/values", "s", "Values of the critic"),
         Metric("timing_s/adv", "s", "Rewards and advantages"),

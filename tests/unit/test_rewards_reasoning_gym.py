@@ -90,10 +90,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch, out: Path, *options: object) -> dic
 def test_prepared_problems_are_distinct_and_their_own_answers_score(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    splits = prepare(monkeypatch, tmp_path / "out", name, "--size", 6, "--val", 3)
+    train, val = (SLOW[name], 1) if name in SLOW else (6, 3)
+    splits = prepare(monkeypatch, tmp_path / "out", name, "--size", train, "--val", val)
     rows = [*splits["val"], *splits["train"]]
-    assert {split: len(part) for split, part in splits.items()} == {"train": 6, "val": 3}
-    assert len({row["prompt"][0]["content"] for row in rows}) == 9
+    assert {split: len(part) for split, part in splits.items()} == {"train": train, "val": val}
+    assert len({row["prompt"][0]["content"] for row in rows}) == train + val
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
         score = reward_of(row["data_source"])
@@ -101,7 +102,7 @@ def test_prepared_problems_are_distinct_and_their_own_answers_score(
         assert score(row["data_source"], f"So <answer> {truth} </answer>", truth, row["extra_info"]) == 1.0
         assert score(row["data_source"], "I do not know.", truth, row["extra_info"]) < 0.1
     assert list(check.faults(str(tmp_path / "out" / "train.parquet"))) == []
-    assert prepare(monkeypatch, tmp_path / "again", name, "--size", 6, "--val", 3) == splits
+    assert prepare(monkeypatch, tmp_path / "again", name, "--size", train, "--val", val) == splits
 
 
 def test_a_task_with_many_correct_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

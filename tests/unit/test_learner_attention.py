@@ -1,0 +1,69 @@
+"""Attention within groups of similar lengths equals attention within each sequence alone."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.learner.attention import Groups, similar
+from megarl.learner.packed import places_of
+
+HEADS, HEAD_DIM, SCALE = 2, 4, 0.7
+lengths_of_sequences = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A place in a context-parallel group."""
+
+    cp_rank: int
+    cp_size: int
+
+    def rank(self) -> int:
+        return self.cp_rank
+
+    def size(self) -> int:
+        return self.cp_size
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """Attend in one sequence after the other, by the formula."""
+    outs = []
+    for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True):
+        logits = torch.einsum("qhd,khd->hqk", q, k) * SCALE
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outs)
+
+
+@given(lengths=lengths_of_sequences, cp_size=st.sampled_from([1, 2]))
+def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: int) -> None:
+    if cp_size > 1:
+        lengths = [4 * length for length in lengths]
+    generator = torch.Generator().manual_seed(sum(lengths))
+    query, key, value = torch.randn(3, sum(lengths), HEADS, HEAD_DIM, generator=generator).requires_grad_().unbind()
+    tokens = [query, key, value]
+    expected = alone(query, key, value, lengths)
+    slope = torch.randn(expected.shape, generator=generator)
+    gradients = [torch.zeros_like(token) for token in tokens]
+    for rank in range(cp_size):
+        places = places_of(torch.tensor(lengths), rank, cp_size)[0]
+        groups = Groups(torch.tensor(lengths), Share(rank, cp_size))
+        out = groups.attend(query[places], key, value, SCALE)
+        torch.testing.assert_close(out, expected[places])
+        for total, part in zip(
+            gradients, torch.autograd.grad(out, tokens, slope[places], retain_graph=True), strict=True
+        ):
+            total += part
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, tokens, slope)))
+
+
+@given(lengths=lengths_of_sequences)
+def test_padding_is_at_most_a_quarter_of_the_tokens(lengths: list[int]) -> None:
+    ordered = sorted(lengths, reverse=True)
+    counts = similar(ordered)
+    assert sum(counts) == len(lengths) and all(counts)
+    for group in torch.tensor(ordered).split(counts):
+        assert len(group) * int(group.max()) <= 1.25 * int(group.sum())
