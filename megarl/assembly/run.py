@@ -43,6 +43,7 @@ from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import Tracker
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
@@ -109,7 +110,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
         if val_prompts:
             validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)
     schedule = make_schedule(
-        config.trainer, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
+        config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
     job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
     return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
@@ -163,7 +164,9 @@ def _make_gate(config: Config, launch: Launch) -> Gate | None:
     return gate
 
 
-def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, resumed: bool) -> Schedule:
+def make_schedule(
+    trainer: TrainerSection, launch: Launch, *, first_step: int, last_step: int, resumed: bool
+) -> Schedule:
     """Make the schedule of a run that starts at `first_step`."""
     return Schedule(
         first_step=first_step,
@@ -171,6 +174,7 @@ def make_schedule(trainer: TrainerSection, *, first_step: int, last_step: int, r
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
+        traces=make_traces(trainer, launch),
     )
 
 

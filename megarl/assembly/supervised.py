@@ -18,6 +18,7 @@ from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
 from megarl.platform.device import device_type, local_device
+from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule
@@ -76,6 +77,7 @@ def _learn(
         last_step=last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
+        traces=make_traces(trainer, launch),
     )
     with graceful_stop(), recording(tracker):
         skips = Skips(lessons.name, trainer)

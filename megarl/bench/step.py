@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,13 +80,16 @@ def measure(
         "trainer.logger=[jsonl]",
         "trainer.save_freq=-1",
         "trainer.val_before_train=false",
-        f"trainer.total_training_steps={num_steps}",
+        f"trainer.total_training_steps={num_steps + bool(options.profile)}",
         f"trainer.default_local_dir={run_dir}",
         f"trainer.rollout_data_dir={run_dir / 'samples'}",
+        f"trainer.profile_steps=[{num_steps + 1 if options.profile else ''}]",
         *overrides,
     ]
     _run("megarl.train", *arguments)
-    steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["step"] > WARM_UP]
+    if options.profile:
+        shutil.copytree(run_dir / "profile", options.profile, dirs_exist_ok=True)
+    steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if WARM_UP < line["step"] <= num_steps]
     model = workload.model_in(directory)
     settings = {"model": str(model), "samples": str(run_dir / "samples" / f"step_{num_steps}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
@@ -190,5 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

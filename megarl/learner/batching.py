@@ -38,7 +38,7 @@ class Batching:
         self._num_parts = mesh.tp_size if config.sequence_parallel else 1
 
     def divide(self, batch: Rollouts, budget: Budget) -> list[list[int]]:
-        """Return the samples of each micro-batch of this rank.
+        """Return the samples of each micro-batch of this rank, the longest first.
 
         Every data-parallel rank has the same number of micro-batches, because expert parallelism may span these ranks.
         """
@@ -53,7 +53,8 @@ class Batching:
         most = max(len(packed([tokens[unit] for unit in share])) for share in shares)
         mine = shares[mesh.dp_rank]
         bins = packed([tokens[unit] for unit in mine], num_bins=num_micro_batches(most, mesh))
-        return [[sample for place in places for sample in units[mine[place]]] for places in bins]
+        by_length = [sorted(places, key=lambda place: -tokens[mine[place]]) for places in bins]
+        return [[sample for place in places for sample in units[mine[place]]] for places in by_length]
 
     def pack(self, batch: Rollouts, micro_batches: Iterable[Sequence[int]]) -> list[Packed]:
         """Lay each micro-batch out as the row of tokens that the model's layers take."""

@@ -75,7 +75,8 @@ def make_trainable(
             use_gloo_process_groups=False,
         )
     for inner in torch_optimizers(optimizer):
-        _allocate_state(inner)
+        if isinstance(inner, torch.optim.AdamW):
+            _prepare(inner)
     return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps))
 
 
@@ -86,10 +87,14 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield part.optimizer
 
 
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW its state of step 0, before its first step would: Megatron needs it to save and load."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+def _prepare(optimizer: torch.optim.AdamW) -> None:
+    """Let torch's AdamW update a parameter in one pass on the CPU, and give it its state of step 0.
+
+    Megatron chooses no kernel for torch's AdamW, and it needs the state to save and load before the first step.
+    """
+    for group in optimizer.param_groups:
+        group["fused"] = all(parameter.is_cpu for parameter in group["params"])
+        for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),

@@ -80,6 +80,8 @@ class TrainerSection:
     """Validation samples recorded in tables."""
     rollout_data_dir: Annotated[str | None, AfterValidator(_local)] = None
     """Directory for the samples of every step and validation, as parquet; null = samples are not kept."""
+    profile_steps: list[Count] = field(default_factory=list)
+    """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda if available."""
     phase_timeout_s: Seconds = 1800.0

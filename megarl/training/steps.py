@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.signals import Stopped, stop_requested
+from megarl.tracking.profile import Traces
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
@@ -17,13 +19,17 @@ StepPart = Callable[[int, Timers], Metrics]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The steps of a run, and when it validates and saves, in finished steps. A frequency of 0 or less means never."""
+    """The steps of a run, and when it validates, saves and is traced, in finished steps.
+
+    A frequency of 0 or less means never.
+    """
 
     first_step: int
     last_step: int
     test_freq: int
     save_freq: int
     validate_first: bool = False
+    traces: Traces | None = None  # of chosen steps; None: no step is traced
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Return True every `frequency` finished steps and after the last step."""
@@ -57,7 +63,8 @@ def run_steps(
     for number in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=number, phase="step")
         timers, start = Timers(), time.perf_counter()
-        metrics, finished = step(number, timers), number + 1
+        with schedule.traces.of_step(number + 1) if schedule.traces else nullcontext():
+            metrics, finished = step(number, timers), number + 1
         if validate and schedule.is_due(schedule.test_freq, finished):
             metrics |= validate(finished, timers)
         is_stopping = stop_requested() and finished < schedule.last_step

@@ -141,7 +141,7 @@ def resumed_run(
 ) -> tuple[Path, dict[int, dict[str, Any]]]:
     """Run two steps, damage the second save, resume to step 3; return directory and metrics before the resume."""
     run_dir = tmp_path_factory.mktemp("ppo") / "run"
-    arguments = [*ppo_arguments(workspace, run_dir), "trainer.logger=[jsonl,mlflow]"]
+    arguments = [*ppo_arguments(workspace, run_dir), "trainer.logger=[jsonl,mlflow]", "trainer.profile_steps=[3]"]
     log = run_dir.parent / "train"
     run_job(2, train.main, *arguments, "trainer.total_training_steps=2", log=log, timeout_s=LAUNCH_S)
     before = metrics_of(run_dir)
@@ -179,6 +179,9 @@ def test_a_run_that_died_resumes_as_if_it_had_not(resumed_run: tuple[Path, dict[
     assert after[3]["training/rollout_probs_diff_max"] < 1e-5
     assert [path.name for path in sorted(run_dir.glob("global_step_*"))] == [f"global_step_{n}" for n in (1, 2, 3)]
     assert not list(run_dir.glob(".global_step_*"))
+    assert sorted(path.name for path in (run_dir / "profile").iterdir()) == [
+        f"step_3_rank_{rank}.json.gz" for rank in range(2)
+    ]
 
     client, [run] = mlflow_runs(run_dir, "megarl_examples")
     assert run.info.status == "FINISHED"

@@ -28,7 +28,13 @@ from tests.support.ranks import world_of_one
     ],
 )
 def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, validates_first: bool) -> None:
-    schedule = make_schedule(trainer, first_step=4, last_step=9, resumed=resumed)
+    schedule = make_schedule(
+        trainer,
+        Launch(rank=0, world_size=1, local_rank=0, local_world_size=1),
+        first_step=4,
+        last_step=9,
+        resumed=resumed,
+    )
     assert schedule.first_step == 4
     assert schedule.last_step == last_step
     assert schedule.validate_first == validates_first
