@@ -34,7 +34,7 @@ from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
 OF_FILES = (OSError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # torch raises these when it reads
-CONFIGURED = ("max_lr", "min_lr", "betas")
+CONFIGURED = ("max_lr", "min_lr", "betas", "fused")
 IDLE = "idle"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
 # By default, megatron-core 0.19 writes with nvidia-resiliency-ext.

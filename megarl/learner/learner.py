@@ -199,7 +199,7 @@ class Learner:
             reason = explain_not_finite(self.modules, bad, num_terms=len(terms), loss=loss, grad_norm=grad_norm)
             return terms, reason
         with megatron_platform():
-            self.optimizer.step()
+            self.optimizer.step(grad_norm)
         return terms, metrics | {"grad_norm": grad_norm}
 
     def _of_term(self, number: int, term: LossTerm, budget: Budget) -> list[MicroBatch]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.learner.config import MegatronSection, OptimSection
@@ -32,13 +33,16 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def grad_norm(self) -> float:
-        """Reduce the gradients, without changing a weight; return their norm over all ranks, before clipping."""
+        """Prepare the gradients for a step; return their norm over all ranks, before clipping."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
-    def step(self) -> None:
-        """Clip the gradients and update the weights; the gradient norm must be finite."""
-        updated, _, _ = self.megatron.step()
+    def step(self, grad_norm: float) -> None:
+        """Clip the gradients, whose finite norm `grad_norm` returned, and update the weights."""
+        for part in _parts(self.megatron):
+            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+        updated = self.megatron.step_with_ready_grads()
         assert updated, "Megatron refused a finite gradient"
 
 
@@ -81,10 +85,14 @@ def make_trainable(
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that Megatron's optimizer wraps: one per kind of parameter."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:
-            yield part.optimizer
+    """Return the optimizers that Megatron's optimizer wraps: one per kind of parameter."""
+    return (part.optimizer for part in _parts(optimizer))
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Return the parts of Megatron's optimizer that have parameters on this rank."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return (part for part in parts if part.optimizer is not None)
 
 
 def _prepare(optimizer: torch.optim.AdamW) -> None:

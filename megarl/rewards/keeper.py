@@ -9,6 +9,7 @@ and has one thread, so it can fork its worker; it calls no reward itself. Invari
 - When the keeper ends, it leaves no descendants. (After SIGKILL, only the worker is sure to end with it.)
 """
 
+import math
 import os
 import select
 import signal
@@ -176,18 +177,21 @@ class Keeper:
 
     def _wait(self, worker: Worker, late: WorkerLost, seconds: float) -> dict[str, Any]:
         """Return the worker's next message. Raises `late` if it takes longer than `seconds`."""
-        sources = [worker.connection.fileno(), worker.output, self._rank.fileno()]
+        sources = select.poll()  # `select.select` takes no numbers above 1023, and a rank of many ranks has more files
+        for source in (worker.connection.fileno(), worker.output, self._rank.fileno()):
+            sources.register(source, select.POLLIN)
         now = time.monotonic()
         deadline, next_look = now + seconds, now + _POLL_S
         while True:
             if isinstance(message := _take(worker), dict):
                 return message
-            ready, _, _ = select.select(sources, [], [], max(0.0, min(deadline, next_look) - now))
+            pause_s = max(0.0, min(deadline, next_look) - now)
+            ready = {source for source, _ in sources.poll(math.ceil(pause_s * 1000))}
             now = time.monotonic()
             if self._rank.fileno() in ready:  # the rank expects a reply, so it has hung up
                 sys.exit()
             if worker.output in ready and not worker.drain():
-                sources.remove(worker.output)
+                sources.unregister(worker.output)
             if worker.connection.fileno() in ready:
                 _read(worker)
             elif now > deadline:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -193,6 +194,20 @@ def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: in
     (outcome,) = pool.wait([future])
     pool.close()
     assert (outcome.fault, outcome.numbers) == (None, {"score": 1.0})
+
+
+def test_a_rank_with_thousands_of_open_files_gets_its_rewards() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        pool = make_pool(timeout_s=100.0)
+        assert outcomes_of(pool, "good")[0].numbers["score"] == SUCCEEDS["good"]
+        pool.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:

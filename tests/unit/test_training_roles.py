@@ -34,6 +34,7 @@ class Learner:
         against: Any,
         extra_terms: Any,
         on_minibatch: Any,
+        review: Any,
     ) -> dict[str, float]:
         for minibatch, term in zip(minibatches, extra_terms or repeat(None), strict=False):
             self.minibatches.append(minibatch)
