@@ -160,9 +160,7 @@ class Scored(Rollouts):
 class Experience(Scored):
     """Scored rollouts with everything that the losses need."""
 
-    old_log_probs: (
-        Tensor | None
-    )  # [B, T] float32: the actor before this step's updates; None: those of the update itself
+    old_log_probs: Tensor | None  # [B, T] float32: the actor before this step's updates; None: the update computes them
     ref_log_probs: Tensor | None  # [B, T] float32: the reference; None: no KL is estimated from it
     values: Tensor  # [B, T] float32: the critic before this step's updates; zeros without a critic
     advantages: Tensor  # [B, T] float32
