@@ -52,7 +52,6 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.learner.parallel import build_mesh
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
-    from megarl.platform.device import device_type, local_device
 
     checkpoint = intact_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
@@ -66,7 +65,6 @@ def write(arguments: Arguments, launch: Launch) -> None:
         section,
         build_mesh(section),
         role=role,
-        device=local_device(device_type(arguments.trainer.device)),
     )
     load_learner(learner, checkpoint / name)
     tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)

@@ -101,7 +101,7 @@ def scratch_directory() -> Iterator[Path]:
     """
     import torch.distributed as dist
 
-    from megarl.distributed.exchange import together
+    from megarl.distributed.exchange import together, wait_for_all
 
     is_main = dist.get_rank() == 0
     path = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-verify-") if is_main else "")[0])
@@ -115,7 +115,7 @@ def scratch_directory() -> Iterator[Path]:
     try:
         together(see)
         yield path
-        dist.barrier()
+        wait_for_all()
     finally:
         if is_main:
             shutil.rmtree(path, ignore_errors=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import Models, device_of, make_models, make_tokenizer
+from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
     check_directories,
     console_tracker,
@@ -221,7 +221,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         policy.actor.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
     )
     scorer = make_scorer(config, rules, mesh, tokenizer)
     step = 0

@@ -167,7 +167,6 @@ def _learner(arguments: Arguments) -> "Learner":
     from megarl.learner.optimizer import torch_optimizers
     from megarl.learner.parallel import build_mesh
     from megarl.models.architecture import read_architecture
-    from megarl.platform.device import device_type, local_device
 
     section = MegatronSection(tensor_model_parallel_size=arguments.tp, pipeline_model_parallel_size=arguments.pp)
     learner = make_learner(
@@ -176,7 +175,6 @@ def _learner(arguments: Arguments) -> "Learner":
         section,
         build_mesh(section),
         role="policy",
-        device=local_device(device_type(arguments.trainer.device)),
         training=(OptimSection(), 1.0, 1),
     )
     with torch.no_grad():

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
-from megarl.platform.device import device_type
+from megarl.platform.device import decide_device
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -89,7 +89,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     if importlib.util.find_spec("mbridge") is None:
         raise ValueError("mbridge is not installed: pip install --no-deps 'mbridge==0.15.1' (extra `bench`)")
-    device: Literal["cpu", "cuda"] = "cuda" if device_type(options.device) == "cuda" else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if decide_device(options.device) == "cuda" else "cpu"
     for model in options.model or DEFAULT_MODELS[device]:
         for layout in options.layout or LAYOUTS:
             Split.read(layout)  # so that a typo ends the program before the first measurement

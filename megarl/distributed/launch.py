@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed.agent import serve
+from megarl.distributed.exchange import join_world
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
 from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
+from megarl.platform.device import on_cuda
 from megarl.platform.processes import die_with_parent, follow_parent
 
 __all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
@@ -83,21 +85,20 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
     return launch
 
 
-def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
-    """Create torch's default process group; on CUDA it also carries host tensors, by gloo.
+def init_process_groups(launch: Launch, timeout_s: float) -> None:
+    """Create torch's default process group, and on CUDA a group for data in host memory (see `exchange.join_world`).
 
     A process that ends without destroying the group has failed, and exits with code 1.
 
     Args:
         launch: what `join_or_launch` returned.
-        device_type: `cpu` or `cuda`, the device that this job trains on.
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
         ValueError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
             other.
     """
-    if device_type == "cuda":
+    if on_cuda():
         num_devices = torch.cuda.device_count()
         if launch.local_rank >= num_devices:
             raise ValueError(
@@ -110,13 +111,7 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
     store = meet(launch, host, port, timeout_s=timeout_s)
     choose_interface(store, gather(store, host, launch, timeout_s=timeout_s), launch)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        join_world(store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ValueError(describe_failure(error, host, port)) from error
     atexit.register(_leave)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
+from megarl.platform.determinism import deterministic_kernels
 
 Head = Callable[[Tensor], Any]
 MicroBatch = tuple[Packed, Head]  # a micro-batch, and the head that reads its final hidden states
@@ -40,7 +41,7 @@ def run_schedule(
 
         return hidden, read
 
-    with megatron_platform():
+    with megatron_platform(), deterministic_kernels():
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in models],  # every chunk reads the micro-batches at its own time

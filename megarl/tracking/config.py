@@ -84,6 +84,8 @@ class TrainerSection:
     """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda if available."""
+    deterministic: bool = False
+    """Let the trainer take only CUDA kernels that give the same bits every time, which are slower. On CPU they do."""
     phase_timeout_s: Seconds = 1800.0
     """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
     max_skipped_updates: CountFromZero = 3

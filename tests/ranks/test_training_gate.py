@@ -99,7 +99,6 @@ class World:
             megatron,
             fresh_mesh(megatron),
             role="policy",
-            device=torch.device("cpu"),
             training=(OptimSection(lr=1e-3), 1.0, 10),
         )
         self.section = RolloutSection(dtype=dtype, **DRAWN)
