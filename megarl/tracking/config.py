@@ -84,6 +84,9 @@ class TrainerSection:
     """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda if available."""
+    peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Peak speed of a device in TFLOP/s, for the perf/mfu metrics; null = the published speed in bfloat16 of H100, H200
+    or B200; another device then gets no perf/mfu. `python -m megarl.doctor --peaks` measures it."""
     phase_timeout_s: Seconds = 1800.0
     """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
     max_skipped_updates: CountFromZero = 3

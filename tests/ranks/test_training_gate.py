@@ -136,6 +136,7 @@ class World:
         from megarl.training.loop import Job, take_step
         from megarl.training.roles import Model
         from megarl.training.steps import Schedule
+        from megarl.training.work import Work
 
         budget, data = Budget(max_tokens=2000, max_sequences=None), Data()
         job = Job(
@@ -151,6 +152,7 @@ class World:
             checkpoints=Mock(),
             tracker=NullTracker(),
             num_ranks=2,
+            work=Work(),
         )
         return take_step(job, progress, Timers(), step=step)
 
