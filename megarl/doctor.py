@@ -1,8 +1,9 @@
-"""`python -m megarl.doctor`: a table of what this machine has for training, and a table of replaced code.
+"""`python -m megarl.doctor [--peaks]`: tables of what this machine has for training, and of replaced code.
 
 Invariant: a problem never raises an error. A fault is a row with its remedy, and makes the exit code 1.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -203,8 +204,26 @@ def patch_table(patches: Sequence[Patch]) -> Table:
     return table
 
 
-def main() -> int:
+def peak_findings(torch: ModuleType) -> list[Finding]:
+    """Measure the devices, or the processor if there are none: products of matrices, and copies of memory."""
+    from megarl.platform.peaks import measure
+
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    rows = []
+    for device in devices:
+        for dtype in (torch.bfloat16, torch.float32):
+            peaks = measure(device, dtype)
+            speed = f"{peaks.flops_per_second / 1e12:.3g} TFLOP/s"
+            rows.append(Finding(f"{device}, {str(dtype).removeprefix('torch.')}", speed, "trainer.peak_tflops"))
+        rows.append(Finding(f"{device}, copies", f"{peaks.bytes_per_second / 1e12:.3g} TB/s, read and written"))
+    return rows
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.doctor", description="What this machine has for training.")
+    parser.add_argument("--peaks", action="store_true", help="measure the greatest speed of the devices too")
+    options = parser.parse_args(argv)
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -215,6 +234,8 @@ def main() -> int:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
         for module in PATCHING:
             importlib.import_module(module)
+        if options.peaks:
+            sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         cpu_findings(

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from megarl.config.faults import ConfigError
 from megarl.config.report import show_plan
-from megarl.planning.planner import Planner
+from megarl.planning.planner import H100, Planner
 from megarl.planning.report import show, to_dict
+from megarl.planning.seconds import Lengths
 from megarl.planning.traffic import Links
+from megarl.platform.peaks import Peaks
 from megarl.platform.secrets import Parser, guard_output, redact
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             ranks_per_node=options.gpus_per_node,
             host_bytes=options.host_memory,
             links=Links(inside=options.intra_node_bandwidth, between=options.inter_node_bandwidth),
+            peaks=Peaks(flops_per_second=options.peak_tflops * 1e12, bytes_per_second=options.memory_bandwidth),
+            lengths=options.lengths,
         )
         plan = planner.plan()
     except ConfigError as error:
@@ -54,6 +58,14 @@ def amount(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number with one of the units {', '.join(UNITS)}")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def mean_lengths(text: str) -> Lengths:
+    """Parse `256,1024`: the mean tokens of a prompt and of a response."""
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not PROMPT,RESPONSE, two numbers of tokens such as 256,1024")
+    return Lengths(prompt=int(numbers[0]), response=int(numbers[1]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +95,21 @@ def _parser() -> argparse.ArgumentParser:
         type=amount,
         default="45GB/s",
         help="bandwidth from a rank to other nodes, per direction (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lengths", type=mean_lengths, metavar="PROMPT,RESPONSE", help="mean tokens, for the time (default: the most)"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=H100.flops_per_second / 1e12,
+        help="greatest speed of a device at products of matrices (default: an H100's, %(default)s)",
+    )
+    parser.add_argument(
+        "--memory-bandwidth",
+        type=amount,
+        default=int(H100.bytes_per_second),
+        help="of a device's own memory (default: an H100's, 3.35TB/s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser

@@ -40,7 +40,9 @@ from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
+from megarl.models.flops import UPDATE
 from megarl.models.source import Source
+from megarl.platform.peaks import published_flops
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
@@ -51,6 +53,7 @@ from megarl.training.loop import KL, Job, Progress
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
+from megarl.training.work import TERA, Work
 
 MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
@@ -150,8 +153,23 @@ def _make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
+        work=make_work(config, models, num_ranks=launch.world_size),
         reads_while_learning=config.reads_while_learning,
     )
+
+
+def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
+    """Return the passes of the models in each phase, and the peak speed of all devices."""
+    actor, critic, trainer = models.actor.learner, models.critic, config.trainer
+    policy = actor.architecture
+    passes = dict.fromkeys(("gen", "old_log_prob", *(["ref"] * (models.reference is not None))), (policy, 1))
+    passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
+    if critic:
+        value = critic.learner.architecture
+        passes |= {"values": (value, 1), "update_critic": (value, UPDATE * config.critic.ppo_epochs)}
+    known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
+    peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
+    return Work(passes=passes, peak=peak and peak * num_ranks)
 
 
 def _make_gate(config: Config, launch: Launch) -> Gate | None:

@@ -25,7 +25,8 @@ from rich.table import Table
 from megarl.bench import report
 from megarl.bench.cases import MODELS
 from megarl.bench.workload import Workload
-from megarl.models.architecture import EMBEDDING, Architecture, hf_shapes, read_architecture
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -34,8 +35,6 @@ from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 WARM_UP = 2
 """Steps that are not counted. The engine's self-check runs in them."""
 PEERS = ("machine", "engine", "transformers")
-UPDATE = 3
-"""FLOPs of a forward and backward pass, in forward passes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -151,9 +150,8 @@ def ratios(steps: Sequence[Mapping[str, float]], peers: Mapping[str, Any]) -> di
 
 def floors(architecture: Architecture, peers: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of the products of matrices of one pass over the samples, at the machine's own speed."""
-    shapes = hf_shapes(architecture)
-    parameters = sum(shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
-    forward = 2 * parameters * peers["transformers"]["tokens"] / peers["machine"]["flops_per_second"]
+    flops = forward_flops(architecture, Tokens(**peers["transformers"]["read"]))
+    forward = flops / peers["machine"]["flops_per_second"]
     return {"generation": forward, "infer": forward, "update": UPDATE * forward}
 
 

@@ -25,6 +25,7 @@ from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
+from megarl.training.work import Work
 
 KL = FixedKL | AdaptiveKL
 
@@ -66,6 +67,7 @@ class Job:
     checkpoints: Checkpoints
     tracker: Tracker
     num_ranks: int
+    work: Work
     reads_while_learning: bool = False  # the actor's one update needs nothing that a forward pass before it would tell
 
 
@@ -125,7 +127,8 @@ def train(job: Job, progress: Progress) -> None:
 
     def throughput(metrics: Metrics, seconds: float) -> Metrics:
         per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
-        return {STEP_SECONDS: seconds, "perf/throughput": per_rank}
+        utilization = job.work.utilization(metrics["perf/tflop"], seconds)
+        return {STEP_SECONDS: seconds, "perf/throughput": per_rank} | utilization
 
     schedule = job.schedule
     if job.validation and schedule.validate_first:
@@ -161,6 +164,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
     metrics["actor/entropy"] = float(reading.old.entropy[reading.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
+    metrics |= job.work.metrics(collected.scored, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
     progress = replace(progress, kl=lesson.kl, position=collected.position, mismatches=reading.mismatches)
     return lesson.metrics | metrics | reading.metrics | collected.metrics, progress

@@ -136,6 +136,7 @@ class World:
         from megarl.training.loop import Job, take_step
         from megarl.training.roles import Model
         from megarl.training.steps import Schedule
+        from megarl.training.work import Work
 
         budget, data = Budget(max_tokens=2000, max_sequences=None), Data()
         updates = self.updates(budget, len(PROMPTS) if in_one_pass else 2)
@@ -153,6 +154,7 @@ class World:
             tracker=NullTracker(),
             num_ranks=2,
             reads_while_learning=in_one_pass,
+            work=Work(),
         )
         return take_step(job, progress, Timers(), step=step)
 

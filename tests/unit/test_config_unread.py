@@ -131,7 +131,7 @@ ALWAYS = {
     "custom_reward_function": "path",
     "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
         val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
-        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic
+        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops
         phase_timeout_s max_skipped_updates""",
     f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",
     f"{ACTOR}.megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
