@@ -1,4 +1,4 @@
-"""`python -m megarl.doctor`: a table of what this machine has for training, and a table of replaced code.
+"""`megarl doctor`: a table of what this machine has for training, and a table of replaced code.
 
 Invariant: a problem never raises an error. A fault is a row with its remedy, and makes the exit code 1.
 """
@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.command import parse
+from megarl.cli.commands import DOCTOR
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
 
@@ -203,8 +205,9 @@ def patch_table(patches: Sequence[Patch]) -> Table:
     return table
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
+    parse(DOCTOR, argv)
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -306,4 +309,4 @@ def _print(sections: Sequence[Sequence[Finding]]) -> None:
 
 if __name__ == "__main__":
     guard_output()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,6 @@ Invariant: when `join_or_launch` returns, the environment holds torch's own vari
 import atexit
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from megarl.distributed.hosts import announce, choose_interface, describe_failur
 from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
 from megarl.platform.processes import die_with_parent, follow_parent
+from megarl.platform.terminal import typed
 
 __all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
 
@@ -131,7 +131,7 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
     """Run this host's ranks under torch's elastic agent; exit with the code of the first failed rank, or 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
-    os.environ[COMMAND] = shlex.join(sys.orig_argv)
+    os.environ[COMMAND] = typed()
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     serve([*agent, "--module", module, *argv])
