@@ -17,6 +17,7 @@ from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together
 from megarl.distributed.launch import COMMAND, Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.device import device_type
 from megarl.platform.secrets import guard_output, redact
@@ -50,8 +51,8 @@ def run(
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
-    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback. A job that received a
-    signal to end (see `signals`) ends with code 75.
+    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
+    have it. A job that received a signal to end (see `signals`) ends with code 75.
     """
     _silence_imports()
     guard_output()
@@ -66,7 +67,7 @@ def run(
         directory = Path(trainer.default_local_dir)
         launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
         # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
-        init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
+        store = init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
@@ -92,7 +93,7 @@ def run(
             _leave()
     except ValueError as error:
         logging.getLogger(__name__).debug("origin of the error", exc_info=True)
-        sys.exit(redact(f"megarl: rank {rank}: {error}"))
+        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
 

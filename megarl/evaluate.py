@@ -12,8 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.checkpoint.contents import CONFIG_FILE
-from megarl.checkpoint.directory import step_of_name
+from megarl.checkpoint.directory import CONFIG_FILE, step_of_name
 from megarl.cli.command import parse
 from megarl.cli.commands import EVALUATE
 from megarl.config.faults import ConfigError, Fault

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import outlive_readers
 
 SIMILAR = 0.75
 """The least similarity of an unknown option and the option that was probably meant, from 0 to 1."""
@@ -68,6 +69,7 @@ class Command(click.Command):
     def run(self, argv: Sequence[str]) -> object:
         """Import the module, and return what its `main` returns for `argv`: an exit code, if anything."""
         guard_output()
+        outlive_readers()
         return import_module(self.module).main(argv)
 
 

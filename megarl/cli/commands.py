@@ -7,7 +7,7 @@ import click
 
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount
+from megarl.cli.kinds import Amount, Checkpoint
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
@@ -83,7 +83,7 @@ EVALUATE = Command(
 )
 EXPORT = Command(
     "export",
-    click.Argument(["checkpoint"], type=PATH),
+    click.Argument(["checkpoint"], type=Checkpoint()),
     click.Argument(["out"], type=PATH),
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
     module="megarl.export",
@@ -176,7 +176,33 @@ PREPARE = Relay(
     text="Make the files of a known task or of your own rows, or check a file.",
 )
 
-COMMANDS = (PREPARE, TRAIN, SFT, TRAIN_REWARD, EVALUATE, EXPORT, PLAN, VERIFY, DOCTOR, BENCH)
+CONFIG = Command(
+    "config",
+    click.Argument(
+        ["words"],
+        nargs=-1,
+        type=click.UNPROCESSED,
+        metavar="[SECTION|KEY ...] [RUN_DIR|CONFIG.yaml ...] [a.b.c=value ...]",
+        shell_complete=completion.of("train"),
+    ),
+    click.Option(
+        ["--of"],
+        type=click.Choice(["train", "sft", "train-reward", "verify"]),
+        help="The command that reads the keys  [default: the command that knows most of them]",
+    ),
+    click.Option(["--check"], is_flag=True, help="Check the configuration as the command does before it starts."),
+    module="megarl.explain",
+    section=PLANS,
+    text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "
+    "section, or lists the sections. With a configuration it also shows the value of a key and where it is written, "
+    "or, without a name, all values that are written. A name may lack its beginning: `optim.lr`. Exit code 2: there is "
+    "no such key, or the configuration is faulty.",
+    example="megarl config algorithm.adv_estimator\nmegarl config optim.lr configs/ppo_countdown.yaml\n"
+    "megarl config --check configs/ppo_countdown.yaml trainer.n_gpus_per_node=2",
+    free=True,
+)
+
+COMMANDS = (PREPARE, TRAIN, SFT, TRAIN_REWARD, EVALUATE, EXPORT, CONFIG, PLAN, VERIFY, DOCTOR, BENCH)
 """All commands, in the order of the help."""
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from megarl.distributed.agent import serve
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
@@ -83,8 +84,8 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
     return launch
 
 
-def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
-    """Create torch's default process group; on CUDA it also carries host tensors, by gloo.
+def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> Store:
+    """Create torch's default process group, and return its store; on CUDA it also carries host tensors, by gloo.
 
     A process that ends without destroying the group has failed, and exits with code 1.
 
@@ -120,6 +121,7 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
     except RuntimeError as error:
         raise ValueError(describe_failure(error, host, port)) from error
     atexit.register(_leave)
+    return store
 
 
 def _first_host(nodelist: str) -> str:

@@ -88,7 +88,7 @@ def test_a_package_in_somebody_elses_checkout_has_no_commit(tmp_path: Path) -> N
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["train", "x.yaml", "--reply", "samples"], "No such option '--reply'. Did you mean '--replay'?"),
         (["plan", "x.yaml", "--gpu-memory", "80"], "'80' is not a number with one of the units"),
-        (["export", "run"], "Missing argument 'OUT'"),
+        (["export"], "Missing argument 'CHECKPOINT'"),
         (["train"], "Missing argument"),
     ],
 )
@@ -99,7 +99,7 @@ def test_mistakes_end_with_2_and_a_remedy(argv: list[str], words: str, capsys: p
 
 
 def test_messages_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed = shown(capsys, "export", "run", "out", "--api-key=Swordf1sh")
+    code, printed = shown(capsys, "doctor", "--api-key=Swordf1sh")
     assert code == 2
     assert "Swordf1sh" not in printed
 
@@ -108,7 +108,6 @@ def test_options_may_stand_among_keys_and_unknown_options_are_left_to_the_config
     found = parse(TRAIN, ["a.yaml", "--replay", "samples", "x.y=-1", "--learning_rate", "1e-6", "~z"])
     assert found == {"configuration": ("a.yaml", "x.y=-1", "--learning_rate", "1e-6", "~z"), "replay": Path("samples")}
     assert parse(PLAN, ["a.yaml", "--json", "--host-memory=1GB"])["host_memory"] == 10**9
-    assert parse(EXPORT, ["a", "b"]) == {"checkpoint": Path("a"), "out": Path("b"), "trust_remote_code": False}
 
 
 def completions(*words: str) -> list[tuple[str, str]]:
@@ -131,6 +130,18 @@ def completions(*words: str) -> list[tuple[str, str]]:
 )
 def test_shells_complete_commands_options_and_keys(words: tuple[str, ...], expected: tuple[str, str]) -> None:
     assert expected in completions(*words)
+
+
+def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 10):
+        (tmp_path / "run" / f"global_step_{step}" / "huggingface").mkdir(parents=True)
+    (tmp_path / "run" / "global_step_2" / "huggingface" / "config.json").write_text("{}")
+    for found in ("run", "run/global_step_2"):
+        assert parse(EXPORT, [str(tmp_path / found), "out"])["checkpoint"] == tmp_path / found
+    _, printed = shown(capsys, "export", str(tmp_path / "run" / "global_step_3"), "out")
+    assert f"global_step_3 is no directory; {tmp_path / 'run'} has global_step_2, global_step_10" in printed
+    _, printed = shown(capsys, "export", str(tmp_path), "out")
+    assert f"{tmp_path} is neither a checkpoint nor a run with checkpoints\n" in printed
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
