@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
-from megarl.checkpoint.contents import CONFIG_FILE
+from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import to_dict, to_yaml
