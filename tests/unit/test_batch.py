@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megarl.batch import Rollouts, join
+from megarl.batch import Generation, Rollouts, join
 from megarl.rollout.responses import as_rollouts
-from megarl.rollout.sampling import Generation
 from tests.support.records import answer, prompts
 
 
