@@ -184,15 +184,15 @@ def make_schedule(
 
 def make_progress(config: Config, state: State, prompts: PromptStream, checkpoint: Path | None) -> Progress:
     """Return the progress that the first step starts from. Raises what `carried.read` does."""
-    carried = checkpoint / CARRIED_FILE if checkpoint else None
-    goes_on = carried and carried.exists() and config.actor_rollout_ref.rollout.partial.enable
+    is_partial = config.actor_rollout_ref.rollout.partial.enable
+    carried = checkpoint / CARRIED_FILE if checkpoint and is_partial else None
     position = state.position or prompts.position_of(state.step)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=position,
         best=state.best,
         mismatches=state.mismatches,
-        carried=read_carried(carried, prompts.prompt_of) if carried and goes_on else (),
+        carried=read_carried(carried, prompts.prompt_of) if carried and carried.exists() else (),
     )
 
 

@@ -5,7 +5,7 @@
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
                           /state.json        the state of the run except its models (`State`)
-                          /carried.parquet   the responses that go on in the next step, if there are any
+                          /carried.parquet   the responses that continue in the next step, if there are any
                           /config.yaml ...   the run's configuration, versions, models and code, as texts
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt

@@ -93,7 +93,7 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
         )
     if (partial := config.actor_rollout_ref.rollout.partial).enable:
         drawn = ceil(prompts / partial.stop_when)
-        yield BatchRow("prompts drawn at once", f"{drawn}", f"{drawn - prompts} of them go on in the next step")
+        yield BatchRow("prompts drawn at once", f"{drawn}", f"{drawn - prompts} of them continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 

@@ -63,10 +63,10 @@ class SyncSection:
 
 @section
 class PartialSection:
-    """`rollout.partial.*`: responses that go on under the weights of the next step."""
+    """`rollout.partial.*`: responses that continue under the weights of the next step."""
 
     enable: bool = False
-    """End a step before its slowest responses end; they go on in the next step."""
+    """End a step before its slowest responses end; they continue in the next step."""
     max_staleness: Count = 4
     """Most steps that may finish between the weights that drew a token and the step that learns from it. A step waits
     for responses that would become older."""
@@ -124,7 +124,7 @@ class RolloutSection:
     val_kwargs: SamplingSection = field(default_factory=SamplingSection)
     """Sampling in validation."""
     partial: PartialSection = field(default_factory=PartialSection)
-    """Responses that go on under the weights of the next step."""
+    """Responses that continue under the weights of the next step."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

@@ -1,4 +1,4 @@
-"""What a replica is asked for: samples, and the terms on which all of them are drawn."""
+"""Requests to a replica: the samples to draw, and the terms of all samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms on which samples are drawn."""
+    """The terms of all samples: sampling, lengths, seed, stop tokens."""
 
     sampling: Sampling
     max_tokens: int  # of a response

@@ -20,7 +20,7 @@ WINDOW = 16
 
 @dataclass(frozen=True)
 class Window:
-    """What one replica did between two exchanges."""
+    """The work of one replica between two exchanges."""
 
     finished: list[Generation]
     num_steps: int

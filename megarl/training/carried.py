@@ -1,4 +1,4 @@
-"""The groups that go on in the next step, as a file of a checkpoint: a row for each sample.
+"""The groups that continue in the next step, as a file of a checkpoint: a row for each sample.
 
 Prompts are not in the file: they are read again from the data, by their row.
 """

@@ -36,7 +36,7 @@ class Collected:
     baselines: Tensor | None  # [B] float32: the reward of the greedy response to a sample's prompt; None: not drawn
     position: Position  # of the next step in the data
     metrics: Metrics
-    carried: tuple[Group, ...] = ()  # groups that go on in the next step
+    carried: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def judged(self) -> "Collected":
         """Return only the samples that have a score: the step learns from nothing else.

@@ -40,7 +40,7 @@ class Verdicts:
         return len(self.differing) + len(self.alike)
 
     def chosen(self) -> list[int] | None:
-        """Return the numbers of the first prompts that differ; None if one of them may still be missing."""
+        """Return the numbers of the first prompts that differ; None if further verdicts may change them."""
         first = sorted(self.differing)[: self.wanted]
         if len(first) < self.wanted:
             return None

@@ -35,7 +35,7 @@ class Progress:
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: no validation yet
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
-    carried: tuple[Group, ...] = ()  # groups that go on in the next step
+    carried: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def state(self, step: int, metrics: Metrics) -> State:
         """Return the state that a checkpoint after `step` finished steps keeps."""

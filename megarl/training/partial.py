@@ -1,6 +1,6 @@
-"""Partial rollouts: a step ends before its slowest responses do, and these go on under the weights of later steps.
+"""Partial rollouts: a step ends before its slowest responses do, and these continue under the weights of later steps.
 
-The engine draws more groups than a step learns from. The step ends at the first exchange at which it has a full batch
+The engine draws more groups than a step learns from. The step ends at the first exchange that finds a full batch
 of complete groups, and learns from the oldest of them. The others keep their tokens, and each token keeps its
 log-probability and the version of the weights that drew it. In the next step their tokens are given to the engine as a
 part of the prompt, so that no key of older weights is read.
@@ -39,7 +39,7 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The groups of a step: those to learn from, and those that go on."""
+    """The groups of a step: those to learn from, and those that continue."""
 
     chosen: list[Group]
     carried: tuple[Group, ...]

@@ -1,4 +1,4 @@
-"""Partial rollouts by hand: what a step learns from, what goes on, how old its tokens are, and what a file keeps."""
+"""Partial rollouts by hand: what a step learns from, what continues, how old its tokens are, and what a file keeps."""
 
 import random
 from collections.abc import Callable, Sequence
