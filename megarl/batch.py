@@ -9,7 +9,7 @@ False (after the end of a response).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -35,6 +35,58 @@ class Prompt:
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sample of one prompt, complete or as far as it is drawn."""
+
+    prompt: int  # its position among the given prompts
+    token_ids: list[int]  # the stop token included
+    log_probs: list[float] | None  # of each token, under the distribution it was drawn from; None = not requested
+    truncated: bool  # reached the length limit before a stop token
+    num_cached: int = 0  # tokens of the prompt whose keys were cached
+    weight_versions: list[int] = field(default_factory=list)  # of each token: finished steps at the sync of the
+    # weights that drew it
+    sample: int = 0  # its number among the samples of the prompt
+    complete: bool = True  # ended by a stop token or by the length limit
+
+    def then(self, later: "Generation") -> "Generation":
+        """Return this sample with the tokens that were drawn `later`."""
+        known = self.log_probs is not None and later.log_probs is not None
+        return replace(
+            later,
+            prompt=self.prompt,
+            sample=self.sample,
+            token_ids=self.token_ids + later.token_ids,
+            log_probs=(self.log_probs or []) + (later.log_probs or []) if known else None,
+            weight_versions=self.weight_versions + later.weight_versions,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt and its samples, complete or as far as they are drawn."""
+
+    prompt: Prompt
+    samples: tuple[Generation, ...]
+    begun: int  # finished steps when its first token was asked for
+
+    @classmethod
+    def new(cls, prompt: Prompt, numbers: Sequence[int], *, begun: int, place: int = 0) -> "Group":
+        """Return a group of samples of these numbers, without tokens; `place` is the prompt's, as in `Generation`."""
+        samples = (Generation(place, [], [], truncated=False, sample=number, complete=False) for number in numbers)
+        return cls(prompt=prompt, samples=tuple(samples), begun=begun)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples are complete."""
+        return all(sample.complete for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """The prompts of one step."""
@@ -55,8 +107,8 @@ class Rollouts(Prompts):
     mask: Tensor  # [B, T] bool: True on response tokens
     rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: unknown
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
-    weight_versions: Tensor | None = None  # [B] int64: finished steps at the sync of the weights that drew the
-    # sample; None: no engine drew it
+    weight_versions: Tensor | None = None  # [B, T] int32: finished steps at the sync of the weights that drew the
+    # token; None: no engine drew it
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
     # token more; None: the model reads the tokens of `prompts` and `responses`
     places: Tensor | None = None  # [B, T] int64: the last position in `sequences` that a reader sees before each token

@@ -13,12 +13,13 @@ from torch import Tensor
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Scored
+from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.tracking.names import STEP_SECONDS, validation_of
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
+from megarl.training.carried import CARRIED_FILE, to_bytes
 from megarl.training.collect import Collected, SampleSource
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
@@ -38,6 +39,7 @@ class Progress:
     position: Position  # of the next prompt in the data
     best: Best | None = None  # None: no validation yet
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
+    carried: tuple[Group, ...] = ()  # groups that continue in the next step
 
     def state(self, step: int, metrics: Metrics) -> State:
         """Return the state that a checkpoint after `step` finished steps keeps."""
@@ -48,6 +50,7 @@ class Progress:
             best=self.best,
             metrics=metrics,
             mismatches=self.mismatches,
+            files={CARRIED_FILE: to_bytes(self.carried)} if self.carried else {},
         )
 
 
@@ -68,6 +71,7 @@ class Job:
     tracker: Tracker
     num_ranks: int
     work: Work
+    max_staleness: int = 0  # steps that may finish between the weights of a token and the step that learns from it
     reads_while_learning: bool = False  # the actor's one update needs nothing that a forward pass before it would tell
 
 
@@ -153,9 +157,9 @@ def score_actor(validation: Validation, progress: Progress, *, step: int) -> tup
 
 def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tuple[Metrics, Progress]:
     """Sample, score, estimate and learn once. Return the metrics and the progress that the next step starts from."""
-    collected = job.samples.collect(progress.position, timers, step=step)
+    collected = job.samples.collect(progress.position, timers, step=step, carried=progress.carried)
     samples = collected.judged()
-    require_version(samples.scored, step=step)
+    require_version(samples.scored, step=step, max_staleness=job.max_staleness)
     learn = learn_while_reading if job.reads_while_learning and step >= job.critic_warmup else read_then_learn
     reading, lesson, metrics = learn(job, samples, progress, timers, step=step)
     if job.critic:
@@ -166,7 +170,13 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics |= job.work.metrics(collected.scored, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
-    progress = replace(progress, kl=lesson.kl, position=collected.position, mismatches=reading.mismatches)
+    progress = replace(
+        progress,
+        kl=lesson.kl,
+        position=collected.position,
+        mismatches=reading.mismatches,
+        carried=collected.carried,
+    )
     return lesson.metrics | metrics | reading.metrics | collected.metrics, progress
 
 

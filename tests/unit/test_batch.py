@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import Rollouts, join
+from megarl.batch import Generation, Rollouts, join
 from megarl.rollout.responses import as_rollouts
-from megarl.rollout.sampling import Generation
 from tests.support.records import answer, prompts
 
 

@@ -239,15 +239,15 @@ LONG = [12, 9, 10, 11]
 class LongAnswers(World):
     """Draws more tokens than may disagree in a sample."""
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        return answer(prompts, LONG, version=step)
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+        return answer(prompts, LONG, version=step), {}
 
 
 class Stale(World):
     """Its engine has the weights of the start for ever."""
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        return answer(prompts, LENGTHS)
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+        return answer(prompts, LENGTHS), {}
 
 
 def drawn_by(world: World) -> Collector:
