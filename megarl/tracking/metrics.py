@@ -214,6 +214,8 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         ),
         Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step, over all ranks"),
         Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second of the step and per rank"),
+        Metric("perf/host_memory_gb", "GB", "Most host memory that the first rank has held so far"),
+        Metric("perf/device_memory_gb", "GB", "Most device memory that torch has held there so far", "CUDA"),
     ],
     "Files": [
         Metric("checkpoint/failed_saves", "saves", "Saves that failed since the start of the job", _FAILURES),

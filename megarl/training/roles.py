@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from megarl.platform import progress
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
@@ -149,6 +150,8 @@ class EngineSampler:
         shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
         mine = [prompts.prompts[place] for place in shares[self._engine.replica]]
         watchdog.note(rows=[prompt.index for prompt in mine])
+        of = f" of the first of {num_replicas} replicas" if num_replicas > 1 else ""
+        progress.announce(len(mine) * sampling.n, f"responses{of}")
 
         by_replica = self._engine.on_all_ranks(
             lambda: self._engine.generate(
@@ -157,7 +160,7 @@ class EngineSampler:
                 max_tokens=self._section.response_length,
                 step=step,
                 first_sample=first_sample,
-                finished=lambda response: self._finished(mine[response.prompt], response.token_ids),
+                finished=lambda response: self._take(mine[response.prompt], response.token_ids),
             )
         )
         placed = [
@@ -168,3 +171,8 @@ class EngineSampler:
         placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
         places, generations = [place for place, _ in placed], [generation for _, generation in placed]
         return as_rollouts(prompts, places, generations, n=sampling.n)
+
+    def _take(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Hand a finished response on. The ranks of a replica take turns, so each counts for all of them."""
+        progress.advance(self._engine.tp_size)
+        self._finished(prompt, token_ids)
