@@ -33,7 +33,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             host_bytes=typed["host_memory"],
             links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
             peaks=Peaks(flops_per_second=typed["peak_tflops"] * 1e12, bytes_per_second=typed["memory_bandwidth"]),
-            lengths=typed["lengths"] and Lengths(*typed["lengths"]),
+            lengths=typed["lengths"] and Lengths(**dict(zip(("prompt", "response"), typed["lengths"], strict=True))),
         )
         plan = planner.plan()
     except ConfigError as error:

@@ -152,8 +152,8 @@ PLAN = Command(
     module="megarl.plan",
     section=PLANS,
     text="Predict batches, memory, seconds and weight traffic of a run, without starting it.\n\nReads only config.json "
-    "of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a model cannot be planned. Exit "
-    "code 2: the configuration is faulty.",
+    "of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a model cannot be "
+    "planned. Exit code 2: the configuration is faulty.",
     example="megarl plan configs/plans/llama-3-70b_64gpu.yaml --gpu-memory 141GB",
     free=True,
 )

@@ -40,7 +40,8 @@ class TrainerSection:
     experiment_name: Name = "gsm8k"
     """Name of the run in MLflow and Weights & Biases."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
-    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb."""
+    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, the files of
+    curves in the run's directory, is always on."""
     mlflow_tracking_uri: str | None = None
     """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
     nnodes: Count = 1

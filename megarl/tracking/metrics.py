@@ -228,8 +228,12 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("perf/mfu", "0-1", "`perf/tflop` over what all devices can do in the time of the step", _PEAK),
         Metric("perf/mfu/actor", "0-1", "The same of the updates of the actor alone", _PEAK),
         Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
+        Metric("perf/max_host_memory_gb", "GB", "Most host memory that the first rank has held since its start"),
         Metric(
-            "perf/max_memory_allocated_gb", "10^9 bytes", "Most that torch allocated on the first rank's GPU", "on CUDA"
+            "perf/max_memory_allocated_gb",
+            "GB",
+            "Most that torch allocated on the first rank's GPU in the step",
+            "on CUDA",
         ),
     ],
     "Files": [
