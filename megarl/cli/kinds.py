@@ -49,7 +49,7 @@ class Checkpoint(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
-        path = Path(super().convert(value, param, ctx))
+        path = Path(str(super().convert(value, param, ctx)))
         if not saved_steps(path) and not (path / "huggingface" / "config.json").is_file():
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
             others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))

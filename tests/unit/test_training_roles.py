@@ -1,23 +1,20 @@
 """A role prepares the data for its learner, which here only records them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 
-from megarl.platform import progress
 from megarl.algorithms.config import PolicyLossSection
 from megarl.batch import Experience, Marked, Scored
 from megarl.config.policy import ActorSection
 from megarl.learner.batching import Budget
 from megarl.learner.learner import LossTerm
-from megarl.rollout.config import RolloutSection
-from megarl.rollout.sampling import Generation
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
-from megarl.training.roles import EngineSampler, Model, Updates
+from megarl.training.roles import Model, Updates
 from tests.support.records import answer, prompts
 
 BUDGET = Budget(max_tokens=64, max_sequences=None)
@@ -110,42 +107,3 @@ def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_th
     assert {(term.objective, term.temperature, term.against) for term in learner.extra_terms} == {
         (objective, 1.0, None)
     }
-
-
-class Engine:
-    """The first of two replicas of two ranks, on its first rank: it hears of every second response."""
-
-    num_replicas, replica, tp_size = 2, 0, 2
-
-    def on_all_ranks(self, generate: Callable[[], list[Generation]]) -> list[list[Generation]]:
-        return [mine := generate(), mine]
-
-    def generate(self, asked: Sequence[Any], sampling: Any, *, finished: Any, **_: Any) -> list[Generation]:
-        drawn = [
-            Generation(prompt=place, token_ids=[1], log_probs=None, truncated=False)
-            for place in range(len(asked))
-            for _ in range(sampling.n)
-        ]
-        for number, generation in enumerate(drawn):
-            if number % self.tp_size == 0:
-                finished(generation)
-                phase = progress.now()
-                assert phase
-                self.seen = phase
-        return drawn
-
-
-def test_people_see_the_responses_of_the_first_replica_arrive() -> None:
-    taken: list[Sequence[int]] = []
-    engine = Engine()
-    sampler = EngineSampler(
-        engine=engine,
-        sync=None,
-        section=RolloutSection(n=3),
-        finished=lambda prompt, token_ids: taken.append(token_ids),
-    )
-    with progress.within("gen"):
-        sampler.generate(prompts([1, 1, 1, 1]), step=0)
-    assert (engine.seen.done, engine.seen.total) == (6, 6)
-    assert engine.seen.unit == "responses of the first of 2 replicas"
-    assert taken == [[1]] * 3
