@@ -1,4 +1,4 @@
-"""What a run leaves, where it is, and the commands that use it."""
+"""The files that a run leaves, their places, and the commands that use them."""
 
 from collections.abc import Iterator
 from pathlib import Path
