@@ -10,7 +10,6 @@ KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first o
 TOKENS = "perf/total_num_tokens"  # prompts and responses of a step, over all ranks
 STEP_SECONDS = "timing_s/step"
 TIMING = "timing_s/"
-OCCUPANCY = "rollout/occupancy"  # share of the engine's slots that drew a training sample
 LEARNT = {  # metric of a run that learns from files -> its title for people
     "sft/loss": "loss",
     "reward_model/loss": "loss",
