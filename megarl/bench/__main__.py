@@ -1,4 +1,4 @@
-"""Measurements: `python -m megarl.bench step [...]`, `... reshard [...]`, `... plan [...]` and `... checkpoint [...]`.
+"""Measurements: `python -m megarl.bench {step,reshard,phases,plan,checkpoint} [...]`.
 
 Each command prints a table for people or, with `--json`, one JSON object.
 """
@@ -9,7 +9,7 @@ from importlib import import_module
 
 from megarl.platform.secrets import guard_output
 
-COMMANDS = ("step", "reshard", "plan", "checkpoint")
+COMMANDS = ("step", "reshard", "phases", "plan", "checkpoint")
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:

@@ -28,8 +28,9 @@ def main(peer: str, directory: Path) -> None:
 
 
 def machine(settings: dict[str, Any]) -> dict[str, float]:
-    """Measure the machine's fastest product of matrices and copy of memory, on all cores."""
-    return asdict(measure(torch.device("cpu"), getattr(torch, settings["dtype"])))
+    """Measure the fastest product of matrices and copy of memory, on one GPU or on all cores."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return asdict(measure(device, getattr(torch, settings["dtype"])))
 
 
 def engine(settings: dict[str, Any]) -> dict[str, float]:
