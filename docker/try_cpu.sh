@@ -19,10 +19,12 @@ clean() {
 }
 trap clean EXIT
 
-debootstrap --variant=minbase --include=ca-certificates,python3.11,python3.11-venv bookworm "$root" "$mirror"
+debootstrap --variant=minbase bookworm "$root" "$mirror"
 container=$(buildah from scratch)
 made+=("$container")
 buildah add --quiet "$container" "$root" /
+buildah run "$container" -- apt-get update
+buildah run "$container" -- apt-get install -y --no-install-recommends ca-certificates python3.11-venv
 buildah commit --quiet "$container" localhost/megarl-base
 
 read -ra options <<<"${BUILD_OPTIONS:-}"
