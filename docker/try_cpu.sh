@@ -19,13 +19,15 @@ clean() {
 }
 trap clean EXIT
 
-debootstrap --variant=minbase bookworm "$root" "$mirror"
-container=$(buildah from scratch)
-made+=("$container")
-buildah add --quiet "$container" "$root" /
-buildah run "$container" -- apt-get update
-buildah run "$container" -- apt-get install -y --no-install-recommends ca-certificates python3.11-venv
-buildah commit --quiet "$container" localhost/megarl-base
+if ! buildah inspect localhost/megarl-base >/dev/null 2>&1; then
+    debootstrap --variant=minbase bookworm "$root" "$mirror"
+    container=$(buildah from scratch)
+    made+=("$container")
+    buildah add --quiet "$container" "$root" /
+    buildah run "$container" -- apt-get update
+    buildah run "$container" -- apt-get install -y --no-install-recommends ca-certificates python3.11-venv
+    buildah commit --quiet "$container" localhost/megarl-base
+fi
 
 read -ra options <<<"${BUILD_OPTIONS:-}"
 buildah build --file docker/Dockerfile.cpu --tag localhost/megarl:cpu --build-arg BASE=localhost/megarl-base \

@@ -1,9 +1,8 @@
-"""`python -m megarl.doctor [--peaks]`: tables of what this machine has for training, and of replaced code.
+"""`megarl doctor`: tables of what this machine has for training, of replaced code, and of the devices' speed.
 
 Invariant: a problem never raises an error. A fault is a row with its remedy, and makes the exit code 1.
 """
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.command import parse
+from megarl.cli.commands import DOCTOR
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
 
@@ -219,11 +220,9 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
     return rows
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.doctor", description="What this machine has for training.")
-    parser.add_argument("--peaks", action="store_true", help="measure the greatest speed of the devices too")
-    options = parser.parse_args(argv)
+    typed = parse(DOCTOR, argv)
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -234,7 +233,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
         for module in PATCHING:
             importlib.import_module(module)
-        if options.peaks:
+        if typed["peaks"]:
             sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
@@ -327,4 +326,4 @@ def _print(sections: Sequence[Sequence[Finding]]) -> None:
 
 if __name__ == "__main__":
     guard_output()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
+"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint. Writes the actor, or the reward model of a
 run of `megarl.train_reward`. `transformers` and vLLM load the result. Under torchrun, mpirun or srun the model is split
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import EXPORT
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 
 
@@ -35,12 +36,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line."""
-    parser = Parser(prog="python -m megarl.export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
-    parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own Python code run")
-    arguments = parser.parse_args(argv)
-    return Arguments(arguments.checkpoint, arguments.out, world_size or 1, arguments.trust_remote_code)
+    return Arguments(**parse(EXPORT, argv), world_size=world_size or 1)
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
@@ -52,7 +48,6 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.learner.parallel import build_mesh
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
-    from megarl.platform.device import device_type, local_device
 
     checkpoint = intact_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
@@ -66,7 +61,6 @@ def write(arguments: Arguments, launch: Launch) -> None:
         section,
         build_mesh(section),
         role=role,
-        device=local_device(device_type(arguments.trainer.device)),
     )
     load_learner(learner, checkpoint / name)
     tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)

@@ -15,7 +15,6 @@ from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
-from megarl.platform.device import device_type, local_device
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
@@ -69,7 +68,6 @@ def make_actor(
         actor.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
         temperature=policy.rollout.temperature,
         recompute=policy.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
@@ -100,7 +98,6 @@ def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | N
         policy.ref.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
         temperature=policy.rollout.temperature,
         balance=config.trainer.balance_batch,
     )
@@ -139,7 +136,6 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         critic.megatron,
         mesh,
         role="value",
-        device=device_of(config),
         recompute=critic.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
         training=(critic.optim, critic.grad_clip, last_step),
@@ -173,8 +169,3 @@ def make_budget(config: Config, max_sequences: int | None, max_tokens: int | Non
         return Budget(max_tokens=max_tokens or policy.actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
-
-
-def device_of(config: Config) -> Any:
-    """Return the device of this rank."""
-    return local_device(device_type(config.trainer.device))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import Models, device_of, make_models, make_tokenizer
+from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
     check_directories,
     console_tracker,
@@ -47,6 +47,8 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import Tracker
+from megarl.training.carried import CARRIED_FILE
+from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
@@ -116,7 +118,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
         config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
     job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
-    return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
+    progress = make_progress(config, state, prompts, resume_point.checkpoint)
+    return Run(job=job, progress=progress, engine=engine)
 
 
 def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prompts: PromptStream | None) -> str:
@@ -154,6 +157,7 @@ def _make_job(
         tracker=tracker,
         num_ranks=launch.world_size,
         work=make_work(config, models, num_ranks=launch.world_size),
+        max_staleness=config.max_staleness,
         reads_while_learning=config.reads_while_learning,
     )
 
@@ -196,14 +200,17 @@ def make_schedule(
     )
 
 
-def make_progress(config: Config, state: State, prompts: PromptStream) -> Progress:
-    """Return the progress that the first step starts from."""
+def make_progress(config: Config, state: State, prompts: PromptStream, checkpoint: Path | None) -> Progress:
+    """Return the progress that the first step starts from. Raises what `carried.read` does."""
+    is_partial = config.actor_rollout_ref.rollout.partial.enable
+    carried = checkpoint / CARRIED_FILE if checkpoint and is_partial else None
     position = state.position or prompts.position_of(state.step)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=position,
         best=state.best,
         mismatches=state.mismatches,
+        carried=read_carried(carried, prompts.prompt_of) if carried and carried.exists() else (),
     )
 
 
@@ -239,7 +246,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         policy.actor.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
     )
     scorer = make_scorer(config, rules, mesh, tokenizer)
     step = 0

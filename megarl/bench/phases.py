@@ -1,11 +1,10 @@
-"""`python -m megarl.bench phases`: the time between training and generation, phase by phase.
+"""`megarl bench phases`: the time between training and generation, phase by phase.
 
 Trainer and engine have random weights. In every repeat the engine wakes for its weights (`wake`), receives them
 (`sync`), makes room for keys and values (`KV wake`) and returns all memory (`sleep`). Before it sleeps, its responses
 must have the trainer's probabilities.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -18,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.bench.cases import MODELS, Case, Split
+from megarl.bench.options import phases_parser
 from megarl.bench.reshard import BUCKET_MEGABYTES
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform.device import decide_device
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
@@ -74,17 +75,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line. Raises ValueError if the layout is none."""
-    from megarl.platform.device import device_type
-
-    parser = argparse.ArgumentParser(prog="python -m megarl.bench phases", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", choices=MODELS, default="llama-100m", help="(default: %(default)s)")
-    parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2 (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
-    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    device = device_type(options.device)
+    options = phases_parser().parse_args(argv)
+    device = decide_device(options.device)
     case = Case(
         model=options.model,
         layout=options.layout,
@@ -97,7 +89,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     return Arguments(
         case=case,
         is_json=options.json,
-        command=shlex.join(["python", "-m", "megarl.bench", "phases", *argv]),
+        command=shlex.join(["megarl", "bench", "phases", *argv]),
         trainer=TrainerSection(n_gpus_per_node=Split.read(case.layout).num_ranks, device=options.device),
     )
 

@@ -1,4 +1,4 @@
-"""`python -m megarl.bench step`: the time of every phase of a step, beside other libraries on the same samples.
+"""`megarl bench step`: the time of every phase of a step, beside other libraries on the same samples.
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import report
-from megarl.bench.cases import MODELS
+from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
@@ -39,7 +39,7 @@ PEERS = ("machine", "engine", "transformers")
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
-    options, overrides = _parser().parse_known_args(argv)
+    options, overrides = step_parser().parse_known_args(argv)
     workload = Workload(
         model=options.model,
         lengths=options.lengths,
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
-    found = {"command": shlex.join(["python", "-m", "megarl.bench", "step", *argv])} | found
+    found = {"command": shlex.join(["megarl", "bench", "step", *argv])} | found
     if options.json:
         print(json.dumps(found))
     else:
@@ -175,23 +175,3 @@ def _run(module: str, *arguments: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=os.environ, check=False)
     if done.returncode:
         raise ValueError(f"{module} failed with exit code {done.returncode}; its messages are above")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megarl.bench step",
-        description=__doc__,
-        usage="%(prog)s [options] [a.b.c=value ...]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
-    parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--prompts", type=int, default=32, help="in each step (default: %(default)s)")
-    parser.add_argument("--responses", type=int, default=4, help="to each prompt (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megarl.models.flops import Tokens
+from megarl.platform.device import local_device
 from megarl.platform.peaks import measure
 
 WARM_UP = 1
@@ -29,8 +30,7 @@ def main(peer: str, directory: Path) -> None:
 
 def machine(settings: dict[str, Any]) -> dict[str, float]:
     """Measure the fastest product of matrices and copy of memory, on one GPU or on all cores."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return asdict(measure(device, getattr(torch, settings["dtype"])))
+    return asdict(measure(local_device(), getattr(torch, settings["dtype"])))
 
 
 def engine(settings: dict[str, Any]) -> dict[str, float]:

@@ -62,6 +62,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ),
     *((f"trainer.{name}", Effect.NONE, _VALIDATION) for name in ("test_freq", "val_before_train", "val_only")),
     ("trainer.device", Effect.ROUNDING, "another device's arithmetic"),
+    ("trainer.deterministic", Effect.ROUNDING, "other kernels"),
     ("trainer.phase_timeout_s", Effect.NONE, "how long, not what"),
     ("trainer.max_skipped_updates", Effect.NONE, "when a run gives up"),
     *((f"trainer.{name}", Effect.NONE, _LENGTH) for name in ("total_epochs", "total_training_steps")),

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
-
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.signals import Stopped, stop_requested
+from megarl.platform.memory import peak_memory
 from megarl.tracking.profile import Traces
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
@@ -74,18 +73,9 @@ def run_steps(
             with timers("save_checkpoint"):
                 checkpoints.save(state(finished, metrics))
         metrics |= checkpoints.advance()
-        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | device_memory()
+        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | peak_memory()
         tracker.log(metrics, step=finished)
         if is_stopping:
             checkpoints.close()
             raise Stopped(finished)
     checkpoints.close()
-
-
-def device_memory() -> Metrics:
-    """Return the most memory that torch allocated on this rank's device since the last call; nothing without CUDA."""
-    if not torch.cuda.is_initialized():
-        return {}
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return {"perf/max_memory_allocated_gb": peak / 1e9}

@@ -4,6 +4,7 @@ Launches cost time, so each serves several tests.
 """
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -80,7 +81,9 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
 def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]) -> None:
     run_dir, output = small_run
     assert "step 1/2  reward" in output
-    assert "step 2/2  validation  countdown" in output
+    assert len(re.findall(r"^step 2/2  reward .*  validation countdown", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^step 2/2 ", output, re.MULTILINE)) == 1
+    assert f"evaluate    megarl evaluate {Path('checkpoints', 'TinyZero', 'countdown')}" in output
     assert "actor mini-batches" in output  # how a batch is divided
     assert "data/prompts at step 0" in output  # how many prompts there are, and how many were too long
     assert "Traceback" not in output

@@ -239,15 +239,15 @@ LONG = [12, 9, 10, 11]
 class LongAnswers(World):
     """Draws more tokens than may disagree in a sample."""
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        return answer(prompts, LONG, version=step)
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+        return answer(prompts, LONG, version=step), {}
 
 
 class Stale(World):
     """Its engine has the weights of the start for ever."""
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        return answer(prompts, LENGTHS)
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
+        return answer(prompts, LENGTHS), {}
 
 
 def drawn_by(world: World) -> Collector:
@@ -314,6 +314,8 @@ def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> No
         run(diary=diary, actor=actor, samples=samples, last_step=1, **ON_POLICY)
     [of_actor, of_critic] = diary.learned
     assert of_actor is of_critic
+    assert diary.calls.count("reference.infer") == diary.calls.count("critic.infer") == 1
+    assert of_actor.ref_log_probs is not None and of_actor.ref_log_probs.shape == of_actor.mask.shape
     assert of_actor.scores.tolist() == [1.0, 2.0, 3.0]
     assert of_actor.old_log_probs is not None and of_actor.old_log_probs[of_actor.mask].unique().tolist() == [-1.0]
     assert diary.logged[1]["training/rollout_mismatch_left_out"] == 0.25
