@@ -101,3 +101,4 @@ class Case:
     dtype: Literal["bfloat16", "float32"]
     repeats: int
     bucket_megabytes: int
+    sleeps: bool = False  # the engine returns its memory between two syncs

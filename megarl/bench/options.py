@@ -9,6 +9,7 @@ from megarl.bench.cases import LAYOUTS, MODELS
 
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
 RESHARD = "The time and memory of a sync, next to a usual way of other trainers."
+PHASES = "The time between training and generation: to wake the engine, to sync it, to make room, to let it sleep."
 PLAN = "The time that one rank of thousands takes to plan its part of a sync, and the size of the plan."
 CHECKPOINT = "The time of saves and loads of checkpoints, normal and asynchronous."
 NUM_RANKS = 2048
@@ -52,6 +53,18 @@ def reshard_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def phases_parser() -> argparse.ArgumentParser:
+    """Return the options of a measured wake, sync and sleep."""
+    parser = argparse.ArgumentParser(prog="megarl bench phases", description=PHASES, allow_abbrev=False)
+    parser.add_argument("--model", choices=MODELS, default="llama-100m", help="(default: %(default)s)")
+    parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2 (default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def checkpoint_parser() -> argparse.ArgumentParser:
     """Return the options of measured saves and loads."""
     parser = argparse.ArgumentParser(prog="megarl bench checkpoint", description=CHECKPOINT, allow_abbrev=False)
@@ -88,6 +101,7 @@ def _rank(text: str) -> int:
 PARSERS: Mapping[str, tuple[str, Callable[[], argparse.ArgumentParser]]] = {
     "step": (STEP, step_parser),
     "reshard": (RESHARD, reshard_parser),
+    "phases": (PHASES, phases_parser),
     "plan": (PLAN, plan_parser),
     "checkpoint": (CHECKPOINT, checkpoint_parser),
 }

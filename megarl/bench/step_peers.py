@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megarl.models.flops import Tokens
+from megarl.platform.device import local_device
 from megarl.platform.peaks import measure
 
 WARM_UP = 1
@@ -28,8 +29,8 @@ def main(peer: str, directory: Path) -> None:
 
 
 def machine(settings: dict[str, Any]) -> dict[str, float]:
-    """Measure the machine's fastest product of matrices and copy of memory, on all cores."""
-    return asdict(measure(torch.device("cpu"), getattr(torch, settings["dtype"])))
+    """Measure the fastest product of matrices and copy of memory, on one GPU or on all cores."""
+    return asdict(measure(local_device(), getattr(torch, settings["dtype"])))
 
 
 def engine(settings: dict[str, Any]) -> dict[str, float]:
