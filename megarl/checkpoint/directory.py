@@ -17,6 +17,7 @@ from megarl.platform.small_files import Damage, read_bytes
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_PREFIX = "global_step_"
+CONFIG_FILE = "config.yaml"  # of the run and of each checkpoint
 
 
 def saved_steps(directory: Path) -> list[int]:
