@@ -16,8 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megarl.platform.files import write_whole
 from megarl.report.charts import figures
 from megarl.report.differences import from_default, names_that_differ
-from megarl.report.read import Row, Run
+from megarl.report.read import Run
 from megarl.report.verdict import faults, remarks, score_of, verdict
+from megarl.tracking.lines import Row
 from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING
 from megarl.tracking.samples import Pair, pairs
 

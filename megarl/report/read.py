@@ -12,9 +12,9 @@ import yaml
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
+from megarl.tracking.lines import Row
 from megarl.tracking.samples import GENERATIONS
 
-Row = Mapping[str, Any]
 Points = list[tuple[int, float]]
 NONFINITE = "nonfinite"  # where a run keeps mini-batches that it skipped
 
