@@ -28,6 +28,7 @@ from megarl.tracking.mlflow import safe_name
 from tests.support.forked import run_forked, run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
 from tests.support.programs import ROOT, succeed
+from tests.support.tiny import write_checkpoint
 from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -360,3 +361,29 @@ def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_res
         epoch, batch = divmod(num_batches, 6)  # of 8 prompts in the 48
         state = json.loads((run_dir / f"global_step_{step}" / "state.json").read_text())
         assert state["position"] == {"epoch": epoch, "offset": 8 * batch}
+
+
+def test_a_larger_teacher_is_read_exactly(workspace: Workspace, tmp_path: Path) -> None:
+    teacher = write_checkpoint(tmp_path / "teacher", "llama", seed=5, hidden_size=128, num_hidden_layers=4)
+    shutil.copy(workspace.model / "tokenizer.model", teacher)
+    run_job(
+        2,
+        train.main,
+        *train_arguments(workspace, tmp_path / "run"),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        f"actor_rollout_ref.ref.model.path={teacher}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.kl_loss_coef=1.0",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        log=tmp_path / "log",
+        timeout_s=LAUNCH_S,
+    )
+    divergences = [row["actor/kl_loss"] for row in metrics_of(tmp_path / "run").values()]
+    assert divergences[0] > 0.01, "the actor starts far from a teacher"
+    assert divergences[-1] < divergences[0]
