@@ -53,7 +53,7 @@ test: check
 	$(PYTEST) -m "not long" tests/e2e tests/ranks tests/unit
 
 test-long: setup
-	$(PYTEST) -m long tests/e2e
+	$(PYTEST) -m long tests/e2e tests/cluster
 	@$(MAKE) --no-print-directory test-newest
 
 # What calls Megatron-Core. Losses, heads and packing differ above it, and need no second version of it.

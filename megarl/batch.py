@@ -9,7 +9,7 @@ False (after the end of a response).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -35,6 +35,58 @@ class Prompt:
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sample of one prompt, complete or as far as it is drawn."""
+
+    prompt: int  # its position among the given prompts
+    token_ids: list[int]  # the stop token included
+    log_probs: list[float] | None  # of each token, under the distribution it was drawn from; None = not requested
+    truncated: bool  # reached the length limit before a stop token
+    num_cached: int = 0  # tokens of the prompt whose keys were cached
+    weight_versions: list[int] = field(default_factory=list)  # of each token: finished steps at the sync of the
+    # weights that drew it
+    sample: int = 0  # its number among the samples of the prompt
+    complete: bool = True  # ended by a stop token or by the length limit
+
+    def then(self, later: "Generation") -> "Generation":
+        """Return this sample with the tokens that were drawn `later`."""
+        known = self.log_probs is not None and later.log_probs is not None
+        return replace(
+            later,
+            prompt=self.prompt,
+            sample=self.sample,
+            token_ids=self.token_ids + later.token_ids,
+            log_probs=(self.log_probs or []) + (later.log_probs or []) if known else None,
+            weight_versions=self.weight_versions + later.weight_versions,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt and its samples, complete or as far as they are drawn."""
+
+    prompt: Prompt
+    samples: tuple[Generation, ...]
+    begun: int  # finished steps when its first token was asked for
+
+    @classmethod
+    def new(cls, prompt: Prompt, numbers: Sequence[int], *, begun: int, place: int = 0) -> "Group":
+        """Return a group of samples of these numbers, without tokens; `place` is the prompt's, as in `Generation`."""
+        samples = (Generation(place, [], [], truncated=False, sample=number, complete=False) for number in numbers)
+        return cls(prompt=prompt, samples=tuple(samples), begun=begun)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples are complete."""
+        return all(sample.complete for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """The prompts of one step."""
@@ -55,8 +107,8 @@ class Rollouts(Prompts):
     mask: Tensor  # [B, T] bool: True on response tokens
     rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: unknown
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
-    weight_versions: Tensor | None = None  # [B] int64: finished steps at the sync of the weights that drew the
-    # sample; None: no engine drew it
+    weight_versions: Tensor | None = None  # [B, T] int32: finished steps at the sync of the weights that drew the
+    # token; None: no engine drew it
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
     # token more; None: the model reads the tokens of `prompts` and `responses`
     places: Tensor | None = None  # [B, T] int64: the last position in `sequences` that a reader sees before each token
@@ -72,14 +124,29 @@ class Rollouts(Prompts):
         """Return the response tokens of a sample, without padding."""
         return self.responses[sample][self.mask[sample]].tolist()
 
-    def sequence(self, sample: int) -> Sequence[int]:
-        """Return prompt and response of a sample as a model reads them. The last token predicts nothing."""
+    def tokens(self, samples: Tensor) -> Tensor:
+        """Return prompt and response of each given sample (int64 indices `[b]`) as a model reads them, end to end.
+
+        The last token of each predicts nothing.
+        """
         if self.sequences is not None:
-            return self.sequences[sample]
-        return [*self.prompt_of(sample).token_ids, *self.response_ids(sample)]
+            chosen = [token for sample in samples.tolist() for token in self.sequences[sample]]
+            return torch.tensor(chosen, dtype=torch.int64)
+        used, places = self.groups[samples].unique(return_inverse=True)
+        prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
+        mask = self.mask[samples]
+        in_prompt = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)[places]
+        lengths = in_prompt + mask.sum(-1)
+        positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        of_prompt = positions < in_prompt.repeat_interleave(lengths)
+        tokens = torch.empty_like(positions)
+        if prompts:
+            tokens[of_prompt] = torch.cat([prompts[place] for place in places.tolist()])
+        tokens[~of_prompt] = self.responses[samples][mask]
+        return tokens
 
     def predictors(self) -> Tensor:
-        """Return the position in `sequence` before each response token, ascending: `[B, T]` int64."""
+        """Return the position in the sample's tokens before each response token, ascending: `[B, T]` int64."""
         if self.places is not None:
             return self.places
         return self._prompt_lengths()[:, None] + self.mask.cumsum(-1) - 2

@@ -17,6 +17,7 @@ from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together, wait_for_all
 from megarl.distributed.launch import COMMAND, Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.determinism import decide_determinism
 from megarl.platform.device import decide_device
@@ -51,8 +52,8 @@ def run(
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
-    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback. A job that received a
-    signal to end (see `signals`) ends with code 75.
+    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
+    have it. A job that received a signal to end (see `signals`) ends with code 75.
     """
     _silence_imports()
     guard_output()
@@ -69,7 +70,7 @@ def run(
         # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
         decide_determinism(trainer.deterministic)
         decide_device(trainer.device)
-        init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
+        store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
@@ -95,7 +96,7 @@ def run(
             _leave()
     except ValueError as error:
         logging.getLogger(__name__).debug("origin of the error", exc_info=True)
-        sys.exit(redact(f"megarl: rank {rank}: {error}"))
+        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
 

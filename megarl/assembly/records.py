@@ -1,12 +1,14 @@
 """The records of any run: its directory, its checkpoints and its trackers."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
-from megarl.checkpoint.contents import CONFIG_FILE
+from megarl.assembly.signposts import signposts
+from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import to_dict, to_yaml
@@ -102,7 +104,7 @@ def open_records(config: Config, launch: Launch, resume_point: ResumePoint, *, l
 def run_tracker(
     config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
 ) -> Tracker:
-    """Open the trackers that `trainer.logger` names, on the rank that tracks."""
+    """Open the trackers that `trainer.logger` names, and the files of curves, on the rank that tracks."""
     trainer = config.trainer
     run = TrackedRun(
         run_dir=Path(trainer.default_local_dir),
@@ -114,11 +116,12 @@ def run_tracker(
         same_curve=resume_point.same_curve,
     )
     return make_tracker(
-        trainer.logger,
+        list(dict.fromkeys(["jsonl", *trainer.logger])),
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+        signposts=partial(signposts, config),
     )
 
 

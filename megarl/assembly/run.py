@@ -40,17 +40,22 @@ from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
+from megarl.models.flops import UPDATE
 from megarl.models.source import Source
+from megarl.platform.peaks import published_flops
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import Tracker
+from megarl.training.carried import CARRIED_FILE
+from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
+from megarl.training.work import TERA, Work
 
 MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
@@ -113,7 +118,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
         config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
     job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
-    return Run(job=job, progress=make_progress(config, state, prompts), engine=engine)
+    progress = make_progress(config, state, prompts, resume_point.checkpoint)
+    return Run(job=job, progress=progress, engine=engine)
 
 
 def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prompts: PromptStream | None) -> str:
@@ -150,8 +156,24 @@ def _make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
+        work=make_work(config, models, num_ranks=launch.world_size),
+        max_staleness=config.max_staleness,
         reads_while_learning=config.reads_while_learning,
     )
+
+
+def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
+    """Return the passes of the models in each phase, and the peak speed of all devices."""
+    actor, critic, trainer = models.actor.learner, models.critic, config.trainer
+    policy = actor.architecture
+    passes = dict.fromkeys(("gen", "old_log_prob", *(["ref"] * (models.reference is not None))), (policy, 1))
+    passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
+    if critic:
+        value = critic.learner.architecture
+        passes |= {"values": (value, 1), "update_critic": (value, UPDATE * config.critic.ppo_epochs)}
+    known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
+    peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
+    return Work(passes=passes, peak=peak and peak * num_ranks)
 
 
 def _make_gate(config: Config, launch: Launch) -> Gate | None:
@@ -178,14 +200,17 @@ def make_schedule(
     )
 
 
-def make_progress(config: Config, state: State, prompts: PromptStream) -> Progress:
-    """Return the progress that the first step starts from."""
+def make_progress(config: Config, state: State, prompts: PromptStream, checkpoint: Path | None) -> Progress:
+    """Return the progress that the first step starts from. Raises what `carried.read` does."""
+    is_partial = config.actor_rollout_ref.rollout.partial.enable
+    carried = checkpoint / CARRIED_FILE if checkpoint and is_partial else None
     position = state.position or prompts.position_of(state.step)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=position,
         best=state.best,
         mismatches=state.mismatches,
+        carried=read_carried(carried, prompts.prompt_of) if carried and carried.exists() else (),
     )
 
 

@@ -26,6 +26,7 @@ from megarl.sync.transfer import Sync
 from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
+from megarl.training.partial import Partial
 from megarl.training.replay import Recorder
 from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
@@ -55,7 +56,9 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     """Start this rank's part of a vLLM engine. It has no weights yet."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    prompts_per_replica = math.ceil(config.data.train_batch_size * rollout.tensor_model_parallel_size / num_ranks)
+    partial = make_partial(config)
+    num_prompts = partial.num_drawn if partial else config.data.train_batch_size
+    prompts_per_replica = math.ceil(num_prompts * rollout.tensor_model_parallel_size / num_ranks)
     return start_engine(
         source,
         rollout,
@@ -64,6 +67,12 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
         max_sequences=prompts_per_replica * rollout.n,
         trust_remote_code=policy.model.trust_remote_code,
     )
+
+
+def make_partial(config: Config) -> Partial | None:
+    """Return how many groups a step draws. None if it draws all of its samples to their end."""
+    section = config.actor_rollout_ref.rollout.partial
+    return Partial(wanted=config.data.train_batch_size, section=section) if section.enable else None
 
 
 def make_sampler(
@@ -117,7 +126,13 @@ def make_archive(config: Config) -> Archive | None:
 
 def make_samples(config: Config, prompts: PromptStream, sampler: EngineSampler, scorer: Reward) -> SampleSource:
     """Make the source of new samples. It keeps them in files if `trainer.rollout_data_dir` names a directory."""
-    collector = Collector(prompts=prompts, sampler=sampler, scorer=scorer, algorithm=config.algorithm)
+    collector = Collector(
+        prompts=prompts,
+        sampler=sampler,
+        scorer=scorer,
+        algorithm=config.algorithm,
+        partial=make_partial(config),
+    )
     archive = make_archive(config)
     return Recorder(samples=collector, archive=archive) if archive else collector
 

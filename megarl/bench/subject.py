@@ -39,7 +39,7 @@ class TrainerAndEngine:
             tensor_model_parallel_size=split.engine_tp,
             dtype=case.dtype,
             enforce_eager=case.device == "cpu",
-            free_cache_engine=False,
+            free_cache_engine=case.sleeps,
             max_num_seqs=16,
         )
         engine = RolloutEngine(

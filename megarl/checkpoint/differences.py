@@ -57,7 +57,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
         for name in (
             *("logger", "mlflow_tracking_uri", "save_freq", "max_ckpt_to_keep", "async_save", "save_huggingface"),
             *("default_hdfs_dir", "default_local_dir", "resume_mode", "resume_from_path"),
-            *("rollout_data_dir", "log_val_generations", "profile_steps"),
+            *("rollout_data_dir", "log_val_generations", "profile_steps", "peak_tflops"),
         )
     ),
     *((f"trainer.{name}", Effect.NONE, _VALIDATION) for name in ("test_freq", "val_before_train", "val_only")),

@@ -37,6 +37,8 @@ class State:
         default_factory=dict
     )  # of the last step: a crash may come before they are recorded
     mismatches: tuple[float, ...] = ()  # between engine and trainer in the run's first steps
+    files: Mapping[str, bytes] = field(default_factory=dict)  # what is too large for JSON, as files of the checkpoint
+    # by name; `read` does not read them
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":

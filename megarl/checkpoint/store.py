@@ -5,6 +5,7 @@
                           /huggingface/      config and tokenizer, for export; with `save_huggingface` the weights too
                           /huggingface_critic/  with `save_huggingface`, the critic as a classifier
                           /state.json        the state of the run except its models (`State`)
+                          /carried.parquet   the responses that continue in the next step, if there are any
                           /config.yaml ...   the run's configuration, versions, models and code, as texts
                           /manifest.json     size and checksum of every file
     RUN_DIR/latest_checkpointed_iteration.txt
@@ -21,7 +22,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -166,7 +167,9 @@ class CheckpointStore:
             self.write_huggingface(part / HUGGINGFACE)
         for name, text in self._texts().items():
             write_whole(part / name, text.encode())
-        write_whole(part / STATE_FILE, json.dumps(asdict(state)).encode())
+        for name, content in state.files.items():
+            write_whole(part / name, content)
+        write_whole(part / STATE_FILE, json.dumps(asdict(replace(state, files={}))).encode())
 
     def _publish(self, part: Path, final: Path, step: int) -> None:
         """Give a complete checkpoint its name, and remove the oldest."""

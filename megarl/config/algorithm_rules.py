@@ -99,6 +99,23 @@ def _correction(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
+@rule(f"{ROLLOUT}.partial", "algorithm.rollout_correction.rollout_is", "algorithm.filter_groups.enable")
+def _partial(config: Config, facts: Facts) -> Iterator[Fault]:
+    if not config.actor_rollout_ref.rollout.partial.enable:
+        return
+    if config.algorithm.rollout_correction.rollout_is is None:
+        yield Fault(
+            path="algorithm.rollout_correction.rollout_is",
+            message=f"{ROLLOUT}.partial learns from tokens of older weights, and only this corrects for them: write "
+            "token",
+        )
+    if config.algorithm.filter_groups.enable:
+        yield Fault(
+            path=f"{ROLLOUT}.partial.enable",
+            message="algorithm.filter_groups refills the engine by its own rule: use one of the two",
+        )
+
+
 @rule(f"{ACTOR}.policy_loss")
 def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
@@ -133,6 +150,7 @@ ALGORITHM_RULES: tuple[Rule[Config], ...] = (
     _filter_metric,
     _overlong,
     _correction,
+    _partial,
     _policy_loss,
     _supervision,
 )

@@ -91,6 +91,9 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"<= {section.max_num_gen_batches}" if section.max_num_gen_batches else "1 or more",
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
+    if (partial := config.actor_rollout_ref.rollout.partial).enable:
+        drawn = ceil(prompts / partial.stop_when)
+        yield BatchRow("prompts drawn at once", f"{drawn}", f"{drawn - prompts} of them continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 

@@ -109,6 +109,12 @@ class Config:
         return actor.kl_loss_type if actor.use_kl_loss else None
 
     @property
+    def max_staleness(self) -> int:
+        """Return the most steps that may finish between the weights of a token and the step that learns from it."""
+        partial = self.actor_rollout_ref.rollout.partial
+        return partial.max_staleness if partial.enable else 0
+
+    @property
     def reads_while_learning(self) -> bool:
         """Return True if the forward pass of the actor's update can also tell its log-probabilities before the step.
 

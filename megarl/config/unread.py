@@ -157,6 +157,9 @@ PPO_ROWS: tuple[Row, ...] = (
         True,
     ),
     _with(
+        tuple(f"{ROLLOUT}.partial.{name}" for name in ("max_staleness", "stop_when")), f"{ROLLOUT}.partial.enable", True
+    ),
+    _with(
         tuple(f"algorithm.overlong_buffer.{name}" for name in ("len", "penalty_factor", "max_resp_len")),
         "algorithm.overlong_buffer.enable",
         True,

@@ -44,7 +44,7 @@ class ParquetTable:
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(
                     f"{location.name} cannot be read as parquet: {error} (a JSON file must be named .jsonl or .json, "
-                    "perhaps followed by .gz or .zst)"
+                    "perhaps followed by .gz or .zst; `megarl prepare own` converts .csv, .tsv and .arrow)"
                 ) from error
         columns = wanted.find(location.name, found)
         if metadata.num_rows == 0:

@@ -154,6 +154,12 @@ class PromptStream:
         rows, next_position = self._order.take(position, count)
         return self._prompts(rows), next_position
 
+    def prompt_of(self, row: int) -> Prompt:
+        """Return the prompt of a row of the data set. Raises IndexError if there is no such row."""
+        if not 0 <= row < len(self._dataset):
+            raise IndexError(row)
+        return self._dataset[row]
+
     def batches(self) -> Iterator[Prompts]:
         """Yield every prompt once, in file order; the last batch may be smaller."""
         return map(self._prompts, self._order.once_through())

@@ -20,6 +20,10 @@ from megarl.platform.uri import is_uri, local_path
 
 TEMPLATE_SECONDS = 10.0
 """CPU time that a chat template may take for one conversation."""
+REMEDY = (
+    "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
+    "the Hugging Face hub (default: actor_rollout_ref.model.path)"
+)
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 
@@ -163,6 +167,8 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_local and not Path(path).exists():
         raise ValueError(f"data.tokenizer: no such file or directory: {path}")
+    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+        raise ValueError(f"{path} has no tokenizer: {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -172,11 +178,7 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
                 "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
                 "name another tokenizer by data.tokenizer"
             ) from error
-        raise ValueError(
-            f"no tokenizer loads from {path!r}: {error}\n"
-            "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, "
-            "or an id of the Hugging Face hub (default: actor_rollout_ref.model.path)"
-        ) from error
+        raise ValueError(f"no tokenizer loads from {path!r}: {error}\n{REMEDY}") from error
 
 
 def _read_template(chat_template: str) -> str:

@@ -7,7 +7,6 @@ Invariant: when `join_or_launch` returns, the environment holds torch's own vari
 import atexit
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from megarl.distributed.agent import serve
 from megarl.distributed.exchange import join_world
@@ -27,6 +27,7 @@ from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
 from megarl.platform.device import on_cuda
 from megarl.platform.processes import die_with_parent, follow_parent
+from megarl.platform.terminal import typed
 
 __all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
 
@@ -85,8 +86,10 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
     return launch
 
 
-def init_process_groups(launch: Launch, timeout_s: float) -> None:
+def init_process_groups(launch: Launch, timeout_s: float) -> Store:
     """Create torch's default process group, and on CUDA a group for data in host memory (see `exchange.join_world`).
+
+    Return the store in which the ranks met.
 
     A process that ends without destroying the group has failed, and exits with code 1.
 
@@ -115,6 +118,7 @@ def init_process_groups(launch: Launch, timeout_s: float) -> None:
     except RuntimeError as error:
         raise ValueError(describe_failure(error, host, port)) from error
     atexit.register(_leave)
+    return store
 
 
 def _first_host(nodelist: str) -> str:
@@ -126,7 +130,7 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
     """Run this host's ranks under torch's elastic agent; exit with the code of the first failed rank, or 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
-    os.environ[COMMAND] = shlex.join(sys.orig_argv)
+    os.environ[COMMAND] = typed()
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     serve([*agent, "--module", module, *argv])

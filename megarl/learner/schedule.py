@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megarl.platform import progress
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
@@ -39,8 +40,10 @@ def run_schedule(
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
             return head(hidden)
 
+        progress.advance()
         return hidden, read
 
+    progress.announce(len(micro_batches) * len(models), "micro-batches")
     with megatron_platform(), deterministic_kernels():
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -20,7 +20,7 @@ GIB = 1 << 30
 TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
     {
         **{"responses": 8, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
-        **{"advantages": 4, "returns": 4, "weights": 4},
+        **{"advantages": 4, "returns": 4, "weights": 4, "weight_versions": 4},
     }
 )
 """Bytes of one response token in each `[B, T]` field of `megarl.batch.Experience`; every rank has all of them."""

@@ -62,6 +62,20 @@ class SyncSection:
 
 
 @section
+class PartialSection:
+    """`rollout.partial.*`: responses that continue under the weights of the next step."""
+
+    enable: bool = False
+    """End a step before its slowest responses end; they continue in the next step."""
+    max_staleness: Count = 4
+    """Most steps that may finish between the weights that drew a token and the step that learns from it. A step waits
+    for responses that would become older."""
+    stop_when: Annotated[float, Field(ge=0.5, le=1.0)] = 0.8
+    """The share of the prompts being drawn whose responses must be complete for a step to end. A step learns from
+    data.train_batch_size prompts, so the engine draws the responses to train_batch_size / stop_when prompts at once."""
+
+
+@section
 class RolloutSection:
     """`actor_rollout_ref.rollout.*`: the engine, and sampling in training."""
 
@@ -109,6 +123,8 @@ class RolloutSection:
     """Further arguments of vllm.LLM."""
     val_kwargs: SamplingSection = field(default_factory=SamplingSection)
     """Sampling in validation."""
+    partial: PartialSection = field(default_factory=PartialSection)
+    """Responses that continue under the weights of the next step."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

@@ -12,27 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from megarl.batch import Prompt
+from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import cache_argument, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
+from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
-from megarl.rollout.sampling import Generation, Sampling, read_output, request_params, request_seed
+from megarl.rollout.requests import Terms, failure
+from megarl.rollout.sampling import Sampling
+from megarl.rollout.stepping import Stepper
 
 if TYPE_CHECKING:
     from megarl.rollout.destination import EngineWeights
 
 T = TypeVar("T")
+Finished = Callable[[Prompt, Generation], None]
 
 KEYS = (  # for readers of a vLLM message that advises to change them
     "vLLM's gpu_memory_utilization, max_num_seqs and max_num_batched_tokens are keys of actor_rollout_ref.rollout; its "
     "max_model_len is data.max_prompt_length and data.max_response_length together"
 )
-MOST_NAMED = 8  # rows of the data set
 
 
 class RolloutEngine:
@@ -75,8 +77,7 @@ class RolloutEngine:
         from megarl.rollout.destination import EngineWeights
         from megarl.rollout.layout import trace
 
-        reload.check_version()
-        reload.check_platform()
+        reload.check_installation()
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
@@ -99,6 +100,7 @@ class RolloutEngine:
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
         with self._compilation():
             self._llm = _start(arguments)
+        self._stepper = Stepper(self._llm.llm_engine)
         blocks = self._llm.llm_engine.vllm_config.cache_config
         check_cache_tokens((blocks.num_gpu_blocks - 1) * blocks.block_size, max_model_len)  # vLLM keeps one block
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
@@ -161,6 +163,45 @@ class RolloutEngine:
         first, size = replica * self.tp_size, self.tp_size
         return f"engine replica {replica} ({f'ranks {first}-{first + size - 1}' if size > 1 else f'rank {first}'})"
 
+    def draw(
+        self,
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        step: int,
+        log_probs: bool | None = None,
+        finished: Finished | None = None,
+        final_only: bool = True,
+    ) -> Drawing:
+        """Return the means to draw samples from this replica, up to `max_tokens` of each. Arguments as `generate`.
+
+        Every use of it is collective over the ranks of the replica. `final_only` False keeps the tokens of samples that
+        are stopped.
+        """
+        section = self._section
+        terms = Terms(
+            sampling=sampling,
+            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            seed=section.seed,
+            stop=() if section.ignore_eos else self._stop,
+            log_probs=section.compares if log_probs is None else log_probs,
+            final_only=final_only,
+        )
+
+        def tell(number: int, prompt: Prompt, generation: Generation) -> None:
+            if finished and number % self.tp_size == self.tp_rank:
+                finished(prompt, generation)
+
+        return Drawing(
+            self._stepper,
+            terms,
+            around=partial(self._generating, step),
+            weight_version=self._version,
+            num_slots=section.max_num_seqs,
+            finished=tell,
+        )
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -170,57 +211,24 @@ class RolloutEngine:
         step: int,
         first_sample: int = 0,
         log_probs: bool | None = None,
-        finished: Callable[[Generation], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[Generation]:
         """Draw `sampling.n` samples of each of this replica's `prompts`. Collective over the ranks of the replica.
 
         A request's seed follows from the section's seed, `step`, the prompt's index and the sample's number.
 
         `first_sample` is the number of each prompt's first sample. `log_probs` None returns log-probabilities if the
-        trainer can compute the same. `finished` receives each sample as soon as it is finished, on one rank of the
-        replica, and must not raise. Returns the samples prompt by prompt, sample by sample.
+        trainer can compute the same. `finished` receives each prompt and sample as soon as it is finished, on one rank
+        of the replica, and must not raise. Returns the samples prompt by prompt, sample by sample.
 
         Raises:
             ValueError: a prompt leaves no room for `max_tokens`.
             RuntimeError: vLLM failed, or returned other samples than it was asked for; names replica and prompts.
         """
-        _check_lengths(prompts, max_tokens, self.max_model_len)
-        asked = [(position, sample) for position in range(len(prompts)) for sample in range(sampling.n)]
-        section, index_of = self._section, [prompt.index for prompt in prompts]
-        request = partial(
-            request_params,
-            sampling,
-            max_tokens=max_tokens,
-            stop=() if section.ignore_eos else self._stop,
-            log_probs=section.compares if log_probs is None else log_probs,
-        )
-        seed = partial(request_seed, section.seed, step=step)
-        params = [
-            request(seed=seed(prompt_index=index_of[position], sample=first_sample + sample))
-            for position, sample in asked
-        ]
-        requests = [{"prompt_token_ids": list(prompts[position].token_ids)} for position, _ in asked]
-
-        def read(number: int, output: Any) -> Generation:
-            position, _ = asked[number]
-            return read_output(output, position=position, prompt=prompts[position], weight_version=self._version)
-
-        def tell(number: int, output: Any) -> None:
-            if finished and number % self.tp_size == self.tp_rank:
-                finished(read(number, output))
-
-        first = self._llm.request_counter.counter
-        try:
-            with patches.random_state_kept(), self._compilation(), patches.outputs_told(self._llm, tell):
-                outputs = self._llm.generate(requests, params, use_tqdm=False)
-            numbers = [int(output.request_id) - first for output in outputs]  # others are left from an earlier call
-            if numbers != list(range(len(asked))):
-                raise RuntimeError(
-                    f"it returned {len(outputs)} samples of {len(asked)}, or others than it was asked for"
-                )
-            return [read(number, output) for number, output in enumerate(outputs)]
-        except Exception as error:
-            raise RuntimeError(failure(error, self.name(self.replica), index_of, step=step)) from error
+        drawing = self.draw(sampling, max_tokens=max_tokens, step=step, log_probs=log_probs, finished=finished)
+        numbers = range(first_sample, first_sample + sampling.n)
+        drawing.add([Group.new(prompt, numbers, begun=step, place=place) for place, prompt in enumerate(prompts)])
+        return sorted(drawing.run(), key=lambda generation: (generation.prompt, generation.sample))
 
     def close(self) -> None:
         """Shut the engine down, while the process groups it uses still exist."""
@@ -228,6 +236,16 @@ class RolloutEngine:
 
         self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
+
+    @contextmanager
+    def _generating(self, step: int, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Let vLLM work on samples of `prompts`, and name the replica and the prompts if it fails."""
+        try:
+            with patches.random_state_kept(), self._compilation():
+                yield
+        except Exception as error:
+            rows = list(dict.fromkeys(prompt.index for prompt in prompts))
+            raise RuntimeError(failure(error, self.name(self.replica), rows, step=step)) from error
 
     def _compilation(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._may_compile else patches.without_compilation()
@@ -241,20 +259,6 @@ class RolloutEngine:
             self._llm.sleep(level=2)  # level 1 would keep weights on the host that the next sync replaces anyway
 
 
-def failure(error: Exception, name: str, rows: Sequence[int], *, step: int) -> str:
-    """Describe a failed generation: the engine, the step, the rows of the data set, the error and a remedy."""
-    named = ", ".join(map(str, rows[:MOST_NAMED])) + (" ..." if len(rows) > MOST_NAMED else "")
-    remedy = (
-        " Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens."
-        if isinstance(error, torch.OutOfMemoryError)
-        else ""
-    )
-    return (
-        f"{name} failed after {step} finished steps, asked for responses to rows {named}: "
-        f"{type(error).__name__}: {error}. Nothing that it generated is used.{remedy}"
-    )
-
-
 def _start(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
@@ -263,15 +267,6 @@ def _start(arguments: dict[str, Any]) -> Any:
             return LLM(**arguments)
     except ValueError as error:
         raise ValueError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
-
-
-def _check_lengths(prompts: Sequence[Prompt], max_tokens: int, max_model_len: int) -> None:
-    for prompt in prompts:
-        if len(prompt.token_ids) + max_tokens > max_model_len:
-            raise ValueError(
-                f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have {max_tokens}, "
-                f"but the engine was started for {max_model_len} together; raise data.max_prompt_length"
-            )
 
 
 def _divisor(tp_size: int) -> int:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megarl.batch import Prompts, Rollouts
-from megarl.rollout.sampling import Generation
+from megarl.batch import Generation, Group, Prompts, Rollouts
 
 MOST_NAMED = 8  # rows of the data set
 
@@ -36,7 +35,20 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
         mask=torch.arange(padded.shape[1]) < lengths[:, None],
         rollout_log_probs=_log_probs(generations),
         truncated=torch.tensor([generation.truncated for generation in generations]),
-        weight_versions=torch.tensor([generation.weight_version for generation in generations]),
+        weight_versions=pad_sequence(
+            [torch.tensor(generation.weight_versions, dtype=torch.int32) for generation in generations],
+            batch_first=True,
+        ),
+    )
+
+
+def of_groups(groups: Sequence[Group]) -> Rollouts:
+    """Return the record of complete groups with equally many samples, in their order."""
+    return as_rollouts(
+        Prompts(prompts=[group.prompt for group in groups]),
+        [place for place, group in enumerate(groups) for _ in group.samples],
+        [sample for group in groups for sample in group.samples],
+        n=len(groups[0].samples),
     )
 
 

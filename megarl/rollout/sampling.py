@@ -4,38 +4,33 @@ Every sample is a request of its own. Its seed is a pure function of base seed, 
 response does not depend on the replica or on the rest of the batch, except for the rounding of matrix products: kernels
 may sum in another order for another batch size, and a draw that is that close to the border between two tokens may
 fall on the other side.
+
+A sample that several steps draw is one request in each of them. Their seeds differ in the number of tokens that the
+request follows, and all have the step in which the sample began: with the seed of the first request, the draws of the
+others would repeat those of its first tokens.
 """
 
 import hashlib
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.batch import Prompt
+from megarl.batch import Generation
 from megarl.rollout.config import RolloutSection, SamplingSection
 
 Sampling = RolloutSection | SamplingSection  # both define how tokens are drawn
 GREEDY = SamplingSection(do_sample=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One sample of one prompt."""
+def request_seed(seed: int, *, step: int, prompt_index: int, sample: int, num_begun: int = 0) -> int:
+    """Return the seed of a request, in [0, 2^63). Equal arguments give equal seeds on every machine.
 
-    prompt: int  # its position among the given prompts
-    token_ids: list[int]  # the stop token included
-    log_probs: list[float] | None  # of each token, under the distribution it was drawn from; None = not requested
-    truncated: bool  # reached the length limit before a stop token
-    num_cached: int = 0  # tokens of the prompt whose keys were cached
-    weight_version: int = 0  # finished steps when a sync brought the weights
-
-
-def request_seed(seed: int, *, step: int, prompt_index: int, sample: int) -> int:
-    """Return the seed of a request, in [0, 2^63). Equal arguments give equal seeds on every machine."""
-    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8)
+    `num_begun` is the number of the response's tokens that earlier steps drew.
+    """
+    numbers = (seed, step, prompt_index, sample, *((num_begun,) if num_begun else ()))
+    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -51,9 +46,15 @@ def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
     return sorted(ids)
 
 
-def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool) -> Any:
-    """Return vLLM's parameters of one sample. An empty `stop` generates to the full length."""
+def request_params(
+    sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequence[int], log_probs: bool, final_only: bool = True
+) -> Any:
+    """Return vLLM's parameters of one sample. An empty `stop` generates to the full length.
+
+    `final_only` False returns the tokens so far after every step, so that a stopped request keeps them.
+    """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     drawn: dict[str, Any] = {"temperature": 0.0}
     if sampling.do_sample and sampling.temperature > 0.0:
@@ -71,28 +72,38 @@ def request_params(sampling: Sampling, *, seed: int, max_tokens: int, stop: Sequ
         detokenize=False,
         logprobs=0 if log_probs else None,
         flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY if final_only else RequestOutputKind.CUMULATIVE,
     )
 
 
-def read_output(output: Any, *, position: int, prompt: Prompt, weight_version: int) -> Generation:
-    """Return the sample in a vLLM RequestOutput.
+def read_output(output: Any, *, given: Sequence[int], where: str, weight_version: int) -> Generation:
+    """Return the sample in a vLLM RequestOutput, without its place. `output` None: the request has no token yet.
+
+    `given` are the tokens of the request, and `where` names its prompt in messages.
 
     Raises:
         RuntimeError: the sample is missing, empty, aborted or not a number, or it belongs to another prompt.
     """
-    where = f"for prompt {prompt.index}"
-    if list(output.prompt_token_ids) != list(prompt.token_ids):
+    if output is None:
+        return Generation(prompt=0, token_ids=[], log_probs=[], truncated=False, complete=False)
+    if list(output.prompt_token_ids) != list(given):
         raise RuntimeError(f"The engine returned the response to another prompt {where}")
-    if not output.finished or len(output.outputs) != 1:
-        raise RuntimeError(f"The engine returned {len(output.outputs)} finished samples of 1 {where}")
+    if len(output.outputs) != 1:
+        raise RuntimeError(f"The engine returned {len(output.outputs)} samples of 1 {where}")
     sample = output.outputs[0]
-    if sample.finish_reason not in ("stop", "length") or not sample.token_ids:
+    if sample.finish_reason not in ("stop", "length", None) or output.finished and not sample.token_ids:
         raise RuntimeError(f"The engine gave up {where} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
     log_probs = None
     if sample.logprobs is not None:
         log_probs = list(sample.logprobs.logprobs)
         if len(log_probs) != len(sample.token_ids) or any(value != value for value in log_probs):
             raise RuntimeError(f"The engine's log-probabilities {where} are missing or NaN: its weights are broken")
-    truncated = sample.finish_reason == "length"
-    num_cached = output.num_cached_tokens or 0
-    return Generation(position, list(sample.token_ids), log_probs, truncated, num_cached, weight_version)
+    return Generation(
+        prompt=0,
+        token_ids=list(sample.token_ids),
+        log_probs=log_probs,
+        truncated=sample.finish_reason == "length",
+        num_cached=output.num_cached_tokens or 0,
+        weight_versions=[weight_version] * len(sample.token_ids),
+        complete=output.finished,
+    )

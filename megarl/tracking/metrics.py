@@ -49,10 +49,12 @@ def _learning(prefix: str, model: str) -> list[Metric]:
 _OFF_POLICY = "the engine's log-probabilities are known"
 _GATE = "the gate checks the samples"
 _FILTER = "`filter_groups.enable`"
+_PARTIAL = "`rollout.partial.enable`"
 _MIRROR = "after an upload to `default_hdfs_dir`"
 _HELD_OUT = "validation is due, and there are validation files"
 _SEVERAL = "several responses to a prompt"
 _FAILURES = "after a failed save"
+_PEAK = "the peak of the devices is known (`trainer.peak_tflops`)"
 _IN_KL = "`use_kl_in_reward`"
 _CRITIC = "there is a critic"
 _MODEL = "there is a reward model"
@@ -121,6 +123,14 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("train/num_groups_alike", "prompts", "Prompts dropped because all their responses score alike", _FILTER),
         Metric("train/num_groups_surplus", "prompts", "Prompts with differing scores that exceed the batch", _FILTER),
         Metric("train/sampled_score/mean", "reward", "Mean score of all sampled responses, kept or dropped", _FILTER),
+    ],
+    "Generation": [
+        Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a training sample, over all steps"),
+        Metric("rollout/staleness/mean", "steps", "Mean age of the weights that drew a response token", _PARTIAL),
+        Metric("rollout/staleness/max", "steps", "Largest age of the weights that drew a response token", _PARTIAL),
+        Metric("rollout/carried_share", "0-1", "Share of the drawn prompts that continue in the next step", _PARTIAL),
+        Metric("rollout/recomputed_tokens", "tokens", "Response tokens whose keys were computed again", _PARTIAL),
+        Metric("rollout/wasted_tokens", "tokens", "Response tokens that became too old and were dropped", _PARTIAL),
     ],
     "Agreement of engine and trainer": [
         Metric(
@@ -214,6 +224,17 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         ),
         Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step, over all ranks"),
         Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second of the step and per rank"),
+        Metric("perf/tflop", "TFLOP", "Work of the models in the step, over all ranks, without recomputation"),
+        Metric("perf/mfu", "0-1", "`perf/tflop` over what all devices can do in the time of the step", _PEAK),
+        Metric("perf/mfu/actor", "0-1", "The same of the updates of the actor alone", _PEAK),
+        Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
+        Metric("perf/max_host_memory_gb", "GB", "Most host memory that the first rank has held since its start"),
+        Metric(
+            "perf/max_memory_allocated_gb",
+            "GB",
+            "Most that torch allocated on the first rank's GPU in the step",
+            "on CUDA",
+        ),
     ],
     "Files": [
         Metric("checkpoint/failed_saves", "saves", "Saves that failed since the start of the job", _FAILURES),

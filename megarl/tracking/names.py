@@ -17,6 +17,23 @@ LEARNT = {  # metric of a run that learns from files -> its title for people
     "val/loss": "held-out loss",
     "val/accuracy": "held-out accuracy",
 }
+PHASES = {  # phase -> what it does, for people
+    "sync": "bringing the weights to the engine",
+    "sync_check": "checking the engine's weights",
+    "gen": "generating",
+    "gen_max": "generating greedy responses",
+    "reward": "scoring",
+    "old_log_prob": "reading the responses with the actor",
+    "ref": "reading the responses with the reference",
+    "values": "reading the responses with the critic",
+    "adv": "computing advantages",
+    "update_critic": "updating the critic",
+    "update_actor": "updating the actor",
+    "step": "learning",
+    "testing": "validating",
+    "save_checkpoint": "saving a checkpoint",
+    "dump_rollout_generations": "writing the samples",
+}
 VALIDATION = ("val-core/", "val/test_score/")
 
 

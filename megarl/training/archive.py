@@ -128,7 +128,6 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
     baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
-    versions = table["weight_version"]
     responses = _padded(table["response_ids"], mask, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
@@ -138,7 +137,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         mask=mask,
         rollout_log_probs=_padded(table["rollout_log_probs"], mask, torch.float32),
         truncated=torch.tensor(table["truncated"].to_pylist()),
-        weight_versions=None if versions.null_count else torch.from_numpy(versions.to_numpy().copy()),
+        weight_versions=_padded(table["weight_versions"], mask, torch.int32),
         texts=table["response"].to_pylist(),
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
@@ -181,7 +180,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
         "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
     }
-    num, log_probs = len(scored), scored.rollout_log_probs
+    num, log_probs, versions = len(scored), scored.rollout_log_probs, scored.weight_versions
     of_samples = {
         "step": [step] * num,
         "group": scored.groups.numpy(),
@@ -189,7 +188,7 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
         "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
         "truncated": scored.truncated.tolist(),
-        "weight_version": [None] * num if scored.weight_versions is None else scored.weight_versions.numpy(),
+        "weight_versions": [None] * num if versions is None else _flat(versions, scored.mask),
         "score": _numbers(scored.scores),
         "failure": scored.failures or [None] * num,
         "accuracy": _numbers(scored.accuracies),

@@ -46,7 +46,8 @@ SAMPLE_COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response_ids": Column(TOKENS, minimum=0),
         "rollout_log_probs": Column(pa.list_(pa.float32()), null="in all rows or none", per_token=True),
         "truncated": Column(pa.bool_()),
-        "weight_version": Column(pa.int64(), null="in all rows or none", minimum=0),  # finished steps at the last sync
+        # of each token: finished steps at the sync of the weights that drew it
+        "weight_versions": Column(TOKENS, null="in all rows or none", per_token=True, minimum=0),
         "score": Column(pa.float32(), null="if the reward failed"),
         "accuracy": Column(pa.float32(), null="if the reward failed"),
         "failure": Column(pa.string(), null="in any row"),  # why there is no score

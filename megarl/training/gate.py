@@ -70,7 +70,7 @@ class Gate:
         """Check the samples that were drawn after `step` finished steps.
 
         Args:
-            rollouts: `B` samples, with the engine's log-probabilities.
+            rollouts: `B` samples, with the engine's log-probabilities. Tokens of older weights are not compared.
             log_probs: `[B, T]` float32 of the trainer; numbers that are not finite are not compared.
             healthy: mismatches of the run's first steps.
             step: names the step in messages.
@@ -80,7 +80,7 @@ class Gate:
         """
         assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
-        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, rollouts.mask)
+        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, _drawn_after(rollouts, step))
         kept = _means(mismatch, judged) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
         level = _mean(mismatch[kept], judged[kept])
@@ -104,19 +104,31 @@ class Gate:
         )
 
 
-def require_version(rollouts: Rollouts, *, step: int) -> None:
-    """Refuse samples that were drawn with other weights than those after `step` finished steps.
+def require_version(rollouts: Rollouts, *, step: int, max_staleness: int = 0) -> None:
+    """Refuse samples with a token that was not drawn with the weights after `step` finished steps.
+
+    `max_staleness` more steps may have finished since the weights that drew a token.
 
     Raises:
         MismatchError: names the rows and the versions.
     """
     versions = rollouts.weight_versions
-    if versions is not None and (wrong := versions != step).any():
+    if versions is None:
+        return
+    is_wrong = rollouts.mask & ((versions > step) | (versions < step - max_staleness))
+    if is_wrong.any():
         raise MismatchError(
-            f"the trainer has the weights after {step} finished steps, but the engine drew {_rows(rollouts, wrong)} "
-            f"with those after {', '.join(map(str, versions[wrong].unique().tolist()))}: the sync before them did not "
-            "take place. Nothing has learnt from them"
+            f"the trainer has the weights after {step} finished steps, but the engine drew "
+            f"{_rows(rollouts, is_wrong.any(-1))} with those after "
+            f"{', '.join(map(str, versions[is_wrong].unique().tolist()))}: the sync before them did not take place. "
+            "Nothing has learnt from them"
         )
+
+
+def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
+    """Return `[B, T]` bool: the tokens that the weights after `step` finished steps drew."""
+    versions = rollouts.weight_versions
+    return rollouts.mask if versions is None else rollouts.mask & (versions == step)
 
 
 def _means(mismatch: Tensor, judged: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
@@ -27,6 +27,26 @@ class PromptSource(Protocol):
         """Yield every prompt once, for validation."""
 
 
+class Session(Protocol):
+    """The samples of a step that the engine draws, as groups of the samples of a prompt, by number."""
+
+    @property
+    def num_open(self) -> int:
+        """The number of groups that are not complete."""
+
+    def add(self, groups: dict[int, Group]) -> None:
+        """Draw the incomplete samples of further groups."""
+
+    def advance(self) -> dict[int, Group]:
+        """Take a number of engine steps, and return the groups that became complete."""
+
+    def stop(self) -> dict[int, Group]:
+        """Stop all open groups, and return them as far as they are drawn."""
+
+    def occupancy(self) -> float:
+        """Return the share of the engine's slots that drew a sample, over all engine steps."""
+
+
 class Sampler(Protocol):
     """The rollout engine with the actor's weights."""
 
@@ -36,8 +56,14 @@ class Sampler(Protocol):
         Yields metrics of the agreement between engine and trainer. Raises before the block if they do not agree.
         """
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        """Draw training samples. A later `batch` of the same step draws other samples of the same prompt."""
+    def open(self, *, step: int, keeps_stopped: bool = False) -> Session:
+        """Begin to draw training samples. `keeps_stopped`: a group that is stopped keeps its tokens."""
+
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+        """Return new groups of training samples. A later `batch` of a step has other samples of the same prompt."""
+
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
+        """Draw the training samples of a step."""
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Generate one response to each prompt from the likeliest tokens."""

@@ -18,17 +18,18 @@ class Judge:
         self._scorer, self._reported = scorer, list[tuple[int, Metrics]]()
         self._num_judged, self._failures = 0, list[str]()
 
-    def score(self, rollouts: Rollouts) -> Scored:
+    def score(self, rollouts: Rollouts, *, least: int = 0) -> Scored:
         """Score every sample.
 
         Raises:
-            RewardError: more than half of all samples so far have no score.
+            RewardError: more than half of all samples so far have no score, and they are at least `least`.
         """
         scored, metrics = self._scorer.score(rollouts)
         self._reported.append((len(rollouts), metrics))
         self._num_judged += int(scored.judged().sum())
         self._failures += first_failures(scored)
-        require_scores(self._num_judged, of=sum(count for count, _ in self._reported), failures=self._failures)
+        if (num_samples := sum(count for count, _ in self._reported)) >= least:
+            require_scores(self._num_judged, of=num_samples, failures=self._failures)
         return scored
 
     def metrics(self) -> Metrics:

@@ -5,10 +5,11 @@ weights or another loss, a replay shows what they learn from the same samples.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.batch import Group
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
@@ -40,9 +41,9 @@ class Recorder:
     def __init__(self, *, samples: SampleSource, archive: Archive) -> None:
         self._samples, self._archive = samples, archive
 
-    def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
         """Collect and write the samples of a step. `archive/failures` is 1 if the disk refused them. Collective."""
-        collected = self._samples.collect(position, timers, step=step)
+        collected = self._samples.collect(position, timers, step=step, carried=carried)
         with timers("dump_rollout_generations"):
             kept = self._archive.keep_step(collected.scored, collected.baselines, step=step + 1)
         return replace(collected, metrics=collected.metrics | {"archive/failures": float(not kept)})
@@ -95,7 +96,7 @@ class Replay:
         """Finished steps after the last replayed step."""
         return max(self.files)
 
-    def collect(self, position: Position, timers: Timers, *, step: int) -> Collected:
+    def collect(self, position: Position, timers: Timers, *, step: int, carried: Sequence[Group] = ()) -> Collected:
         """Return the samples of step `step`, counted from 0."""
         with timers("gen"):
             scored, baselines = read_samples(self.files[step + 1])

@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Prompt, Prompts, Rollouts
+from megarl.batch import Experience, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
-from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.responses import as_rollouts
+from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
+from megarl.rollout.session import Session
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics, Review
@@ -132,9 +132,20 @@ class EngineSampler:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
         return self._sync.awake(timers, step=step)
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-        """Draw the training samples of a step. A later `batch` of the step draws other samples of the same prompt."""
-        return self._rollouts(prompts, self._section, step=step, first_sample=batch * self._section.n)
+    def open(self, *, step: int, keeps_stopped: bool = False) -> Session:
+        """Return a session that draws training samples, and keeps the tokens of stopped samples if so asked."""
+        return self._session(self._section, step=step, final_only=not keeps_stopped)
+
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+        """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
+        first, n = batch * self._section.n, self._section.n
+        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in prompts.prompts]
+
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
+        """Draw the training samples of a step."""
+        session = self.open(step=step)
+        rollouts = _finish(session, self.groups(prompts, step=step))
+        return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Generate one response to each prompt from the likeliest tokens."""
@@ -144,27 +155,23 @@ class EngineSampler:
         """Draw samples with the parameters of `val_kwargs`."""
         return self._rollouts(prompts, self._section.val_kwargs, step=step)
 
-    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int, first_sample: int = 0) -> Rollouts:
-        num_replicas = self._engine.num_replicas
-        shares = [range(replica, len(prompts.prompts), num_replicas) for replica in range(num_replicas)]
-        mine = [prompts.prompts[place] for place in shares[self._engine.replica]]
-        watchdog.note(rows=[prompt.index for prompt in mine])
+    def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
+        groups = [Group.new(prompt, range(sampling.n), begun=step) for prompt in prompts.prompts]
+        return _finish(self._session(sampling, step=step), groups)
 
-        by_replica = self._engine.on_all_ranks(
-            lambda: self._engine.generate(
-                mine,
-                sampling,
-                max_tokens=self._section.response_length,
-                step=step,
-                first_sample=first_sample,
-                finished=lambda response: self._finished(mine[response.prompt], response.token_ids),
-            )
+    def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
+        drawing = self._engine.draw(
+            sampling,
+            max_tokens=self._section.response_length,
+            step=step,
+            finished=lambda prompt, response: self._finished(prompt, response.token_ids),
+            final_only=final_only,
         )
-        placed = [
-            (share[generation.prompt], generation)
-            for share, generations in zip(shares, by_replica, strict=True)
-            for generation in generations
-        ]
-        placed.sort(key=lambda pair: pair[0])  # stable: the samples of a prompt keep their order
-        places, generations = [place for place, _ in placed], [generation for _, generation in placed]
-        return as_rollouts(prompts, places, generations, n=sampling.n)
+        return Session(self._engine, drawing, num_slots=self._section.max_num_seqs)
+
+
+def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:
+    """Draw all samples of the groups."""
+    session.add(dict(enumerate(groups)))
+    complete = session.advance(None)
+    return of_groups([complete[number] for number in range(len(groups))])

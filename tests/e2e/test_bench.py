@@ -7,6 +7,7 @@ import pytest
 
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.models.flops import Tokens, forward_flops
 from tests.support.programs import run_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -65,7 +66,6 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     assert 4 * 2 < found["peers"]["transformers"]["tokens"] <= 4 * 2 * (16 + 16)
     assert found["ratios"].keys() == {"generation", "infer", "update", "other_share"}
     assert min(found["ratios"].values()) > 0
-    shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
-    parameters = sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
-    flops = 2 * parameters * found["peers"]["transformers"]["tokens"]
+    read = Tokens(**found["peers"]["transformers"]["read"])
+    flops = forward_flops(read_architecture(MODELS["llama-1m"]), read)
     assert found["floors"]["infer"] == flops / found["peers"]["machine"]["flops_per_second"]

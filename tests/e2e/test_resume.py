@@ -3,6 +3,8 @@
 The ranks are forked from a process that has imported everything. SIGKILL ends them all at once in their fifth step.
 """
 
+import json
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from megarl import train
 from megarl.checkpoint.state import State
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.tracker import Trackers
+from megarl.training.carried import CARRIED_FILE
 from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
 from tests.support.shards import tensors_of
@@ -41,7 +44,7 @@ PIPELINE = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]
 CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
-CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
+CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS] + [("partial", "data")]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,25 @@ class Runs:
     killed: Path
 
 
-def algorithm_arguments(name: str, workspace: Workspace) -> list[str]:
+def with_many_ends(model: Path, copy: Path) -> Path:
+    """Return a copy of a model in which one token of 16 ends a response."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["eos_token_id"] = list(range(0, config["vocab_size"], 16))
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str]:
     """Return arguments for every part of an algorithm that keeps state."""
+    if name == "partial":
+        return [
+            *algorithm_arguments("grpo", workspace, root),
+            f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
+            "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 2, stop_when: 0.5}",
+            "algorithm.rollout_correction.rollout_is=token",
+            "data.max_response_length=96",
+        ]
     if name == "grpo":
         return [
             "algorithm.adv_estimator=grpo",
@@ -100,7 +120,7 @@ def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory:
     root = tmp_path_factory.mktemp(f"{algorithm}-{split}")
     arguments = [
         *train_arguments(workspace, root / "nowhere"),
-        *algorithm_arguments(algorithm, workspace),
+        *algorithm_arguments(algorithm, workspace, root),
         *SPLITS[split],
         "trainer.logger=[jsonl,mlflow]",
         "trainer.save_freq=3",
@@ -152,6 +172,18 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
         before = tensors_of(runs.whole / f"global_step_{SAVED}" / model)
         assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items())
     assert State.read(killed) == _timeless(State.read(whole), like=State.read(killed))
+
+
+@pytest.mark.parametrize("runs", CASES[-1:], indirect=True, ids="-".join)
+def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
+    whole, killed = (run_dir / f"global_step_{SAVED}" / CARRIED_FILE for run_dir in (runs.whole, runs.killed))
+    assert whole.read_bytes() == killed.read_bytes()
+    begun = pq.read_table(whole, filters=[("complete", "=", False)])
+    assert any(begun["token_ids"].to_pylist()), "unfinished responses keep their tokens"
+    ages = [metrics["rollout/staleness/max"] for metrics in metrics_of(runs.whole).values() if "actor/lr" in metrics]
+    assert max(ages) == 2.0
+    versions = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet")["weight_versions"].to_pylist()
+    assert any(len({*of_sample}) > 1 for of_sample in versions), "some responses were drawn by two weights"
 
 
 def _timeless(state: State, *, like: State) -> State:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.batch import Generation
 from megarl.rollout.config import SamplingSection
-from megarl.rollout.sampling import Generation
 from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
 from tests.support.ranks import RankPool
 

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megarl.batch import Generation, Group
+from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
-from megarl.rollout.sampling import Generation
+from megarl.rollout.sampling import request_params, request_seed
 from tests.support.engines import (
     PROMPTS,
     Sync,
@@ -139,7 +142,46 @@ def test_log_probs_are_those_of_all_tokens_also_if_few_can_be_drawn(pool: RankPo
     for generation in generations:
         expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
         torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=1e-4)
-        assert generation.weight_version == 7
+        assert generation.weight_versions == [7] * RESPONSE
+
+
+def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
+    """Return groups that one session begins with the first weights and another completes with the second."""
+    first, second, bare = paths
+    engine = start(bare, tensors_of(first), tp_size=2)
+    session = [Group.new(prompt, range(SAMPLED.n), begun=0) for prompt in PROMPTS]
+    for version, checkpoint in enumerate((first, second, second)):
+        with engine.awake(writer(tensors_of(checkpoint)), version=version):
+            drawing = engine.draw(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
+            drawing.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
+            drawn = [*drawing.run(5 if version < 2 else None), *drawing.stop()]
+            assert drawing.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
+        session = [
+            replace(group, samples=tuple(sample for sample in drawn if sample.prompt == place))
+            for place, group in enumerate(session)
+        ]
+    tear_down(engine)
+    return session
+
+
+def placed(group: Group, place: int) -> tuple[Generation, ...]:
+    return tuple(replace(sample, prompt=place) for sample in group.samples)
+
+
+def test_a_response_that_is_stopped_goes_on_under_other_weights(pool: RankPool, checkpoints: Checkpoints) -> None:
+    """Each token has the log-probability of the weights that drew it, after all tokens before it, on both ranks."""
+    paths = checkpoints("llama")
+    groups, others = pool.run(2, drawn_under_two_weights, paths)
+    assert groups == others
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths[:2]]
+    for group in groups:
+        assert group.samples[0].token_ids != group.samples[1].token_ids
+        for sample in group.samples:
+            assert (sample.complete, sample.truncated, len(sample.token_ids)) == (True, True, RESPONSE)
+            assert sample.weight_versions == [0] * 5 + [1] * 5 + [2] * 2
+            old, new = (log_probs(model, group.prompt, sample.token_ids, SAMPLED.temperature) for model in models)
+            expected = torch.cat([old[:5], new[5:]])
+            torch.testing.assert_close(torch.tensor(sample.log_probs), expected, rtol=0.0, atol=TOLERANCE["float32"])
 
 
 def trace_whole_experts(paths: list[Path]) -> None:
@@ -170,6 +212,25 @@ def test_samples_do_not_depend_on_the_number_of_replicas(
         assert all(tokens[prompt.index, True, 0] != tokens[prompt.index, True, 1] for prompt in PROMPTS)
 
 
+def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens and log-probabilities of `LLM.generate` for the samples of the first prompt in step 0."""
+    section, index = engine._section, PROMPTS[0].index
+    params = [
+        request_params(
+            SAMPLED,
+            seed=request_seed(section.seed, step=0, prompt_index=index, sample=sample),
+            max_tokens=RESPONSE,
+            stop=(),
+            log_probs=True,
+        )
+        for sample in range(SAMPLED.n)
+    ]
+    prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
+    with patches.without_compilation():
+        outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]
+    return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
+
+
 def behaviour(paths: list[Path]) -> dict[str, Any]:
     """Everything about one engine that needs no second one."""
     checkpoint, _, bare = paths
@@ -180,6 +241,7 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with engine.awake(writer(tensors)):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
+        seen["alike"] = [(sample.token_ids, sample.log_probs) for sample in free] == as_vllm_generates(engine)
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
         seen["later"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0, first_sample=1)
         seen["second"] = free[1]
@@ -228,6 +290,7 @@ def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
         assert stopped.token_ids == free.token_ids[:end]  # the stop token is part of the response
         assert stopped.log_probs == pytest.approx(free.log_probs[:end], abs=1e-5)
         assert seen["top_k"][0].log_probs == [0.0] * 3  # one token is left to draw from
+        assert seen["alike"], "the same bits as `LLM.generate`"
         assert seen["other_step"]
         assert seen["nothing"] == []
         assert seen["random_kept"]
@@ -282,19 +345,19 @@ def complaints(paths: list[Path], tp_size: int) -> list[str]:
     def generate() -> list[Generation]:
         return engine.generate(share, SAMPLED, max_tokens=RESPONSE, step=4)
 
-    def all_but_one(*args: Any, **kwargs: Any) -> list[Any]:
-        return LLM.generate(llm, *args, **kwargs)[:-1]
+    def all_but_one() -> list[Any]:
+        return step()[:-1]
 
-    def of_others(*args: Any, **kwargs: Any) -> list[Any]:
-        outputs = LLM.generate(llm, *args, **kwargs)
-        outputs[0].prompt_token_ids = [1, 2, 3]
+    def of_others() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            output.prompt_token_ids = [1, 2, 3]
         return outputs
 
-    from vllm import LLM
-
+    step = llm.llm_engine.step
     with engine.awake(writer(tensors)):
         for wrongly in (all_but_one, of_others):
-            planted = patch.object(llm, "generate", wrongly) if last else nullcontext()
+            planted = patch.object(llm.llm_engine, "step", wrongly) if last else nullcontext()
             with planted, pytest.raises(RuntimeError) as caught:
                 engine.on_all_ranks(generate)
             said.append(str(caught.value))
@@ -321,6 +384,6 @@ def test_an_engine_that_fails_says_so_on_all_ranks(pool: RankPool, checkpoints: 
     for words in said:
         assert words.startswith(f"{name} failed after 4 finished steps, asked for responses to rows {rows}")
     few, other, broken = said
-    assert f"it returned {11 if tp_size == 2 else 5} samples of {12 if tp_size == 2 else 6}" in few
+    assert "it has lost 1 of the samples that it was asked for" in few
     assert "the response to another prompt for prompt" in other
     assert "OSError: the driver is gone" in broken

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from megarl.batch import Generation
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
-from megarl.rollout.sampling import Generation
 from tests.support.engines import PROMPTS, check_against_rules, log_probs, start, tear_down, tensors_of, writer
 from tests.support.ranks import RankPool
 from tests.support.tiny import write_checkpoint

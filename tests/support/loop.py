@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
-from megarl.training.interfaces import Review
+from megarl.training.interfaces import Review, Session
 from tests.support.records import answer, prompts
 
 LENGTHS = [3, 1, 2, 2]  # of the responses, two to each of two prompts
@@ -53,9 +53,15 @@ class World:
         yield {"sync/check_probs_diff_mean": step / 100}
         self.diary.calls.append("sleep")
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+    def open(self, *, step: int, keeps_stopped: bool = False) -> Session:
+        raise AssertionError("every step takes one batch here")
+
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+        raise AssertionError("every step takes one batch here")
+
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
         self.diary.calls.append(f"generate {step}")
-        return answer(prompts, LENGTHS, version=step)
+        return answer(prompts, LENGTHS, version=step), {}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         self.diary.calls.append(f"greedy {step}")

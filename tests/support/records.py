@@ -40,7 +40,7 @@ def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollo
         mask=mask,
         rollout_log_probs=-1.0 * mask,
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
-        weight_versions=torch.full((len(lengths),), version),
+        weight_versions=version * mask.to(torch.int32),
     )
 
 

@@ -59,7 +59,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
             tracker = open_records(config, launch, resume_point, last_step=3)
         for number in (resume_point.state.step, 3):
             tracker.log({"val/test_score/gsm8k": 0.25 + number}, step=number)
-            tracker.log_table("val/generations", [{"response": "4"}], step=number)
+            tracker.log_table("val/generations", [{"prompt": "2 2", "response": "4", "score": 1.0}], step=number)
         tracker.close()
 
     def files() -> dict[Path, bytes]:
@@ -71,7 +71,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
     assert "0.25" not in capsys.readouterr().out
     record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
     assert files() == records
-    assert f"validation  gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
+    assert f"validation gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
     record()  # a job that learns does otherwise
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == ([0, 3] if step is None else [1, 1, 3])
     assert files() != records

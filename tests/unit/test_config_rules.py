@@ -122,6 +122,19 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
         ),
         (
+            [f"{ROLLOUT}.partial.enable=true"],
+            "algorithm.rollout_correction.rollout_is",
+            "learns from tokens of older weights, and only this corrects for them: write token",
+        ),
+        (
+            [
+                *("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "algorithm.filter_groups.enable=true"),
+                *(f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"),
+            ],
+            f"{ROLLOUT}.partial.enable",
+            "use one of the two",
+        ),
+        (
             ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=0.5"],
             "algorithm.rollout_correction.rollout_rs_threshold",
             "no ratio lies between 2 and 0.5",

@@ -103,6 +103,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "trainer.log_val_generations=2": ([VAL], [VAL, "trainer.val_before_train=false"]),
     "trainer.val_before_train=true": ([VAL], []),
     f"{ROLLOUT}.val_kwargs.top_p=0.5": ([VAL, f"{ROLLOUT}.val_kwargs.do_sample=true"], [VAL]),
+    f"{ROLLOUT}.partial.max_staleness=2": (
+        [f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"],
+        [],
+    ),
     f"{ROLLOUT}.top_k=5": ([], [f"{ROLLOUT}.do_sample=false"]),
     f"{ROLLOUT}.sync.mismatch_growth=5": ([], [f"{ROLLOUT}.calculate_log_probs=false"]),
     f"{ROLLOUT}.free_cache_engine=false": ([], ["trainer.device=cpu"]),
@@ -124,14 +128,14 @@ ALWAYS = {
     ROLLOUT: """n temperature do_sample response_length prompt_length ignore_eos dtype gpu_memory_utilization
         enforce_eager load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs enable_prefix_caching
         log_prob_micro_batch_size calculate_log_probs seed engine_kwargs sync.bucket_megabytes sync.two_level
-        sync.check_every sync.logprob_warn sync.logprob_stop""",
+        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable""",
     "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
         mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
     "reward_model": "weights enable",
     "custom_reward_function": "path",
     "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
         val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
-        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic
+        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops
         phase_timeout_s max_skipped_updates""",
     f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",
     f"{ACTOR}.megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size

@@ -146,3 +146,9 @@ def test_real_llama_style_directory() -> None:
         assert from_model.encode(text, add_special_tokens=True) == ids
         assert tokenizer.decode(ids) == text
     assert tokenizer.vocab_size == 512
+
+
+def test_a_model_without_a_tokenizer_is_named_without_advice_of_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer: data.tokenizer takes a directory with"):
+        load_tokenizer(str(tmp_path))

@@ -1,13 +1,14 @@
-"""`python -m megarl.plan` as a user calls it: exit codes, the table, and the one JSON object."""
+"""`megarl plan` as a user calls it: exit codes, the table, and the one JSON object."""
 
-import argparse
 import json
 import os
 from pathlib import Path
 
+import click
 import pytest
 
-from megarl.plan import amount, main
+from megarl.cli.kinds import Amount
+from megarl.plan import main
 from tests.support.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # relative to the root of the repository, the directory of pytest
@@ -75,8 +76,9 @@ def test_damaged_weights_are_a_fault_too(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_amounts_have_units() -> None:
-    assert amount("80GB") == 80 * 10**9
-    assert amount("79.5 GiB") == int(79.5 * 2**30)
-    assert amount("45GB/s") == 45 * 10**9
-    with pytest.raises(argparse.ArgumentTypeError, match="units"):
-        amount("80")
+    amount = Amount()
+    assert amount.convert("80GB", None, None) == 80 * 10**9
+    assert amount.convert("79.5 GiB", None, None) == int(79.5 * 2**30)
+    assert amount.convert("45GB/s", None, None) == 45 * 10**9
+    with pytest.raises(click.BadParameter, match="units"):
+        amount.convert("80", None, None)

@@ -175,9 +175,9 @@ TOKEN_COLUMNS = [name for name, column in COLUMNS.items() if pa.types.is_list(co
 
 def kept(directory: Path) -> tuple[Path, pa.Table]:
     """A file with every column and no null value."""
-    record = replace(
-        scored([2, 1, 4, 3]), answers=["7", "", "5", "8"], weight_versions=torch.zeros(4, dtype=torch.int64)
-    )
+    record = scored([2, 1, 4, 3])
+    versions = torch.zeros(record.mask.shape, dtype=torch.int32)
+    record = replace(record, answers=["7", "", "5", "8"], weight_versions=versions)
     write_samples(directory / "step_1.parquet", record, torch.rand(4), step=1)
     return directory / "step_1.parquet", pq.read_table(directory / "step_1.parquet")
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.config import AlgorithmSection, FilterGroupsSection, OverlongBufferSection
-from megarl.batch import Prompts, Rollouts, Scored
+from megarl.batch import Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.config import DataSection
 from megarl.data.order import Position
@@ -24,6 +24,7 @@ from megarl.rewards.scoring import RewardError
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
 from tests.support.sentencepieces import train_sentencepiece
+from tests.support.sessions import HandSession, answered
 
 NUM_SAMPLES = 2
 Says = Callable[[int, int], tuple[float, float]]  # (row, batch of the step) -> the scores of the two samples
@@ -55,7 +56,8 @@ class World:
         self.says, self.accuracies = says, accuracies or says
         self.odd_baselines: list[int] = []  # rows
         self.calls: list[str] = []
-        self.batch = 0
+        self.wait: Callable[[int], int] = lambda number: 1  # exchanges until the group of that number is complete
+        self.paid = 0
         self.clock = 0.0  # seconds: waking takes 100, generating 10, scoring 1
 
     @contextmanager
@@ -65,13 +67,31 @@ class World:
         yield {"sync/check_probs_diff_mean": 0.5}
         self.calls.append("sleep")
 
-    def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+        numbers = range(batch * NUM_SAMPLES, (batch + 1) * NUM_SAMPLES)
+        return [Group.new(prompt, numbers, begun=step) for prompt in prompts.prompts]
+
+    def open(self, *, step: int, keeps_stopped: bool = False) -> HandSession:
+        self.session = HandSession(self.answer, self.wait)
+        return self.session
+
+    def answer(self, group: Group) -> Group:
+        """Complete a group; the first of an exchange pays for it."""
+        if self.session.num_exchanges > self.paid:
+            self.calls.append("generate")
+            self.clock += 10.0
+            self.paid = self.session.num_exchanges
+        return answered(group, lambda number: self.tokens(group.prompt.index, *divmod(number, NUM_SAMPLES)))
+
+    def tokens(self, row: int, batch: int, sample: int) -> list[int]:
+        return [100 * batch + 10 * row + sample] * (batch + 1)
+
+    def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, dict[str, float]]:
         rows = [prompt.index for prompt in prompts.prompts]
         self.calls.append(f"generate {rows}")
         self.clock += 10.0
-        self.batch = batch
-        tokens = [[100 * batch + 10 * row + sample] * (batch + 1) for row in rows for sample in range(NUM_SAMPLES)]
-        return self._rollouts(prompts, tokens, NUM_SAMPLES)
+        tokens = [self.tokens(row, 0, sample) for row in rows for sample in range(NUM_SAMPLES)]
+        return self._rollouts(prompts, tokens, NUM_SAMPLES), {"rollout/occupancy": 0.5}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         rows = [prompt.index for prompt in prompts.prompts]
@@ -85,8 +105,15 @@ class World:
         self.calls.append("score")
         self.clock += 1.0
         num_samples = len(rollouts) // len(rollouts.prompts)
+        rows = [rollouts.prompt_of(sample).index for sample in range(len(rollouts))]
+        batches = [max(0, int(tokens[0]) // 100) for tokens in rollouts.responses]
         scored: dict[str, Any] = {
-            name: torch.tensor([score for prompt in rollouts.prompts for score in says(prompt.index, self.batch)])
+            name: torch.tensor(
+                [
+                    says(row, batch)[sample % NUM_SAMPLES]
+                    for sample, (row, batch) in enumerate(zip(rows, batches, strict=True))
+                ]
+            )
             for name, says in (("scores", self.says), ("accuracies", self.accuracies))
         }
         if num_samples == 1:
@@ -96,7 +123,7 @@ class World:
             scored = dict.fromkeys(scored, torch.tensor(baselines))
         texts = [str(rollouts.response_ids(sample)[0]) for sample in range(len(rollouts))]
         scored["failures"] = [f"{score} is odd" if math.isnan(score) else None for score in scored["scores"].tolist()]
-        metrics = {"reward/error_rate": 1.0 - self.batch, "reward/slowest_s": 7.0 - self.batch}
+        metrics = {"reward/error_rate": 1.0 - batches[0], "reward/slowest_s": 7.0 - batches[0]}
         return rollouts.extend(Scored, texts=texts, **scored), metrics
 
     @staticmethod
@@ -140,13 +167,15 @@ def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(fi
         "reward/error_rate": 1.0,
         "reward/slowest_s": 7.0,
         "sync/check_probs_diff_mean": 0.5,
+        "rollout/occupancy": 0.5,
     }
 
 
 def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStream) -> None:
     world = World(right_and_wrong(0, 3))
     collected = collector(five, world).collect(Position(), Timers(), step=7)
-    assert world.calls == ["wake 7", "generate [0, 1]", "score", "generate [2, 3]", "score", "sleep"]
+    assert world.calls == ["wake 7", "generate", "score", "generate", "score", "sleep"]
+    assert world.session.added == [[0, 1], [2, 3]]
     scored = collected.scored
     assert rows(collected) == [0, 3]
     assert scored.groups.tolist() == [0, 0, 1, 1]
@@ -166,7 +195,29 @@ def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStre
         "reward/error_rate": 0.5,
         "reward/slowest_s": 7.0,
         "sync/check_probs_diff_mean": 0.5,
+        "rollout/occupancy": 0.75,
     }
+
+
+def test_a_group_without_differences_makes_room_while_others_are_drawn(five: PromptStream) -> None:
+    """Row 1 is slow. Row 0 teaches nothing, so row 2 begins before row 1 is complete; both are learnt.
+
+    After rows 0 and 2 half of the prompts differed, so two are expected to give the one that is missing.
+    """
+    world = World(right_and_wrong(1, 2))
+    world.wait = {0: 1, 1: 6, 2: 1, 3: 1}.__getitem__
+    collected = collector(five, world).collect(Position(), Timers(), step=0)
+    assert rows(collected) == [1, 2]
+    assert world.session.added == [[0, 1], [2], [3]]
+    assert world.session.num_exchanges == 6
+
+
+def test_a_slow_prompt_is_not_replaced_by_a_faster_one(five: PromptStream) -> None:
+    """Rows 1 and 2 differ before row 0 is complete: the step waits for row 0, and what it learns is not faster."""
+    world = World(right_and_wrong(0, 1, 2, 3))
+    world.wait = {0: 9, 1: 1, 2: 1, 3: 1}.__getitem__
+    assert rows(collector(five, world).collect(Position(), Timers(), step=0)) == [0, 1]
+    assert world.session.num_exchanges == 9
 
 
 def test_of_too_many_groups_the_first_are_kept(five: PromptStream) -> None:
@@ -243,11 +294,8 @@ def test_a_long_answer_tells_apart_only_where_the_metric_has_the_penalty(
     five: PromptStream, metric: str, found: bool
 ) -> None:
     class Lengths(World):
-        def generate(self, prompts: Prompts, *, step: int, batch: int = 0) -> Rollouts:
-            rollouts = super().generate(prompts, step=step, batch=1)
-            mask = rollouts.mask.clone()
-            mask[::2, 1:] = False  # one response to each prompt has one token, the other two
-            return replace(rollouts, mask=mask)
+        def tokens(self, row: int, batch: int, sample: int) -> list[int]:
+            return [10 * row + sample] * (sample + 1)
 
     buffer = OverlongBufferSection(enable=True, len=1, max_resp_len=2)
     collecting = collector(

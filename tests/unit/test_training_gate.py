@@ -15,16 +15,18 @@ from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
-from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, MismatchError, Verdict
+from megarl.training.gate import FREE_TOKENS, LEAST, WINDOW, Gate, MismatchError, Verdict, require_version
 from tests.support.ranks import world_of_one
 from tests.support.records import answer, prompts
 
 BFLOAT16, FLOAT32 = Limits.of(SyncSection(), "bfloat16", "float32"), Limits.of(SyncSection(), "float32", "float32")
 HEALTHY = {"bfloat16": (0.032, BFLOAT16), "float32": (2e-6, FLOAT32)}  # the usual d, root mean square
 
+STEP = 4
+
 
 def samples(num: int = 40, length: int = 24) -> Rollouts:
-    return answer(prompts([4] * (num // 2)), [length] * num)
+    return answer(prompts([4] * (num // 2)), [length] * num, version=STEP)
 
 
 def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
@@ -35,7 +37,7 @@ def noise(rollouts: Rollouts, scale: float, *, seed: int = 0) -> Tensor:
 
 
 def judge(rollouts: Rollouts, log_probs: Tensor, limits: Limits = BFLOAT16, *, healthy: tuple[float, ...]) -> Verdict:
-    return Gate(limits=limits).judge(rollouts, log_probs, healthy, step=4)
+    return Gate(limits=limits).judge(rollouts, log_probs, healthy, step=STEP)
 
 
 def test_the_mismatch_of_a_token_is_half_its_squared_distance_and_bounded() -> None:
@@ -105,6 +107,36 @@ def test_what_is_not_finite_is_left_to_the_updates_that_are_skipped() -> None:
     verdict = judge(rollouts, torch.full(rollouts.mask.shape, float("nan")), healthy=(1e-3,))
     assert len(verdict.rows) == len(rollouts)
     assert verdict.healthy == (1e-3,)
+
+
+def test_tokens_of_older_weights_are_not_compared() -> None:
+    """The actor has moved away from the weights that drew the first half of each response."""
+    rollouts = samples()
+    versions = rollouts.weight_versions
+    assert versions is not None
+    versions[:, :12] = STEP - 2
+    moved = noise(rollouts, 0.032)
+    moved[:, :12] += 3.0
+    verdict = judge(rollouts, moved, healthy=())
+    assert len(verdict.rows) == len(rollouts)
+    assert verdict.healthy[0] == pytest.approx(0.032**2 / 2, rel=0.2)
+    moved[:, 12:] += 3.0
+    with pytest.raises(MismatchError, match="the engine did not draw the samples of step 5"):
+        judge(rollouts, moved, healthy=())
+
+
+def test_a_token_is_of_known_weights_or_nothing_learns_from_it() -> None:
+    rollouts = samples()
+    require_version(rollouts, step=STEP)
+    versions = rollouts.weight_versions
+    assert versions is not None
+    versions[3, 5], versions[9, 0] = STEP - 1, STEP - 2
+    require_version(rollouts, step=STEP, max_staleness=2)
+    with pytest.raises(MismatchError, match=r"the engine drew rows 4 of the data with those after 2: the sync"):
+        require_version(rollouts, step=STEP, max_staleness=1)
+    versions[0, 0] = STEP + 1
+    with pytest.raises(MismatchError, match=r"the engine drew rows 0 of the data with those after 5"):
+        require_version(rollouts, step=STEP, max_staleness=2)
 
 
 def test_the_first_iterations_are_the_measure_of_the_others_after_a_resume_too(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The promise of the learner's inputs: the parts of a mini-batch add up to the whole, in loss, metrics and gradient."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import get_args, get_type_hints
 
@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms.config import PolicyLossSection
+from megarl.algorithms.config import AlgorithmSection, PolicyLossSection, RolloutCorrectionSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Marked, Prompt
+from megarl.batch import Experience, Marked, Prompt, Scored
 from megarl.config.policy import ActorSection, CriticSection
+from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
 
 NUM_SAMPLES, NUM_TOKENS = 6, 5
@@ -89,7 +90,29 @@ def prepared(name: str, mode: str, whole: Experience) -> Experience:
 @pytest.mark.parametrize("name", NAMES)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
 def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int]) -> None:
-    whole, x = prepared(name, mode, experience()), outputs().requires_grad_()
+    check_split(name, mode, prepared(name, mode, experience()), owners)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
+def test_tokens_of_older_weights_show_in_no_split(mode: str, owners: list[int]) -> None:
+    """Their weights come from the complete batch, before it is divided."""
+    whole = experience()
+    assert whole.old_log_probs is not None
+    drift = 0.7 * torch.randn(whole.mask.shape, generator=torch.Generator().manual_seed(2))
+    drift[:, 2:] = 0.0  # only the first tokens are of older weights
+    stale = Scored(**{field.name: getattr(whole, field.name) for field in fields(Scored)})
+    stale = replace(stale, rollout_log_probs=(whole.old_log_probs + drift) * whole.mask)
+    correction = RolloutCorrectionSection(rollout_is="token")
+    algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=correction)
+    corrected, _ = estimate(stale, whole.old_log_probs, None, None, algorithm=algorithm, kl_coef=None)
+    assert (corrected.weights[whole.mask] != 1.0).any()
+    check_split("vanilla", mode, replace(whole, weights=corrected.weights), owners)
+
+
+def check_split(name: str, mode: str, whole: Experience, owners: list[int]) -> None:
+    """Compare loss and gradient of a batch with the sums over the samples of three owners."""
+    x = outputs().requires_grad_()
     totals = Totals.of(whole.mask)
     loss, metrics = contribution(name, x, whole, totals, mode)
     (gradient,) = torch.autograd.grad(loss, x)

@@ -3,7 +3,6 @@
 Importing this package does not import vLLM. Invariant: nothing here changes what vLLM means to compute.
 """
 
-from megarl.rollout.patches.generation import outputs_told
 from megarl.rollout.patches.process import (
     prepare_environment,
     random_state_kept,
@@ -16,7 +15,6 @@ from megarl.rollout.patches.shared_memory import name_channels, name_message_que
 __all__ = [
     "name_channels",
     "name_message_queues",
-    "outputs_told",
     "prepare_environment",
     "random_state_kept",
     "rotate_heads_correctly",

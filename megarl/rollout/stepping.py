@@ -1,0 +1,56 @@
+"""vLLM's engine, stepped by hand: requests are added and stopped between two of its steps.
+
+All ranks of a replica execute the same steps in lockstep, so they must add and stop the same requests between the same
+steps. Each rank decides alone: a decision follows from tokens, which are the same on all ranks of a replica, and from
+counted steps, never from a clock. So no decision needs a message.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+
+class Stepper:
+    """The requests of one vLLM engine."""
+
+    def __init__(self, engine: Any) -> None:
+        """Take a `vllm.LLMEngine` without requests."""
+        self._engine, self._names = engine, count()
+        self._latest = dict[str, Any]()  # by the name of a running request: its last output, or None
+
+    def add(self, token_ids: Sequence[int], params: Any) -> str:
+        """Add a request before the next step, and return its name."""
+        from vllm.inputs import tokens_input
+
+        name = str(next(self._names))
+        self._engine.add_request(name, tokens_input(list(token_ids)), params)
+        self._latest[name] = None
+        return name
+
+    def step(self) -> list[Any]:
+        """Draw the next token of every request that has room, and return the outputs of finished requests.
+
+        Raises:
+            RuntimeError: vLLM has no requests left, but some never finished.
+        """
+        if not self._engine.has_unfinished_requests():
+            lost, self._latest = len(self._latest), {}
+            raise RuntimeError(f"it has lost {lost} of the samples that it was asked for")
+        outputs = self._engine.step()
+        for output in outputs:
+            self._latest[output.request_id] = output
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            del self._latest[output.request_id]
+        return finished
+
+    def stop(self) -> dict[str, Any]:
+        """Stop all requests. Return the last output of each by its name.
+
+        The output is None if the request has no token, or if its parameters ask for the final output alone.
+        """
+        stopped, self._latest = self._latest, {}
+        self._engine.abort_request(list(stopped))
+        if stopped:
+            self._engine.step()  # in which vLLM forgets them: until then their memory is taken
+        return stopped

@@ -1,0 +1,151 @@
+"""Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2): the first prompts whose responses differ in reward.
+
+The engine is refilled while it runs: a prompt whose responses are alike makes room for the next prompt of the data. The
+step learns from the first prompts in the order of the data, and waits for the slow ones among them: what it learns from
+depends neither on the speed of a replica nor on how long a response is. Prompts are counted in batches of the size that
+a step learns from; the next step begins after the last batch that this step needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.config import FilterGroupsSection
+from megarl.algorithms.shaping import scores_differ
+from megarl.batch import Group, Scored, join
+from megarl.data.order import Position
+from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
+
+Judgement = Callable[[list[Group]], Scored]
+Measure = Callable[[Scored], Tensor]
+"""The `[B]` numbers in which the responses to a prompt must differ."""
+
+
+@dataclass
+class Verdicts:
+    """The prompts that were judged, by their numbers in the order of the data."""
+
+    wanted: int
+    differing: dict[int, Scored] = field(default_factory=dict)  # one prompt each
+    alike: set[int] = field(default_factory=set)
+    scores: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_judged(self) -> int:
+        """The number of prompts that were judged."""
+        return len(self.differing) + len(self.alike)
+
+    def chosen(self) -> list[int] | None:
+        """Return the numbers of the first prompts that differ; None if further verdicts may change them."""
+        first = sorted(self.differing)[: self.wanted]
+        if len(first) < self.wanted:
+            return None
+        is_settled = all(number in self.differing or number in self.alike for number in range(first[-1]))
+        return first if is_settled else None
+
+    def num_expected(self) -> int:
+        """Return how many further prompts should be enough, by the share that differed so far; at most `wanted`."""
+        missing = max(0, self.wanted - len(self.differing))
+        if not self.num_judged:
+            return missing
+        return min(self.wanted, ceil(missing * self.num_judged / max(1, len(self.differing))))
+
+    def note(self, numbers: list[int], scored: Scored, measure: Measure) -> None:
+        """Remember the prompts `numbers`, whose samples are `scored`."""
+        judged = scored.select(scored.judged().nonzero()[:, 0])
+        differing = set(judged.groups[scores_differ(measure(judged), judged.groups)].tolist())
+        self.scores.append(judged.scores)
+        self.differing |= {numbers[place]: scored.of_prompts([place]) for place in differing}
+        self.alike |= {number for place, number in enumerate(numbers) if place not in differing}
+
+
+class Queue:
+    """The prompts that a step may draw, in batches in the order of the data."""
+
+    def __init__(self, prompts: PromptSource, sampler: Sampler, position: Position, *, step: int) -> None:
+        self._prompts, self._sampler, self._step = prompts, sampler, step
+        self._next, self._waiting = 0, list[Group]()
+        self.positions = [position]  # before each batch, and after the last
+        self.refill()
+        self.batch_size = len(self._waiting)
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches so far."""
+        return len(self.positions) - 1
+
+    def refill(self) -> None:
+        """Take another batch of prompts. A prompt that comes again in this step gets other samples."""
+        prompts, position = self._prompts.take(self.positions[-1])
+        self._waiting += self._sampler.groups(prompts, step=self._step, batch=self.num_batches)
+        self.positions.append(position)
+
+    def take(self, count: int) -> dict[int, Group]:
+        """Return the next groups, by number: at most `count`, and no more than there are."""
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        numbers = range(self._next, self._next + len(taken))
+        self._next = numbers.stop
+        return dict(zip(numbers, taken, strict=True))
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of prompts that no engine draws yet."""
+        return len(self._waiting)
+
+
+def draw_differing(
+    session: Session, queue: Queue, judge: Judgement, measure: Measure, section: FilterGroupsSection
+) -> tuple[Scored, Position, Metrics]:
+    """Return a batch of prompts whose responses differ, the position after the last batch it needed, and metrics.
+
+    Groups are judged one exchange after they became complete, so that rewards are computed while the engine runs.
+
+    Raises:
+        ValueError: on all ranks alike, if this needs more batches than `section` allows, or no prompt differs.
+    """
+    verdicts, unjudged = Verdicts(wanted=queue.batch_size), dict[int, Group]()
+    while (chosen := verdicts.chosen()) is None:
+        in_flight = session.num_open + len(unjudged)
+        if missing := max(0, verdicts.num_expected() - in_flight):
+            may_refill = _may_refill(queue, verdicts, section)
+            if missing > queue.num_waiting and may_refill:
+                queue.refill()
+            elif not (queue.num_waiting or in_flight or may_refill):
+                raise ValueError(_not_enough(verdicts, queue.num_batches, section))
+            session.add(queue.take(missing))
+        complete = session.advance()
+        judged, unjudged = (unjudged, complete) if session.num_open else (unjudged | complete, {})
+        if judged:
+            verdicts.note(list(judged), judge(list(judged.values())), measure)
+    session.stop()
+    num_batches = chosen[-1] // verdicts.wanted + 1
+    metrics = _metrics(verdicts, num_batches) | {"rollout/occupancy": session.occupancy()}
+    return join([verdicts.differing[number] for number in chosen]), queue.positions[num_batches], metrics
+
+
+def _may_refill(queue: Queue, verdicts: Verdicts, section: FilterGroupsSection) -> bool:
+    """Return whether another batch may be taken: below the limit, and not after an epoch without a prompt."""
+    fruitless = not verdicts.differing and queue.positions[-1].epoch > queue.positions[0].epoch + 1
+    return queue.num_batches != section.max_num_gen_batches and not fruitless
+
+
+def _metrics(verdicts: Verdicts, num_batches: int) -> Metrics:
+    return {
+        "train/num_gen_batches": float(num_batches),
+        "train/num_groups_kept": float(verdicts.wanted),
+        "train/num_groups_alike": float(len(verdicts.alike)),
+        "train/num_groups_surplus": float(len(verdicts.differing) - verdicts.wanted),
+        "train/sampled_score/mean": float(torch.cat(verdicts.scores).mean()),
+    }
+
+
+def _not_enough(verdicts: Verdicts, num_batches: int, section: FilterGroupsSection) -> str:
+    return (
+        f"algorithm.filter_groups found only {len(verdicts.differing)} of {verdicts.wanted} prompts whose responses "
+        f"differ in {section.metric}, in {num_batches} batches (max_num_gen_batches={section.max_num_gen_batches}): "
+        "the others are too easy or too hard for this actor. Choose other prompts, raise actor_rollout_ref.rollout.n "
+        "or max_num_gen_batches (0 = no limit), or lower data.train_batch_size"
+    )

@@ -1,0 +1,105 @@
+"""Partial rollouts: a step ends before its slowest responses do, and these continue under the weights of later steps.
+
+The engine draws more groups than a step learns from. The step ends at the first exchange that finds a full batch
+of complete groups, and learns from the oldest of them. The others keep their tokens, and each token keeps its
+log-probability and the version of the weights that drew it. In the next step their tokens are given to the engine as a
+part of the prompt, so that no key of older weights is read.
+
+A step waits for every group that would otherwise become older than `max_staleness` steps. So nothing is drawn in vain,
+and long responses are learnt from as often as short ones. No more than `wanted / stop_when - wanted` groups outlive a
+step. These are at most `wanted` if `stop_when` is at least one half, so that a step can learn from all groups that it
+waited for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from megarl.batch import Group, Rollouts
+from megarl.data.order import Position
+from megarl.rollout.config import PartialSection
+from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """How many groups a step draws and learns from, and how old their tokens may be."""
+
+    wanted: int
+    section: PartialSection
+
+    @property
+    def num_drawn(self) -> int:
+        """The number of groups that the engine draws at once."""
+        return ceil(self.wanted / self.section.stop_when)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The groups of a step: those to learn from, and those that continue."""
+
+    chosen: list[Group]
+    carried: tuple[Group, ...]
+    position: Position  # of the next step in the data
+    metrics: Metrics
+
+
+def draw_enough(
+    partial: Partial,
+    prompts: PromptSource,
+    sampler: Sampler,
+    carried: Sequence[Group],
+    position: Position,
+    *,
+    step: int,
+) -> Drawn:
+    """Continue the `carried` groups and begin others, until enough are complete."""
+    groups, num_wasted = _renewed(carried, step=step, max_staleness=partial.section.max_staleness)
+    if (missing := partial.num_drawn - len(groups)) > 0:
+        fresh, position = prompts.take(position, missing)
+        groups += sampler.groups(fresh, step=step)
+    recomputed = sum(len(sample.token_ids) for group in groups for sample in group.samples if not sample.complete)
+    session = sampler.open(step=step, keeps_stopped=True)
+    chosen, rest = _draw(session, groups, partial, step=step)
+    metrics = {
+        "rollout/occupancy": session.occupancy(),
+        "rollout/carried_share": len(rest) / len(groups),
+        "rollout/recomputed_tokens": float(recomputed),
+        "rollout/wasted_tokens": float(num_wasted),
+    }
+    return Drawn(chosen=chosen, carried=tuple(rest), position=position, metrics=metrics)
+
+
+def staleness(rollouts: Rollouts, *, step: int) -> Metrics:
+    """Measure the steps that finished between the weights of each response token and this step."""
+    assert rollouts.weight_versions is not None, "samples that an engine drew"
+    ages = (step - rollouts.weight_versions)[rollouts.mask].to(torch.float64)
+    return {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+
+
+def _renewed(carried: Sequence[Group], *, step: int, max_staleness: int) -> tuple[list[Group], int]:
+    """Begin groups that are too old anew. Return all groups, and the number of tokens that are lost.
+
+    No group becomes too old in a run; a run that is resumed with smaller limits may have such groups.
+    """
+    too_old = [step - group.begun > max_staleness for group in carried]
+    num_lost = sum(group.num_tokens for group, is_old in zip(carried, too_old, strict=True) if is_old)
+    return [
+        Group.new(group.prompt, [sample.sample for sample in group.samples], begun=step) if is_old else group
+        for group, is_old in zip(carried, too_old, strict=True)
+    ], num_lost
+
+
+def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], list[Group]]:
+    """Draw until enough groups are complete. Return those to learn from and the others, each in their order."""
+    complete = {number: group for number, group in enumerate(groups) if group.is_complete}
+    late = {number for number, group in enumerate(groups) if step - group.begun >= partial.section.max_staleness}
+    session.add({number: group for number, group in enumerate(groups) if number not in complete})
+    while len(complete) < partial.wanted or not late <= complete.keys():
+        complete |= session.advance()
+    everything = complete | session.stop()
+    chosen = sorted(complete)[: partial.wanted]
+    rest = sorted(everything.keys() - set(chosen))
+    return [everything[number] for number in chosen], [everything[number] for number in rest]

@@ -1,0 +1,186 @@
+"""Partial rollouts by hand: what a step learns from, what continues, how old its tokens are, and what a file keeps."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.batch import Generation, Group, Prompt, Prompts
+from megarl.data.order import Position
+from megarl.platform.small_files import Damage
+from megarl.rollout.config import PartialSection
+from megarl.rollout.responses import of_groups
+from megarl.training.carried import read, to_bytes
+from megarl.training.partial import Drawn, Partial, draw_enough, staleness
+
+NUM_SAMPLES = 2
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt(index=row, token_ids=[row, row + 1], text="", data_source="", ground_truth=None, extra_info={})
+
+
+class World:
+    """Endless prompts, and an engine that draws a token of every open sample between two exchanges.
+
+    The responses to row `r` have `length_of(r)` tokens: `100 r`, `100 r + 1`, ...
+    """
+
+    def __init__(self, length_of: Callable[[int], int]) -> None:
+        self.length_of, self.step, self.num_exchanges = length_of, 0, 0
+        self._open = dict[int, Group]()
+
+    def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
+        assert count is not None
+        rows = range(position.offset, position.offset + count)
+        return Prompts(prompts=[prompt(row) for row in rows]), Position(0, rows.stop)
+
+    def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
+        return [Group.new(each, range(NUM_SAMPLES), begun=step) for each in prompts.prompts]
+
+    def open(self, *, step: int, keeps_stopped: bool = False) -> "World":
+        assert keeps_stopped
+        assert not self._open, "the engine stopped everything before it went to sleep"
+        self.step, self.num_exchanges = step, 0
+        return self
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def add(self, groups: dict[int, Group]) -> None:
+        assert all(not group.is_complete for group in groups.values())
+        self._open |= groups
+
+    def advance(self) -> dict[int, Group]:
+        assert self._open, "there is nothing to wait for"
+        self.num_exchanges += 1
+        self._open = {number: self._longer(group) for number, group in self._open.items()}
+        complete = {number: group for number, group in self._open.items() if group.is_complete}
+        self._open = {number: group for number, group in self._open.items() if number not in complete}
+        return complete
+
+    def stop(self) -> dict[int, Group]:
+        stopped, self._open = self._open, {}
+        return stopped
+
+    def occupancy(self) -> float:
+        return 0.5
+
+    def _longer(self, group: Group) -> Group:
+        row = group.prompt.index
+
+        def longer(sample: Generation) -> Generation:
+            number = len(sample.token_ids)
+            drawn = Generation(0, [100 * row + number], [-1.0], truncated=False, weight_versions=[self.step])
+            return replace(sample.then(drawn), complete=number + 1 == self.length_of(row))
+
+        return replace(group, samples=tuple(map(longer, group.samples)))
+
+
+def run(world: World, steps: int, *, wanted: int, **section: float) -> list[tuple[Drawn, int]]:
+    """Return what each step draws, and how many exchanges it took."""
+    partial = Partial(wanted=wanted, section=PartialSection(enable=True, **section))  # type: ignore[arg-type]
+    found, carried, position = list[tuple[Drawn, int]](), tuple[Group, ...](), Position()
+    for step in range(steps):
+        drawn = draw_enough(partial, world, world, carried, position, step=step)  # type: ignore[arg-type]
+        carried, position = drawn.carried, drawn.position
+        found.append((drawn, world.num_exchanges))
+    return found
+
+
+def rows(groups: Sequence[Group]) -> list[int]:
+    return [group.prompt.index for group in groups]
+
+
+def test_three_steps_by_hand() -> None:
+    """Four prompts are drawn and two are learnt. Row 1 takes 5 exchanges, row 3 takes 9, row 2 two, and others one."""
+    world = World(lambda row: {1: 5, 2: 2, 3: 9}.get(row, 1))
+    found = run(world, 4, wanted=2, stop_when=0.5, max_staleness=2)
+    assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 2], [4, 5], [1, 3], [6, 7]]
+    assert [rows(drawn.carried) for drawn, _ in found] == [[1, 3], [1, 3], [6, 7], [8, 9]]
+    assert [num_exchanges for _, num_exchanges in found] == [2, 1, 6, 0]  # step 2 waits; 6 and 7 are then complete
+    assert [drawn.position.offset for drawn, _ in found] == [4, 6, 8, 10]
+    assert [drawn.metrics["rollout/carried_share"] for drawn, _ in found] == [0.5] * 4
+    assert [drawn.metrics["rollout/recomputed_tokens"] for drawn, _ in found] == [0.0, 8.0, 12.0, 0.0]
+
+    one, three = found[2][0].chosen
+    assert one.samples[0].token_ids == [100, 101, 102, 103, 104]
+    assert one.samples[0].weight_versions == [0, 0, 1, 2, 2]
+    assert three.samples[1].weight_versions == [0, 0, 1, 2, 2, 2, 2, 2, 2]
+    assert three.samples[1].log_probs == [-1.0] * 9
+    ages = staleness(of_groups([one, three]), step=2)
+    assert ages == {"rollout/staleness/mean": pytest.approx(10 / 14), "rollout/staleness/max": 2.0}
+
+
+@pytest.mark.parametrize("stop_when", [0.5, 0.7, 0.8])
+def test_every_prompt_is_learnt_once_and_never_too_late(stop_when: float) -> None:
+    draw = random.Random(3)
+    lengths = [draw.choice([1, 2, 3, 3, 4, 30]) for _ in range(1000)]
+    found = run(World(lengths.__getitem__), 40, wanted=5, stop_when=stop_when, max_staleness=3)
+    learnt = [row for drawn, _ in found for row in rows(drawn.chosen)]
+    assert all(len(drawn.chosen) == 5 for drawn, _ in found)
+    assert len(learnt) == len({*learnt})
+    last, _ = found[-1]
+    assert {*learnt} | {*rows(last.carried)} == {*range(last.position.offset)}, "no prompt is lost"
+    ages = [
+        staleness(of_groups(drawn.chosen), step=step)["rollout/staleness/max"] for step, (drawn, _) in enumerate(found)
+    ]
+    assert max(ages) == 3.0
+    assert sum(drawn.metrics["rollout/wasted_tokens"] for drawn, _ in found) == 0.0
+    assert all(
+        lengths[group.prompt.index] == len(group.samples[0].token_ids) for drawn, _ in found for group in drawn.chosen
+    )
+
+
+def test_a_step_that_ends_with_all_its_prompts_leaves_nothing() -> None:
+    found = run(World(lambda row: 1 + row % 7), 3, wanted=4, stop_when=1.0, max_staleness=1)
+    assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert all(drawn.carried == () for drawn, _ in found)
+
+
+def test_groups_that_are_too_old_for_a_smaller_limit_begin_anew() -> None:
+    world = World(lambda row: 6)
+    partial = Partial(wanted=1, section=PartialSection(enable=True, stop_when=0.5, max_staleness=1))
+    tokens = Generation(0, [7, 8], [-1.0, -2.0], truncated=False, weight_versions=[1, 1], sample=0, complete=False)
+    old = Group(prompt=prompt(50), samples=(tokens, replace(tokens, sample=1)), begun=1)
+    drawn = draw_enough(partial, world, world, [old], Position(), step=4)  # type: ignore[arg-type]
+    [group] = drawn.chosen
+    assert (group.prompt.index, group.begun) == (50, 4)
+    assert group.samples[1].weight_versions == [4] * 6
+    assert group.samples[1].sample == 1
+    assert drawn.metrics["rollout/wasted_tokens"] == 4.0
+
+
+def carried_groups() -> tuple[Group, ...]:
+    found = run(World(lambda row: {1: 5, 3: 9}.get(row, 2)), 2, wanted=2, stop_when=0.5, max_staleness=2)
+    groups = found[-1][0].carried
+    unknown = replace(groups[0].samples[0], log_probs=None)
+    return (*groups, replace(groups[0], samples=(unknown,)))
+
+
+def test_a_file_keeps_every_group(tmp_path: Path) -> None:
+    groups = carried_groups()
+    assert any(sample.token_ids for group in groups for sample in group.samples)
+    (tmp_path / "carried.parquet").write_bytes(to_bytes(groups))
+    assert read(tmp_path / "carried.parquet", prompt_of=prompt) == groups
+
+
+def test_other_data_and_damage_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "carried.parquet"
+    file.write_bytes(to_bytes(carried_groups()))
+
+    def longer(row: int) -> Prompt:
+        return replace(prompt(row), token_ids=[1, 2, 3])
+
+    def gone(row: int) -> Prompt:
+        raise IndexError(row)
+
+    for other in (longer, gone):
+        with pytest.raises(ValueError, match=r"responses to row 1 of data\.train_files.*partial\.enable=false"):
+            read(file, prompt_of=other)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(Damage, match="cannot be read as unfinished samples"):
+        read(file, prompt_of=prompt)
