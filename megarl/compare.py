@@ -5,24 +5,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.cli.command import parse
 from megarl.cli.commands import COMPARE
 from megarl.config.unread import shown
 from megarl.platform.secrets import guard_output, redact
+from megarl.report.read import Run, read_run
 from megarl.section import flatten
-from megarl.tracking.history import read_history
-from megarl.tracking.lines import Row
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, VALIDATION
 
 HEADLINES = (REWARD, *(f"{prefix}*" for prefix in VALIDATION), *LEARNT, *KL, "response_length/mean")
@@ -60,18 +56,16 @@ class Summary:
 
     @classmethod
     def read(cls, run_dir: Path, patterns: Sequence[str]) -> "Summary":
-        """Read a run's directory. Raises ValueError if it has no configuration."""
-        if not (run_dir / CONFIG_FILE).is_file():
-            raise ValueError(f"{run_dir} has no {CONFIG_FILE}: name the directory of a run (trainer.default_local_dir)")
-        rows = read_history(run_dir, partial(_is_wanted, (*patterns, STEP_SECONDS)))
-        seconds = [row[STEP_SECONDS] for row in rows if STEP_SECONDS in row]
+        """Read a run's directory. Raises ValueError if it has no metrics."""
+        run = read_run(run_dir)
+        seconds = [value for _, value in run.points(STEP_SECONDS)]
         return cls(
             name=str(run_dir),
-            steps=max((row["step"] for row in rows), default=0),
+            steps=run.last_step,
             seconds=sum(seconds),
             seconds_per_step=median(seconds) if seconds else None,
-            metrics=_series(rows, patterns),
-            config=dict(flatten(yaml.safe_load((run_dir / CONFIG_FILE).read_text()))),
+            metrics=_series(run, patterns),
+            config=dict(flatten(run.config)),
         )
 
 
@@ -124,13 +118,9 @@ def _cell(series: Series | None) -> str:
     return f"{series.first:.4g} -> {series.last:.4g} ({series.best:.4g} at {series.best_step})"
 
 
-def _series(rows: Sequence[Row], patterns: Sequence[str]) -> dict[str, Series]:
-    points: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "time") and _is_wanted(patterns, name):
-                points.setdefault(name, []).append((row["step"], value))
-    return {name: Series.of(name, found) for name, found in points.items()}
+def _series(run: Run, patterns: Sequence[str]) -> dict[str, Series]:
+    points = {name: run.points(name) for name in run.names() if _is_wanted(patterns, name)}
+    return {name: Series.of(name, found) for name, found in points.items() if found}
 
 
 def _is_wanted(patterns: Sequence[str], name: str) -> bool:

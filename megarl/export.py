@@ -82,10 +82,10 @@ def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
     """
     from megarl.checkpoint.card import CARD_FILE, card, loading
     from megarl.checkpoint.contents import Contents
-    from megarl.tracking.history import read_history
+    from megarl.report.read import read_curves
 
     contents = Contents.read(checkpoint)
-    text = card(contents, read_history(checkpoint.resolve().parent), out, scores=scores)
+    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores)
     write_whole(out / CARD_FILE, text.encode())
     files = [path for path in out.iterdir() if path.is_file()]
     num_bytes = sum(path.stat().st_size for path in files)

@@ -275,8 +275,8 @@ NEW = Command(
     ),
     module="megarl.new.__main__",
     section=STARTS,
-    text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page with "
-    "the commands that make its data, plan, train and export.",
+    text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page "
+    "with the commands that make its data, plan, train and export.",
     example="megarl new boxes\nmegarl new stories --task countdown --model models/mine",
 )
 

@@ -1,7 +1,7 @@
 """The device that this process works with: CUDA or the CPU.
 
-A command decides it once, before anything asks. All code that depends on the device asks here, and nothing asks torch: torch
-also sees the devices of a host whose run is configured for the CPU.
+A command decides it once, before anything asks. All code that depends on the device asks here, and nothing asks torch:
+torch also sees the devices of a host whose run is configured for the CPU.
 """
 
 import os

@@ -1,36 +1,71 @@
-"""The metrics that a run has recorded, read from the files of its directory."""
+"""`history.jsonl` in the run's directory: a line when a process begins or ends its part of a run."""
 
-from collections.abc import Callable
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from getpass import getuser
 from pathlib import Path
+from typing import Any
 
-from megarl.tracking.jsonl import METRICS_FILE, read_jsonl
-from megarl.tracking.lines import Row
-from megarl.tracking.run_id import RUN_ID_FILE, known_run_id
+from megarl.platform.secrets import redact
+from megarl.platform.versions import versions
+from megarl.tracking.lines import Lines
+from megarl.tracking.names import Ending
 
-DATABASE = "mlflow.db"
+HISTORY_FILE = "history.jsonl"
+COMMAND = "MEGARL_COMMAND"  # what the user typed, if a launcher started this process
+GIT_S = 5  # most seconds that git may take
 
 
-def read_history(run_dir: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Row]:
-    """Return one object per step, with `step`, `time` (Unix seconds) and the `wanted` metrics.
+class History:
+    """A tracker that notes who began the run where, by which command and code, and how it ended.
 
-    Reads `metrics.jsonl`, or else the run's own MLflow database. Empty if the directory has neither.
+    A new run replaces the file, and a resumed run adds to it.
     """
-    if (run_dir / METRICS_FILE).is_file():
-        return [
-            {name: value for name, value in row.items() if name in ("step", "time") or wanted(name)}
-            for row in read_jsonl(run_dir / METRICS_FILE)
-        ]
-    run_id = known_run_id(run_dir / RUN_ID_FILE)
-    return _from_mlflow(run_dir / DATABASE, run_id, wanted) if run_id and (run_dir / DATABASE).is_file() else []
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
+        self._lines = Lines(run_dir / HISTORY_FILE)
+        self._lines.cut(lambda row: resume_step is not None)
+        self._step = resume_step or 0
+        self._note({"event": "resume" if resume_step else "start", "versions": versions(), **origin()})
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Remember the step."""
+        self._step = step
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Do nothing."""
+
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+        """Note how this part of the run ended."""
+        self._note({"event": ending})
+        self._lines.close()
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self._lines.append([{"step": self._step, "time": time.time(), **event}])
 
 
-def _from_mlflow(database: Path, run_id: str, wanted: Callable[[str], bool]) -> list[Row]:
-    from mlflow import MlflowClient  # takes seconds
+def origin() -> dict[str, str]:
+    """Return the command, user and host of this process, and the commit of the working directory if git knows one."""
+    facts = {"command": redact(os.environ.get(COMMAND) or shlex.join(sys.orig_argv)), "host": socket.gethostname()}
+    try:
+        facts["user"] = getuser()
+    except (KeyError, OSError):  # a container may run under a number without a name
+        facts["user"] = str(os.getuid())
+    return facts | ({"commit": commit} if (commit := _commit()) else {})
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{database.resolve()}")
-    rows: dict[int, Row] = {}
-    for stored in client.get_run(run_id).data.metrics:
-        if wanted(name := stored.replace("_at_", "@")):
-            for point in client.get_metric_history(run_id, stored):
-                rows.setdefault(point.step, {"step": point.step, "time": point.timestamp / 1000})[name] = point.value
-    return [rows[step] for step in sorted(rows)]
+
+def _commit() -> str | None:
+    git = shutil.which("git")
+    if git is None:
+        return None
+    try:
+        found = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from megarl.compare import main
-from megarl.tracking.history import read_history
-from tests.support.trackers import tracker_of
+from megarl.report.read import read_curves
 
 SCORE, VALIDATION, LOSS = "critic/score/mean", "val/test_score/mine", "actor/kl_loss"
 
@@ -64,20 +63,8 @@ def test_the_tables(runs: list[str], capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
-    assert f"{tmp_path} has no config.yaml: name the directory of a run" in capsys.readouterr().err
+    assert f"{tmp_path} has no metrics.jsonl: name the directory of a run" in capsys.readouterr().err
 
 
-def test_a_run_that_only_mlflow_recorded(tmp_path: Path) -> None:
-    tracker = tracker_of("mlflow", tmp_path)
-    tracker.log({SCORE: 0.5, "val/pass@4": 0.25, "other": 1.0}, step=1)
-    tracker.log({SCORE: 0.75}, step=2)
-    tracker.close()
-    rows = read_history(tmp_path, lambda name: name != "other")
-    assert [{name: value for name, value in row.items() if name != "time"} for row in rows] == [
-        {"step": 1, SCORE: 0.5, "val/pass@4": 0.25},
-        {"step": 2, SCORE: 0.75},
-    ]
-
-
-def test_nothing_recorded_is_no_history(tmp_path: Path) -> None:
-    assert read_history(tmp_path) == []
+def test_a_run_without_metrics_has_no_curves(tmp_path: Path) -> None:
+    assert read_curves(tmp_path) == []
