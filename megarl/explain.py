@@ -50,6 +50,7 @@ class Values:
     @classmethod
     def read(cls, root: type, argv: Sequence[str]) -> "Values":
         """Read files and arguments."""
+        config: Any
         config, faults, origins = read(root, argv)
         if not argv:  # nothing is written, and required keys are no faults
             return cls({}, {}, ())

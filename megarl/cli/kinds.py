@@ -28,15 +28,14 @@ class Amount(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2]])
 
 
-class Checkpoint(click.Path):
+class Checkpoint(click.ParamType[Path]):
     """The directory of a checkpoint, or of a run that has checkpoints."""
 
-    def __init__(self) -> None:
-        super().__init__(exists=False, path_type=Path)
+    name = "directory"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
-        path = Path(super().convert(value, param, ctx))
+        path = Path(value)
         if not saved_steps(path) and not (path / "huggingface" / "config.json").is_file():
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
             others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))

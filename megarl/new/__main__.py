@@ -60,7 +60,7 @@ def write_project(directory: Path, *, task: str, model: str) -> list[Path]:
     values = {"name": name, "task": task, "model": place, "quoted_model": shlex.quote(place), "data": DATA[task]}
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for file, template in (COMMON | FILES[task]).items():
+    for file, template in {**COMMON, **FILES[task]}.items():
         text = Template((TEMPLATES / f"{template}{ENDING}").read_text()).substitute(values)
         write_whole(directory / file, text.encode())
         paths.append(directory / file)

@@ -13,7 +13,7 @@ def device_type(wanted: str) -> str:
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `python -m megarl.doctor`")
+        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `megarl doctor`")
     return ("cuda" if available else "cpu") if wanted == "auto" else wanted
 
 
