@@ -25,7 +25,7 @@ def decide_device(wanted: str) -> str:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     available = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `python -m megarl.doctor`")
+        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `megarl doctor`")
     _decided[:] = ["cuda" if available else "cpu"]
     return _decided[0]
 
