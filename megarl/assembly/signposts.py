@@ -1,4 +1,4 @@
-"""What a run leaves, where it is, and the commands that use it."""
+"""The signposts at the end of a run: the files that it leaves, and the commands that use them."""
 
 from collections.abc import Iterator
 from pathlib import Path
