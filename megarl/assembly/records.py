@@ -24,6 +24,7 @@ from megarl.tracking.config import TrainerSection
 from megarl.tracking.guarded import Guarded
 from megarl.tracking.history import HISTORY_FILE, History
 from megarl.tracking.run import TrackedRun
+from megarl.tracking.status import STATUS_FILE, Status
 from megarl.tracking.tracker import Tracker, make_tracker
 
 
@@ -126,13 +127,14 @@ def run_tracker(
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        also=_reports(run),
+        also=_reports(run, last_step),
         signposts=partial(signposts, config),
     )
 
 
-def _reports(run: TrackedRun) -> Iterator[Tracker]:
-    """Yield the trackers that keep what a report shows, and the report itself."""
+def _reports(run: TrackedRun, last_step: int) -> Iterator[Tracker]:
+    """Yield the trackers that keep what a report and `megarl.watch` show, and the report itself."""
+    yield Guarded(Status(run.run_dir, total_steps=last_step, step=run.resume_step or 0), STATUS_FILE)
     yield Guarded(History(run.run_dir, resume_step=run.resume_step), HISTORY_FILE)
     yield Guarded(ReportTracker(run.run_dir), REPORT_FILE)
 

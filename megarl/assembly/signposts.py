@@ -1,4 +1,4 @@
-"""The files that a run leaves, their places, and the commands that use them."""
+"""The signposts at the end of a run: the files that it leaves, and the commands that use them."""
 
 from collections.abc import Iterator
 from pathlib import Path

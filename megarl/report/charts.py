@@ -109,14 +109,14 @@ CHARTS = (
         unit="probability",
     ),
     Chart(
-        title="What the critic explains",
+        title="Variance that the critic explains",
         expect="Rises from 0 towards 1. Below zero the critic does harm: give it a warm-up or a higher rate.",
         metrics=("critic/vf_explained_var",),
         unit="share of the variance",
     ),
     Chart(
         title="Time by phase",
-        expect="Even from step to step. Validation and saves stand out where they are due.",
+        expect="Even from step to step. Steps with a validation or a save take longer.",
         metrics=(TIMING,),
         unit="s",
         stacked=True,
@@ -158,7 +158,7 @@ def running_mean(points: Points) -> Points:
 
 
 def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of one run: a colour for each metric, or, beside other runs, a colour for each run."""
+    """Yield the lines of one run: a colour for each metric, or for each run if there are several."""
     for place, name in enumerate(chart.names(run)):
         points = run.points(name)
         title = name.removeprefix(TIMING) if num_runs == 1 else f"{run.name}: {name.removeprefix(TIMING)}"

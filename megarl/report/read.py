@@ -16,12 +16,12 @@ from megarl.tracking.lines import Row
 from megarl.tracking.samples import GENERATIONS
 
 Points = list[tuple[int, float]]
-NONFINITE = "nonfinite"  # where a run keeps mini-batches that it skipped
+NONFINITE = "nonfinite"  # directory of the mini-batches that a run skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run has recorded so far."""
+    """The records of a run so far."""
 
     directory: Path
     rows: Sequence[Row]  # metrics, with `step` and `time`, by step
@@ -59,9 +59,9 @@ def read_run(directory: Path) -> Run:
     """Read a run's directory.
 
     Raises:
-        ValueError: the directory has no metrics.
+        ValueError: no run has recorded anything in the directory.
     """
-    if not (directory / METRICS_FILE).is_file():
+    if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
         raise ValueError(f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)")
     samples: dict[int, list[Row]] = {}
     for row in _lines(directory / table_file(GENERATIONS)):

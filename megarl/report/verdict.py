@@ -14,7 +14,7 @@ COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The curve by which a run is judged."""
+    """The curve that decides the verdict."""
 
     title: str
     points: Points  # at least one
@@ -48,7 +48,7 @@ class Score:
 
 
 def score_of(run: Run) -> Score | None:
-    """Return the curve by which a run is judged: held-out before training, scores before losses. None without any."""
+    """Return the curve that decides the verdict: held-out before training, scores before losses. None without any."""
     validation = [(row["step"], fmean(scores.values())) for row in run.rows if (scores := validation_of(row))]
     if validation:
         return Score(title="validation score", points=validation)

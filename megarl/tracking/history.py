@@ -23,7 +23,7 @@ GIT_S = 5  # most seconds that git may take
 
 
 class History:
-    """A tracker that notes who began the run where, by which command and code, and how it ended.
+    """A tracker that notes command, code, user and host of each start, and how that part of the run ended.
 
     A new run replaces the file, and a resumed run adds to it.
     """

@@ -37,6 +37,17 @@ PHASES = {  # phase -> what it does, for people
 VALIDATION = ("val-core/", "val/test_score/")
 
 
+def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the few numbers that tell at a glance how a run does, by short names, as far as `metrics` have them."""
+    found = {}
+    if scores := validation_of(metrics):
+        found["val/score"] = sum(scores.values()) / len(scores)
+    for short, names in (("train/reward", (REWARD,)), ("train/kl", KL), ("time/step", (STEP_SECONDS,))):
+        if known := [metrics[name] for name in names if name in metrics]:
+            found[short] = known[0]
+    return found
+
+
 def validation_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the validation scores among `metrics`, by the rest of their names: the data source."""
     return {

@@ -40,7 +40,7 @@ def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, valida
     assert schedule.validate_first == validates_first
 
 
-RECORDS = ("config.yaml", "history.jsonl", "metrics.jsonl", "report.html", "val_generations.jsonl")
+RECORDS = ("config.yaml", "history.jsonl", "metrics.jsonl", "report.html", "status.json", "val_generations.jsonl")
 
 
 @pytest.mark.parametrize("step", [None, 1])

@@ -50,6 +50,9 @@ def test_damaged_and_missing_files_leave_their_part_empty(tmp_path: Path) -> Non
     run = read_run(directory)
     assert (run.config, run.history, run.samples, run.last_step) == ({}, [], {}, 4)
     assert "Plotly" in render([run])
+    (directory / "history.jsonl").touch()
+    (directory / "metrics.jsonl").unlink()
+    assert "has recorded no score yet" in render([read_run(directory)])  # as before the first step
     with pytest.raises(ValueError, match=r"elsewhere has no metrics.jsonl: name the directory of a run"):
         read_run(tmp_path / "elsewhere")
 
