@@ -21,7 +21,7 @@ ANEW = "/new"
 
 
 class Responder(Protocol):
-    """What a conversation needs of a model."""
+    """A model as a conversation uses it."""
 
     has_template: bool
 

@@ -1,11 +1,10 @@
-"""Watch a running job from another terminal: `python -m megarl.watch RUN_DIR`.
+"""Watch a running job from another terminal: `megarl watch RUN_DIR`.
 
 Shows the step and its phase, the curves of reward and KL, and a prompt's response at first and now. Reads the files of
 the run, so it works on any machine that sees the directory, and after the run too. Without a terminal it shows the
 state once.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -19,6 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.command import parse
+from megarl.cli.commands import WATCH
 from megarl.report.read import Points, Run, read_run
 from megarl.report.verdict import score_of, verdict
 from megarl.tracking.names import KL, LEARNT, REWARD
@@ -32,11 +33,9 @@ SILENT_S = 30.0  # a run that is silent for longer may be dead
 MAX_TEXT = 600  # characters of a prompt or response shown
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Show the run until it ends or the user stops watching."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.watch", description="Watch a run from another terminal.")
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="directory of the run")
-    directory, console = parser.parse_args(argv).run, Console()
+    directory, console = parse(WATCH, argv)["run"], Console()
     try:
         if not console.is_terminal:
             console.print(picture(read_run(directory), read_status(directory), time.time()))

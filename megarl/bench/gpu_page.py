@@ -1,4 +1,4 @@
-"""The page docs/benchmarks/gpu.md: what `scripts/gpu_check.py` found, beside the least time that a step can take."""
+"""The page docs/benchmarks/gpu.md: the results of `scripts/gpu_check.py`, and the least time that a step can take."""
 
 import json
 import tempfile
@@ -75,7 +75,7 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
 
 
 def _training(results: Results, num_devices: int) -> Iterator[str]:
-    """Yield the table of steps beside their floors."""
+    """Yield the table of steps and their floors."""
     yield "## A step of training"
     yield _paragraph(
         f"{PROMPTS} samples for each GPU, {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens each, random weights in bfloat16, "

@@ -1,4 +1,4 @@
-"""The model card of an exported model: where it comes from, how it was trained, what it scored, how it is loaded."""
+"""The model card of an exported model: its origin, its training, its scores, and the lines that load it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -251,9 +251,25 @@ COMPARE = Command(
     _json("tables"),
     module="megarl.compare",
     section=USES,
-    text="Show runs next to each other: where their configurations differ, headline metrics, times.\n\nReads the files "
-    "of the runs' directories: config.yaml, and metrics.jsonl or the run's own MLflow database.",
+    text="Show runs next to each other: differences of their configurations, headline metrics, times.\n\nReads "
+    "config.yaml and metrics.jsonl in the runs' directories.",
     example="megarl compare checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --metric actor/entropy",
+)
+
+WATCH = Command(
+    "watch",
+    click.Argument(["run"], type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN_DIR"),
+    module="megarl.watch",
+    section=USES,
+    text="Watch a running job from another terminal.\n\nShows the step and its phase, the curves of reward and KL, and "
+    "a prompt's response at first and now. Reads the files of the run, also on another machine that sees them.",
+    example="megarl watch checkpoints/countdown/ppo-qwen2.5-3b",
+)
+REPORT = Relay(
+    "report",
+    module="megarl.report.__main__",
+    section=USES,
+    text="Write one page about a run, or about several side by side.",
 )
 
 NEW = Command(
@@ -283,7 +299,7 @@ NEW = Command(
 COMMANDS = (
     *(NEW, PREPARE),
     *(TRAIN, SFT, TRAIN_REWARD),
-    *(EVALUATE, EXPORT, CHAT, COMPARE),
+    *(EVALUATE, EXPORT, CHAT, WATCH, REPORT, COMPARE),
     *(CONFIG, PLAN, VERIFY, DOCTOR, BENCH),
 )
 """All commands, in the order of the help. A new command is declared above and named here."""

@@ -1,4 +1,4 @@
-"""Write the report of a run, or of several runs side by side: `python -m megarl.report RUN_DIR [RUN_DIR ...]`."""
+"""Write the report of a run, or of several runs side by side: `megarl report RUN_DIR [RUN_DIR ...]`."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from megarl.report.tracker import REPORT_FILE
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and print its path."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megarl report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
     parser.add_argument(
         "--out", type=Path, help=f"the page; by default {REPORT_FILE} in RUN_DIR, or here for several runs"

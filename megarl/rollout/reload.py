@@ -46,7 +46,7 @@ def check_version() -> None:
     if not OLDEST <= release <= NEWEST:
         raise RuntimeError(
             f"vLLM {vllm.__version__} is installed; megarl writes weights through internals of vLLM "
-            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install one of these, or check "
+            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install a tested release, or check "
             "megarl/rollout/reload.py against the new release and widen its range."
         )
 

@@ -151,7 +151,7 @@ def test_a_learner_is_saved_before_its_first_step(
 
 
 def carry(source: Path, to: Path | None, load: Path | None, has_extras: bool) -> Any:
-    """Save a learner or load one; with extras, its norms keep a state beside their weights, as Transformer Engine's."""
+    """Save a learner or load one; with extras, its norms keep a state with their weights, as Transformer Engine's."""
     from megarl.learner.norm import RMSNorm
 
     extras: dict[str, Any] = {

@@ -52,9 +52,9 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         ValueError: files or columns are missing, a prompt is invalid, or a column holds values of several types.
     """
     if PLACE not in arguments.template:
-        raise ValueError(f"--template {arguments.template!r} has no {PLACE}: write it where the prompt belongs")
+        raise ValueError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
     if arguments.plain and arguments.system:
-        raise ValueError("--system is a message, and --plain writes texts: leave one of them out")
+        raise ValueError("--system is a message, and --plain writes texts: leave out --system or --plain")
     train = list(_rows(arguments, arguments.files, "train"))
     if arguments.val_from:
         val = list(_rows(arguments, arguments.val_from, "val"))
