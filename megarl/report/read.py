@@ -13,7 +13,7 @@ from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
 from megarl.tracking.lines import Row
-from megarl.tracking.samples import GENERATIONS
+from megarl.tracking.samples import GENERATIONS, is_sample
 
 Points = list[tuple[int, float]]
 NONFINITE = "nonfinite"  # directory of the mini-batches that a run skipped
@@ -64,9 +64,8 @@ def read_run(directory: Path) -> Run:
     if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
         raise ValueError(f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)")
     samples: dict[int, list[Row]] = {}
-    for row in _lines(directory / table_file(GENERATIONS)):
-        if {"prompt", "response", "score"} <= row.keys():
-            samples.setdefault(row["step"], []).append(row)
+    for row in filter(is_sample, _lines(directory / table_file(GENERATIONS))):
+        samples.setdefault(row["step"], []).append(row)
     return Run(
         directory=directory,
         rows=read_curves(directory),

@@ -56,9 +56,14 @@ def pairs(before: Sequence[Row], now: Sequence[Row]) -> list[Pair]:
     ]
 
 
+def is_sample(row: Row) -> bool:
+    """Return whether a row has all columns that are compared; a file may hold rows of another version."""
+    return {"prompt", "response", "score"} <= row.keys()
+
+
 def _numbered(rows: Sequence[Row]) -> Iterator[tuple[tuple[Any, int], Row]]:
     """Yield each row with its prompt and the number of the response to it."""
     seen: Counter[Any] = Counter()
-    for row in rows:
+    for row in filter(is_sample, rows):
         yield (row["prompt"], seen[row["prompt"]]), row
         seen[row["prompt"]] += 1
