@@ -76,6 +76,10 @@ class RuleScorer:
         """Start to score a response on this rank; `score` will find it. Never raises."""
         self._begun[_key(prompt, token_ids)].append(self._submit(prompt, list(token_ids)))
 
+    def forget(self) -> None:
+        """Forget the responses that this rank has begun to score, since nothing will ask for them."""
+        self._begun.clear()
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         """Score every sample; return metrics of the scoring too. Collective.
 

@@ -123,7 +123,9 @@ class Collector:
                 return judge.score(rollouts, least=queue.batch_size * len(groups[0].samples))
 
         session = self._sampler.open(step=step)
-        return draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
+        drawn = draw_differing(session, queue, score, self._measure, self._algorithm.filter_groups)
+        self._scorer.forget()
+        return drawn
 
     def _measure(self, scored: Scored) -> Tensor:
         """Return the `[B]` metric in which the responses to a prompt must differ."""

@@ -78,6 +78,9 @@ class Scorer(Protocol):
     def score(self, rollouts: Rollouts) -> tuple[Scored, Metrics]:
         """Score every sample. Return metrics of the scoring too. Both are the same on every rank."""
 
+    def forget(self) -> None:
+        """Forget finished responses that will not be scored."""
+
 
 class Policy(Protocol):
     """A model of the next token: the actor, or the reference, which is never updated."""

@@ -72,6 +72,11 @@ class ModelScorer:
         if self._rules:
             self._rules.begin(prompt, token_ids)
 
+    def forget(self) -> None:
+        """Forget the responses that the rules have begun to score."""
+        if self._rules:
+            self._rules.forget()
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         """Score every sample. Return metrics of the model and the rules too. Raises what both raise."""
         given = self._model.score(rollouts)

@@ -226,7 +226,7 @@ def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
         for sample in range(SAMPLED.n)
     ]
     prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
-    with patches.without_compilation():
+    with patches.random_state_kept(), patches.without_compilation():
         outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 

@@ -47,6 +47,9 @@ class Data:
     def take(self, position: Position) -> tuple[Prompts, Position]:
         return Prompts(prompts=PROMPTS), position
 
+    def forget(self) -> None:
+        pass
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         scores = ((rollouts.responses % 2 == 0) & rollouts.mask).sum(-1) / rollouts.mask.sum(-1)
         return rollouts.extend(Scored, texts=[""] * len(rollouts), scores=scores, accuracies=scores), {}

@@ -71,6 +71,9 @@ class World:
         self.diary.calls.append(f"validate {step}")
         return answer(prompts, LENGTHS)
 
+    def forget(self) -> None:
+        pass
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         self.diary.calls.append("score")
         scores = torch.arange(float(len(rollouts)))

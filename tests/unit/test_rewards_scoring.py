@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from megarl.batch import Rollouts, Scored
 from megarl.platform.secrets import READ_CHARACTERS, redact
+from megarl.rewards.config import RulesSection
 from megarl.rewards.pool import ScoringResult
 from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_rule_result, known_data_source
-from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, first_failures, metrics_of
+from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, first_failures, metrics_of
 from megarl.training.reward_model import ModelScorer
 from tests.support.records import answer, prompts
 
@@ -224,3 +226,19 @@ def test_metrics_are_shares_of_all_and_means_of_what_was_reported() -> None:
 def test_metrics_are_bounded_whatever_is_reported() -> None:
     outcomes = [ScoringResult(seconds=0.0, numbers={"score": 0.0, f"n{number}": 1.0}) for number in range(100)]
     assert len(metrics_of(outcomes)) == 3 + MAX_METRICS
+
+
+def test_responses_that_nothing_asks_for_are_forgotten() -> None:
+    """A step that refills the engine stops with responses that were finished and never scored."""
+
+    class Pool:
+        def submit(self, arguments: bytes) -> Future[Any]:
+            return Future()
+
+    scorer = RuleScorer(rules=None, pool=Pool(), decode=str, section=RulesSection())  # type: ignore[arg-type]
+    [prompt] = prompts([3]).prompts
+    for _ in range(2):
+        scorer.begin(prompt, [1, 2])
+    assert sum(map(len, scorer._begun.values())) == 2
+    scorer.forget()
+    assert not scorer._begun

@@ -101,6 +101,9 @@ class World:
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
         raise AssertionError("nothing is validated here")
 
+    def forget(self) -> None:
+        self.calls.append("forget")
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         self.calls.append("score")
         self.clock += 1.0
@@ -174,7 +177,7 @@ def test_without_dynamic_sampling_one_batch_is_scored_while_the_engine_sleeps(fi
 def test_groups_that_teach_nothing_make_room_for_others_by_hand(five: PromptStream) -> None:
     world = World(right_and_wrong(0, 3))
     collected = collector(five, world).collect(Position(), Timers(), step=7)
-    assert world.calls == ["wake 7", "generate", "score", "generate", "score", "sleep"]
+    assert world.calls == ["wake 7", "generate", "score", "generate", "score", "forget", "sleep"]
     assert world.session.added == [[0, 1], [2, 3]]
     scored = collected.scored
     assert rows(collected) == [0, 3]
@@ -369,7 +372,7 @@ def test_a_baseline_without_a_score_takes_the_samples_of_its_prompt_along(five: 
 def test_only_prompts_that_are_kept_get_greedy_answers(five: PromptStream) -> None:
     world = World(right_and_wrong(1, 2, 3))
     collected = collector(five, world, estimator="remax").collect(Position(), Timers(), step=7)
-    assert world.calls[-4:] == ["score", "greedy [1, 2]", "sleep", "score"]
+    assert world.calls[-5:] == ["score", "forget", "greedy [1, 2]", "sleep", "score"]
     assert collected.baselines is not None
     assert collected.baselines.tolist() == pytest.approx([0.1, 0.1, 0.2, 0.2])
 

@@ -135,6 +135,19 @@ def test_every_prompt_is_learnt_once_and_never_too_late(stop_when: float) -> Non
     )
 
 
+def test_a_long_tail_takes_fewer_engine_steps() -> None:
+    """One prompt of 16 has responses of eight times the usual length. Waiting takes 24 engine steps for each step."""
+    lengths = [24 if row % 16 == 5 else 3 for row in range(1000)]
+
+    def engine_steps(stop_when: float, max_staleness: int) -> int:
+        found = run(World(lengths.__getitem__), 30, wanted=16, stop_when=stop_when, max_staleness=max_staleness)
+        return sum(num_exchanges for _, num_exchanges in found[10:])
+
+    assert engine_steps(1.0, 1) == 20 * 24
+    assert engine_steps(0.8, 1) <= 20 * 24 / 1.4
+    assert engine_steps(0.8, 8) <= 20 * 24 / 5
+
+
 def test_a_step_that_ends_with_all_its_prompts_leaves_nothing() -> None:
     found = run(World(lambda row: 1 + row % 7), 3, wanted=4, stop_when=1.0, max_staleness=1)
     assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

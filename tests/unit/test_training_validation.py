@@ -47,6 +47,9 @@ class World(NullTracker):
     def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
         return answer(prompts, [1] * self.num * len(prompts.prompts))
 
+    def forget(self) -> None:
+        pass
+
     def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
         first, self.given = self.given, self.given + len(rollouts)
         scores = torch.tensor(SCORES[first : self.given])
