@@ -1,4 +1,4 @@
-"""The page docs/benchmarks/gpu.md: what `scripts/gpu_check.py` found, beside the least time that a step can take."""
+"""The page docs/benchmarks/gpu.md: what `scripts/gpu_check.py` found, and the least time that a step can take."""
 
 import json
 import tempfile
@@ -75,7 +75,7 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
 
 
 def _training(results: Results, num_devices: int) -> Iterator[str]:
-    """Yield the table of steps beside their floors."""
+    """Yield the table of steps and of their floors."""
     yield "## A step of training"
     yield _paragraph(
         f"{PROMPTS} samples for each GPU, {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens each, random weights in bfloat16, "
@@ -159,7 +159,8 @@ def _remark(stage: Stage, result: Mapping[str, Any] | None) -> str:
     found = result["found"]
     if "peaks" in found:
         flops, copies = found["peaks"]["flops_per_second"], found["peaks"]["bytes_per_second"]
-        return f"{flops / 1e12:.0f} TFLOP/s, {copies / 1e12:.2f} TB/s"
+        faults = "" if found["ready"] else "faults, see the log; "
+        return f"{faults}{flops / 1e12:.3g} TFLOP/s, {copies / 1e12:.3g} TB/s"
     if stage.name.startswith("verify-"):
         return f"log-probabilities differ by at most {found['max_abs_logprob_diff']:.2g}"
     shown = {key: value for key, value in found.items() if isinstance(value, int | float | str | bool)}
