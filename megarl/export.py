@@ -5,16 +5,19 @@ run of `megarl.train_reward`. `transformers` and vLLM load the result. Under tor
 over all ranks, so it need not fit into one process.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
 
 
@@ -65,6 +68,31 @@ def write(arguments: Arguments, launch: Launch) -> None:
     load_learner(learner, checkpoint / name)
     tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)
     export_model(learner, source, tokenizer, arguments.out, launch)
+    if launch.rank == 0:
+        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head)
+
+
+def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
+    """Write the model card, and print what was written and how it is loaded.
+
+    Args:
+        checkpoint: the exported checkpoint.
+        out: the directory that was written.
+        scores: whether the model is a reward model.
+    """
+    from megarl.checkpoint.card import CARD_FILE, card, loading
+    from megarl.checkpoint.contents import Contents
+    from megarl.report.read import read_curves
+
+    contents = Contents.read(checkpoint)
+    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores)
+    write_whole(out / CARD_FILE, text.encode())
+    files = [path for path in out.iterdir() if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)
+    print(f"{out}: {len(files)} files, {num_bytes / 1e9:.3g} GB, from {checkpoint}; {CARD_FILE} describes the model")
+    print(f"load it with\n{indent(loading(out, scores=scores), '  ')}")
+    if not scores:
+        print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
 
 
 def intact_checkpoint(path: Path) -> Path:

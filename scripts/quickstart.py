@@ -194,7 +194,7 @@ def summarize(out: Path, seconds: float) -> None:
     plot_curves(out / "ppo" / "metrics.jsonl", out / "curves.png")
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
-    print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/ppo/mlflow.db")
+    print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")
 
 
 def megarl(module: str, *arguments: object) -> None:

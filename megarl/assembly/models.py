@@ -42,9 +42,12 @@ class Models:
 
 
 def make_models(config: Config, source: Source, tokenizer: Tokenizer, *, last_step: int) -> Models:
-    """Build the models that the configuration needs. `tokenizer` is the policy's. Raises what `make_critic` does."""
+    """Build the models that the configuration needs. `tokenizer` is the policy's.
+
+    Raises what `make_critic` and `make_reference` do.
+    """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
-    reference = make_reference(config, source, mesh)
+    reference = make_reference(config, source, mesh, tokenizer)
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
@@ -87,11 +90,23 @@ def make_actor(
     )
 
 
-def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
-    """Make the frozen policy. Return None if no KL to it is needed."""
+def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> Model[Any] | None:
+    """Make the frozen policy: the actor's start in `source`, or a teacher. Return None if no KL to it is needed.
+
+    Raises:
+        ValueError: the teacher's tokenizer is not `tokenizer`, the policy's.
+    """
     policy = config.actor_rollout_ref
     if not config.has_reference:
         return None
+    if config.has_teacher:
+        source = Source.read(policy.ref.model)
+        theirs = source.tokenizer(trust_remote_code=policy.ref.model.trust_remote_code)
+        if differing := tokenizer.differences(theirs):
+            raise ValueError(
+                f"{source.directory} (actor_rollout_ref.ref.model.path) has other tokens than the policy: {differing}. "
+                "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
+            )
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -166,7 +166,9 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor, critic, trainer = models.actor.learner, models.critic, config.trainer
     policy = actor.architecture
-    passes = dict.fromkeys(("gen", "old_log_prob", *(["ref"] * (models.reference is not None))), (policy, 1))
+    passes = dict.fromkeys(("gen", "old_log_prob"), (policy, 1))
+    if models.reference:
+        passes["ref"] = (models.reference.learner.architecture, 1)
     passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
     if critic:
         value = critic.learner.architecture

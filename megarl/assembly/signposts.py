@@ -1,4 +1,4 @@
-"""What a run leaves, where it is, and the commands that use it."""
+"""The signposts at the end of a run: the files that it leaves, and the commands that use them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.checkpoint.directory import STEP_PREFIX, saved_steps
 from megarl.checkpoint.huggingface import EXPORT_DIRECTORY
 from megarl.config.root import Config, RewardTrainConfig, SupervisedConfig
+from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.jsonl import METRICS_FILE, table_file
 from megarl.tracking.mlflow_place import how_to_open, tracking_uri
 from megarl.tracking.names import Ending
@@ -20,6 +21,7 @@ def signposts(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tup
         yield "checkpoint", str(run_dir / f"{STEP_PREFIX}{max(steps)}")
     elif ending == "finished" and isinstance(config, Config):
         yield "checkpoint", "none: trainer.save_freq=0 or less saves no checkpoint"
+    yield "report", str(run_dir / REPORT_FILE)
     yield "curves", str(run_dir / METRICS_FILE)
     if (samples := run_dir / table_file(GENERATIONS)).exists():
         yield "samples", str(samples)

@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one step does."""
+    """The work of one step."""
 
     model: str  # a name of MODELS, or a directory
     lengths: Lengths

@@ -38,7 +38,7 @@ class Command(click.Command):
             params: arguments and options.
             module: has `main(argv)`.
             section: the heading of the command in the help of `megarl`.
-            text: its help; the first sentence also stands in the list of all commands.
+            text: its help; the first sentence is also in the list of all commands.
             example: command lines.
             free: whether arguments that look like unknown options are arguments; the module reports them.
         """

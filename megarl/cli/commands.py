@@ -224,8 +224,69 @@ CONFIG = Command(
     free=True,
 )
 
-COMMANDS = (PREPARE, TRAIN, SFT, TRAIN_REWARD, EVALUATE, EXPORT, CONFIG, PLAN, VERIFY, DOCTOR, BENCH)
-"""All commands, in the order of the help."""
+CHAT = Command(
+    "chat",
+    click.Argument(["model"], type=PATH),
+    click.Option(["--prompt"], multiple=True, metavar="TEXT", help="Respond to this text and end; may be repeated."),
+    click.Option(["--system"], metavar="TEXT", help="The system message of the conversation."),
+    click.Option(["--plain"], is_flag=True, help="Continue texts as they are, also if the model has a chat template."),
+    click.Option(["--temperature"], type=click.FloatRange(0), default=0.7, show_default=True, help="0 is greedy."),
+    click.Option(["--max-tokens"], type=click.IntRange(1), default=512, show_default=True, help="Of a response."),
+    click.Option(["--seed"], type=int, help="Of the responses."),
+    click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    module="megarl.chat",
+    section=USES,
+    text="Talk to a model, in one process.\n\nMODEL is an exported model, a run or a checkpoint. A checkpoint is "
+    "exported to a temporary directory first. A model with a chat template has a conversation; /new begins another "
+    "one. Without a template each line is continued alone. Ctrl-D ends.",
+    example="megarl chat checkpoints/countdown/ppo-qwen2.5-3b\n"
+    'megarl chat out/ --prompt "What is 3 + 4?" --temperature 0',
+)
+COMPARE = Command(
+    "compare",
+    click.Argument(["runs"], nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path)),
+    click.Option(
+        ["--metric"], multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
+    ),
+    _json("tables"),
+    module="megarl.compare",
+    section=USES,
+    text="Show runs next to each other: where their configurations differ, headline metrics, times.\n\nReads the files "
+    "of the runs' directories: config.yaml, and metrics.jsonl or the run's own MLflow database.",
+    example="megarl compare checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --metric actor/entropy",
+)
+
+NEW = Command(
+    "new",
+    click.Argument(["directory"], type=PATH),
+    click.Option(
+        ["--task"],
+        type=click.Choice(["own", "countdown", "gsm8k"]),
+        default="own",
+        show_default=True,
+        help="own: rows of yours, with 64 to begin with.",
+    ),
+    click.Option(
+        ["--model"],
+        default="Qwen/Qwen2.5-0.5B-Instruct",
+        show_default=True,
+        metavar="DIR_OR_ID",
+        help="The model to train.",
+    ),
+    module="megarl.new.__main__",
+    section=STARTS,
+    text="Write a small project into a new directory.\n\nIt has a configuration, a reward with its test, and a page "
+    "with the commands that make its data, plan, train and export.",
+    example="megarl new boxes\nmegarl new stories --task countdown --model models/mine",
+)
+
+COMMANDS = (
+    *(NEW, PREPARE),
+    *(TRAIN, SFT, TRAIN_REWARD),
+    *(EVALUATE, EXPORT, CHAT, COMPARE),
+    *(CONFIG, PLAN, VERIFY, DOCTOR, BENCH),
+)
+"""All commands, in the order of the help. A new command is declared above and named here."""
 
 
 def megarl(version: Callable[[], str]) -> Commands:

@@ -41,15 +41,14 @@ class MeanLengths(click.ParamType[tuple[int, int]]):
         return int(numbers[0]), int(numbers[1])
 
 
-class Checkpoint(click.Path):
+class Checkpoint(click.ParamType[Path]):
     """The directory of a checkpoint, or of a run that has checkpoints."""
 
-    def __init__(self) -> None:
-        super().__init__(exists=False, path_type=Path)
+    name = "directory"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
-        path = Path(str(super().convert(value, param, ctx)))
+        path = Path(value)
         if not saved_steps(path) and not (path / "huggingface" / "config.json").is_file():
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
             others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))

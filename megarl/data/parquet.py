@@ -136,6 +136,12 @@ def _plain(kind: Any) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, all with the same keys, to a parquet file; make its directory if it is missing."""
+    """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory."""
+    table = pa.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=ROWS_PER_GROUP)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

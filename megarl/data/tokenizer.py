@@ -24,6 +24,7 @@ REMEDY = (
     "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
     "the Hugging Face hub (default: actor_rollout_ref.model.path)"
 )
+MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 
@@ -111,6 +112,15 @@ class Tokenizer:
             start, known = known, end
             reached.append(complete)
         return reached
+
+    def differences(self, other: "Tokenizer") -> str:
+        """Describe the tokens that have another number, or none, in `other`; empty if all are the same."""
+        own, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        differing = sorted(token for token in own if theirs.get(token) != own[token])
+        if not differing:
+            return ""
+        named = ", ".join(f"{token!r} is {own[token]} and {theirs.get(token)}" for token in differing[:MOST_NAMED])
+        return f"{len(differing)} of {len(own)} differ: {named}{' ...' if len(differing) > MOST_NAMED else ''}"
 
     def save(self, directory: str | Path) -> None:
         """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""

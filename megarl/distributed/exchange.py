@@ -17,7 +17,7 @@ _host_groups: dict[Any, Any] = {}  # of a world of NCCL
 
 
 def join_world(*, timeout: timedelta, **place: Any) -> None:
-    """Create torch's default process group: of gloo on the CPU, of NCCL on CUDA, with a group of gloo beside it.
+    """Create torch's default process group: of gloo on the CPU, of NCCL on CUDA, with another group of gloo.
 
     Every other group takes the backend of the default group, and a group of gloo connects each of its ranks with each
     other. So NCCL is the only backend of all groups but one.

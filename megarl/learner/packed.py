@@ -33,11 +33,13 @@ class Packed:
     sequences: Any  # Megatron's PackedSeqParams: the bounds of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
-    mask: Tensor  # [b, T] bool, True for these R response tokens
+    cells: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
+    shape: tuple[int, int]  # b, T
 
     def unpack(self, per_token: Tensor) -> Tensor:
         """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
-        return torch.zeros(self.mask.shape, device=per_token.device).masked_scatter(self.mask, per_token)
+        zeros = torch.zeros(self.shape[0] * self.shape[1], device=per_token.device)
+        return zeros.index_copy(0, self.cells, per_token).view(self.shape)
 
 
 def pack_samples(
@@ -81,7 +83,8 @@ def pack_samples(
         sequences=_bounds(lengths, cp_size, device),
         predictors=local[mine].to(device),
         targets=batch.responses[index][mask].to(device),
-        mask=mask.to(device),
+        cells=mask.flatten().nonzero()[:, 0].to(device),
+        shape=(mask.shape[0], mask.shape[1]),
     )
 
 

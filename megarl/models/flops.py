@@ -23,7 +23,7 @@ class Tokens:
 
     num_tokens: int
     num_pairs: int  # of a token with itself or an earlier token of its sequence
-    num_outputs: int  # tokens that the head turns into logits or a value
+    num_outputs: int  # tokens whose logits or value the head computes
 
     @classmethod
     def of(cls, lengths: Iterable[int], *, num_outputs: int) -> "Tokens":

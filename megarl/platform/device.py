@@ -1,7 +1,7 @@
 """The device that this process works with: CUDA or the CPU.
 
-A command decides it once, before anything asks. Whatever depends on the device asks here, and nothing asks torch: torch
-also sees the devices of a host whose run is configured for the CPU.
+A command decides it once, before anything asks. All code that depends on the device asks here, and nothing asks torch:
+torch also sees the devices of a host whose run is configured for the CPU.
 """
 
 import os
@@ -25,7 +25,7 @@ def decide_device(wanted: str) -> str:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     available = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `python -m megarl.doctor`")
+        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `megarl doctor`")
     _decided[:] = ["cuda" if available else "cpu"]
     return _decided[0]
 

@@ -77,8 +77,7 @@ class RolloutEngine:
         from megarl.rollout.destination import EngineWeights
         from megarl.rollout.layout import trace
 
-        reload.check_version()
-        reload.check_platform()
+        reload.check_installation()
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()

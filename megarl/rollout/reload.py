@@ -34,6 +34,12 @@ LEFT_LIVE = frozenset({"bias", "e_score_correction_bias"})
 Layer = Any  # an nn.Module with methods of vLLM's own
 
 
+def check_installation() -> None:
+    """Raise ValueError if the installed vLLM is untested, or is built for another device."""
+    check_version()
+    check_platform()
+
+
 def check_version() -> None:
     """Raise RuntimeError for a release of vLLM that this file was not tested with."""
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])

@@ -43,7 +43,8 @@ class TrainerSection:
     """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, the files of
     curves in the run's directory, is always on."""
     mlflow_tracking_uri: str | None = None
-    """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
+    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, an SQLite file that all
+    runs of a project share."""
     nnodes: Count = 1
     """Machines."""
     n_gpus_per_node: Count = 8

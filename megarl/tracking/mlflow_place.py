@@ -2,9 +2,15 @@
 
 import os
 import stat
+import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
+from megarl.platform.files import write_whole
+
 DATABASE, ARTIFACTS = "mlflow.db", "mlartifacts"
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 BUSY_S = 60  # wait for other runs that write to the same file
 
 
@@ -25,6 +31,30 @@ def database_of(run_dir: Path) -> Path:
 def tracking_uri(configured: str | None, run_dir: Path) -> str:
     """Return the URI of the store: as configured, or MLFLOW_TRACKING_URI, or the SQLite file of the project."""
     return configured or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database_of(run_dir)}"
+
+
+def create_database(path: Path) -> None:
+    """Write the tables of an empty MLflow store to an SQLite file, unless the file exists.
+
+    MLflow makes the tables in a hundred commits. They are slow on a network drive, and MLflow cannot use a file in
+    which a killed process made half of them. So the file is completed in memory before it appears at `path`. Of several
+    runs that create it at the same time, one does, and the others use its file.
+    """
+    if path.exists():
+        return
+    from mlflow import MlflowClient  # takes seconds to import, and only one rank needs it
+
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        database = Path(directory) / path.name
+        MlflowClient(tracking_uri=f"sqlite:///{database}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(part, database.read_bytes())
+    try:
+        with suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        part.unlink()
 
 
 def how_to_open(uri: str) -> str:

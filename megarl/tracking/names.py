@@ -10,7 +10,6 @@ KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")  # the first o
 TOKENS = "perf/total_num_tokens"  # prompts and responses of a step, over all ranks
 STEP_SECONDS = "timing_s/step"
 TIMING = "timing_s/"
-OCCUPANCY = "rollout/occupancy"  # share of the engine's slots that drew a training sample
 LEARNT = {  # metric of a run that learns from files -> its title for people
     "sft/loss": "loss",
     "reward_model/loss": "loss",
@@ -36,6 +35,17 @@ PHASES = {  # phase -> what it does, for people
     "dump_rollout_generations": "writing the samples",
 }
 VALIDATION = ("val-core/", "val/test_score/")
+
+
+def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the few numbers that tell at a glance how a run does, by short names, as far as `metrics` have them."""
+    found = {}
+    if scores := validation_of(metrics):
+        found["val/score"] = sum(scores.values()) / len(scores)
+    for short, names in (("train/reward", (REWARD,)), ("train/kl", KL), ("time/step", (STEP_SECONDS,))):
+        if known := [metrics[name] for name in names if name in metrics]:
+            found[short] = known[0]
+    return found
 
 
 def validation_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -88,6 +88,7 @@ def make_tracker(
     total_steps: int,
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
+    also: Iterable["Tracker"] = (),
     signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
@@ -98,6 +99,7 @@ def make_tracker(
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
         mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
+        also: further trackers. They follow the files, which they may read, and precede the others.
         signposts: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
@@ -107,13 +109,12 @@ def make_tracker(
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
-    trackers: list[Tracker] = []
-    for name in sorted(names, key=lambda name: name == "console"):  # last: it names what the others have written
-        if name == "console":
-            trackers.append(Console(total_steps=total_steps, signposts=signposts))
-        elif name == "jsonl":
-            trackers.append(Jsonl(run.run_dir, **resume))
-        elif name == "mlflow":
+    trackers: list[Tracker] = [Jsonl(run.run_dir, **resume)] if "jsonl" in names else []
+    trackers += also
+    for name in names:
+        if name in ("jsonl", "console"):
+            continue
+        if name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
             trackers.append(Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run))
@@ -125,4 +126,6 @@ def make_tracker(
             trackers.append(Guarded(Wandb(run), "W&B"))
         else:
             raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
+    if "console" in names:  # last: at the end it names what the others have written
+        trackers.append(Console(total_steps=total_steps, signposts=signposts))
     return Trackers(trackers)

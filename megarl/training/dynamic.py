@@ -17,7 +17,6 @@ from megarl.algorithms.config import FilterGroupsSection
 from megarl.algorithms.shaping import scores_differ
 from megarl.batch import Group, Scored, join
 from megarl.data.order import Position
-from megarl.tracking.names import OCCUPANCY
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
 Judgement = Callable[[list[Group]], Scored]
@@ -123,7 +122,7 @@ def draw_differing(
             verdicts.note(list(judged), judge(list(judged.values())), measure)
     session.stop()
     num_batches = chosen[-1] // verdicts.wanted + 1
-    metrics = _metrics(verdicts, num_batches) | {OCCUPANCY: session.occupancy()}
+    metrics = _metrics(verdicts, num_batches) | {"rollout/occupancy": session.occupancy()}
     return join([verdicts.differing[number] for number in chosen]), queue.positions[num_batches], metrics
 
 

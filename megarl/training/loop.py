@@ -226,7 +226,7 @@ def read(job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple
 
 
 def consult(job: Job, scored: Scored, timers: Timers) -> Opinions:
-    """Read the samples with the reference and the critic, where the job has them."""
+    """Read the samples with the reference and the critic, if the job has them."""
     with timers("ref"):
         ref_log_probs = job.reference.infer(scored).log_probs if job.reference else None
     with timers("values"):

@@ -20,7 +20,6 @@ import torch
 from megarl.batch import Group, Rollouts
 from megarl.data.order import Position
 from megarl.rollout.config import PartialSection
-from megarl.tracking.names import OCCUPANCY
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
 
@@ -65,7 +64,7 @@ def draw_enough(
     session = sampler.open(step=step, keeps_stopped=True)
     chosen, rest = _draw(session, groups, partial, step=step)
     metrics = {
-        OCCUPANCY: session.occupancy(),
+        "rollout/occupancy": session.occupancy(),
         "rollout/carried_share": len(rest) / len(groups),
         "rollout/recomputed_tokens": float(recomputed),
         "rollout/wasted_tokens": float(num_wasted),

@@ -18,7 +18,6 @@ from megarl.rollout.responses import of_groups
 from megarl.rollout.sampling import GREEDY, Sampling
 from megarl.rollout.session import Session
 from megarl.sync.transfer import Sync
-from megarl.tracking.names import OCCUPANCY
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics, Review
 from megarl.training.minibatches import minibatches
@@ -146,7 +145,7 @@ class EngineSampler:
         """Draw the training samples of a step."""
         session = self.open(step=step)
         rollouts = _finish(session, self.groups(prompts, step=step))
-        return rollouts, {OCCUPANCY: session.occupancy()}
+        return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
         """Generate one response to each prompt from the likeliest tokens."""

@@ -147,7 +147,7 @@ def plant_in_common_state(checkpoint: Path, witness: Path) -> None:
 
 
 def plant_in_shards(checkpoint: Path, witness: Path) -> None:
-    """Replace the shards, each of which torch reads as a pickle."""
+    """Replace the shards; torch reads each as a pickle."""
     index = pickle.loads((checkpoint / ".metadata").read_bytes())
     buffer = io.BytesIO()
     torch.save(Planted(witness), buffer)

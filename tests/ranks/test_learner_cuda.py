@@ -1,4 +1,4 @@
-"""What a learner does on CUDA, seen on the CPU through stand-ins; `tests/gpu` runs the real thing."""
+"""The work of a learner on CUDA, seen on the CPU through stand-ins; `tests/gpu` runs the real thing."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megarl.batch import Generation, Group
+from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
+from megarl.rollout.sampling import request_params, request_seed
 from tests.support.engines import (
     PROMPTS,
     Sync,
@@ -210,6 +212,25 @@ def test_samples_do_not_depend_on_the_number_of_replicas(
         assert all(tokens[prompt.index, True, 0] != tokens[prompt.index, True, 1] for prompt in PROMPTS)
 
 
+def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens and log-probabilities of `LLM.generate` for the samples of the first prompt in step 0."""
+    section, index = engine._section, PROMPTS[0].index
+    params = [
+        request_params(
+            SAMPLED,
+            seed=request_seed(section.seed, step=0, prompt_index=index, sample=sample),
+            max_tokens=RESPONSE,
+            stop=(),
+            log_probs=True,
+        )
+        for sample in range(SAMPLED.n)
+    ]
+    prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
+    with patches.without_compilation():
+        outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]
+    return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
+
+
 def behaviour(paths: list[Path]) -> dict[str, Any]:
     """Everything about one engine that needs no second one."""
     checkpoint, _, bare = paths
@@ -220,6 +241,7 @@ def behaviour(paths: list[Path]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with engine.awake(writer(tensors)):
         free = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0)
+        seen["alike"] = [(sample.token_ids, sample.log_probs) for sample in free] == as_vllm_generates(engine)
         seen["other_step"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=1) != free
         seen["later"] = engine.generate(PROMPTS[:1], SAMPLED, max_tokens=RESPONSE, step=0, first_sample=1)
         seen["second"] = free[1]
@@ -268,6 +290,7 @@ def test_engine_stops_keeps_the_trainers_state_and_refuses_half_a_sync(
         assert stopped.token_ids == free.token_ids[:end]  # the stop token is part of the response
         assert stopped.log_probs == pytest.approx(free.log_probs[:end], abs=1e-5)
         assert seen["top_k"][0].log_probs == [0.0] * 3  # one token is left to draw from
+        assert seen["alike"], "the same bits as `LLM.generate`"
         assert seen["other_step"]
         assert seen["nothing"] == []
         assert seen["random_kept"]

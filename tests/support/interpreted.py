@@ -15,7 +15,7 @@ NEVER = -1e30
 
 
 def logits_and_targets(num_rows: int = 6) -> tuple[Tensor, Tensor]:
-    """Return logits up to +-40, one row of which is padding alone, and targets of which two are another rank's."""
+    """Return logits up to +-40, a row of padding alone, and targets; two targets are another rank's."""
     generator = torch.Generator().manual_seed(0)
     logits = 20.0 * torch.randn(num_rows, COLUMNS, generator=generator)
     logits[:, 20:] = NEVER

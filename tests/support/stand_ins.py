@@ -61,7 +61,7 @@ class LazyAdam(torch.optim.Optimizer):
 
 @contextmanager
 def lazy_adam() -> Iterator[None]:
-    """Let Megatron-Core use `LazyAdam`, as it uses apex's Adam where apex is installed."""
+    """Let Megatron-Core use `LazyAdam`, as it uses the Adam of an installed apex."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

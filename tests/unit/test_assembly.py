@@ -40,6 +40,9 @@ def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, valida
     assert schedule.validate_first == validates_first
 
 
+RECORDS = ("config.yaml", "history.jsonl", "metrics.jsonl", "report.html", "status.json", "val_generations.jsonl")
+
+
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_they_are(
     tmp_path: Path, step: int | None, capsys: pytest.CaptureFixture[str]
@@ -67,7 +70,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
 
     record()
     records = files()
-    assert {path.name for path in records} == {"config.yaml", "metrics.jsonl", "val_generations.jsonl"}
+    assert {path.name for path in records} == {*RECORDS}
     assert "0.25" not in capsys.readouterr().out
     record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
     assert files() == records

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_sft_config
-from tests.support.configs import ACTOR, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
+from tests.support.configs import ACTOR, REF, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
 
 EP = "expert_model_parallel_size"
 
@@ -163,3 +163,18 @@ def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="4 pairs are fewer than the 8 data-parallel ranks"):
         load_sft_config([*sound, "data.train_batch_size=4"], world_size=None)
+
+
+def test_a_teacher_must_exist_fit_the_mesh_and_know_the_same_tokens(argv: list[str], tmp_path: Path) -> None:
+    teacher, exact = f"{REF}.model.path", [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=false"]
+    assert "no directory" in faults(argv, f"{teacher}={tmp_path}/none")[teacher]
+    larger = make_model(tmp_path / "larger", hidden_size=2 * SIZES["hidden_size"])
+    assert faults(argv, f"{teacher}={larger}", *exact, f"{ACTOR}.kl_loss_type=full") == {}
+    three_heads = make_model(tmp_path / "three", num_attention_heads=3, num_key_value_heads=3)
+    assert (
+        "num_attention_heads"
+        in faults(argv, f"{teacher}={three_heads}", f"{ACTOR}.megatron.{TP}=2")[f"{ACTOR}.megatron.{TP}"]
+    )
+    others = make_model(tmp_path / "others", vocab_size=2 * SIZES["vocab_size"])
+    assert faults(argv, f"{teacher}={others}", *exact) == {}
+    assert "the exact divergence" in faults(argv, f"{teacher}={others}", *exact, f"{ACTOR}.kl_loss_type=full")[teacher]

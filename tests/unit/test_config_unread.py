@@ -90,6 +90,7 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
     f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
+    f"{REF}.model.trust_remote_code=true": ([f"{REF}.model.path=org/teacher"], []),
     f"{REF}.megatron.param_offload=true": ([], ["trainer.device=cpu"]),
     "reward_model.model.path=org/rm": (["reward_model.enable=true"], []),
     "reward_model.micro_batch_size=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),

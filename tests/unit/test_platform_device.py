@@ -1,6 +1,7 @@
 """One decision for the device, which everything asks."""
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -35,6 +36,15 @@ def test_a_run_for_the_cpu_never_asks_cuda() -> None:
     with patch.object(torch.cuda, "is_available", side_effect=AssertionError("this breaks the ranks forked later")):
         assert decide_device("cpu") == "cpu"
         assert not on_cuda()
+
+
+def test_a_variable_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for written, found in ((None, "1"), ("8", "8")):
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        if written:
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", written)
+        decide_device("cpu")
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == found
 
 
 def test_a_run_for_cuda_needs_cuda() -> None:

@@ -1,7 +1,7 @@
 """The promise of the learner's inputs: the parts of a mini-batch add up to the whole, in loss, metrics and gradient."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import get_args, get_type_hints
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.config import AlgorithmSection, PolicyLossSection, RolloutCorrectionSection
 from megarl.algorithms.losses import PolicyOutputs, Totals
-from megarl.batch import Experience, Marked, Prompt
+from megarl.batch import Experience, Marked, Prompt, Scored
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.training.estimate import estimate
 from megarl.training.objectives import ActorObjective, CriticObjective, PTXObjective, SFTObjective, mark
@@ -101,7 +101,8 @@ def test_tokens_of_older_weights_show_in_no_split(mode: str, owners: list[int]) 
     assert whole.old_log_probs is not None
     drift = 0.7 * torch.randn(whole.mask.shape, generator=torch.Generator().manual_seed(2))
     drift[:, 2:] = 0.0  # only the first tokens are of older weights
-    stale = replace(whole, rollout_log_probs=(whole.old_log_probs + drift) * whole.mask)
+    stale = Scored(**{field.name: getattr(whole, field.name) for field in fields(Scored)})
+    stale = replace(stale, rollout_log_probs=(whole.old_log_probs + drift) * whole.mask)
     correction = RolloutCorrectionSection(rollout_is="token")
     algorithm = AlgorithmSection(adv_estimator="rloo", rollout_correction=correction)
     corrected, _ = estimate(stale, whole.old_log_probs, None, None, algorithm=algorithm, kl_coef=None)
