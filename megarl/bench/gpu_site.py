@@ -103,16 +103,18 @@ class Running:
                 )
             time.sleep(0.1)
 
-    def finish(self, *, limit_s: float, expected: int = 0) -> str:
-        """Wait for its end, and return its output. Raises what `Site.program` does."""
+    def finish(self, *, limit_s: float, expected: int | None = 0) -> str:
+        """Wait for its end, and return its output. `expected` None allows any code. Raises what `Site.program` does."""
         try:
             code = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            code = None
-        if code != expected:
-            cause = f"took longer than {limit_s:.0f} s" if code is None else f"ended with code {code}, not {expected}"
-            raise ValueError(f"it {cause}; the end of {self.log}:\n{self.printed()[-SHOWN_CHARACTERS:]}")
+            raise self._error(f"took longer than {limit_s:.0f} s") from None
+        if expected is not None and code != expected:
+            raise self._error(f"ended with code {code}, not {expected}")
         return self.printed()
+
+    def _error(self, cause: str) -> ValueError:
+        return ValueError(f"it {cause}; the end of {self.log}:\n{self.printed()[-SHOWN_CHARACTERS:]}")
 
 
 def last_object(printed: str) -> Any:

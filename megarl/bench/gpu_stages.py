@@ -42,13 +42,13 @@ class Size:
 
 
 SIZES: Mapping[str, Size] = {
-    "0.5b": Size(model="qwen2.5-0.5b", max_tokens=32768, engine_share=0.4, limit_s=180),
-    "1.5b": Size(model="qwen2.5-1.5b", max_tokens=16384, engine_share=0.3, limit_s=240),
+    "0.5b": Size(model="qwen2.5-0.5b", max_tokens=32768, engine_share=0.4, limit_s=240),
+    "1.5b": Size(model="qwen2.5-1.5b", max_tokens=16384, engine_share=0.3, limit_s=300),
     "3b": Size(
         model="qwen2.5-3b",
         max_tokens=4096,
         engine_share=0.2,
-        limit_s=360,
+        limit_s=420,
         settings=(f"{ACTOR}.megatron.grad_offload=true",),
     ),
 }
@@ -71,6 +71,7 @@ SMALL: dict[str, Any] = {
 }
 SMALL_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 SMALL_LATENT = {
+    "head_dim": 32,  # transformers takes it for the rotated part
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -105,13 +106,18 @@ def stages() -> list[Stage]:
 
 
 def doctor(site: Site, stage: Stage) -> dict[str, Any]:
-    """Report what the machine has, and measure its peaks."""
-    shown = site.program(stage.name, "-m", "megarl.doctor", limit_s=stage.limit_s)
+    """Report what the machine has and lacks, and measure its peaks."""
+    with site.started(stage.name, "-m", "megarl.doctor") as running:
+        shown, is_ready = running.finish(limit_s=stage.limit_s, expected=None), running.process.returncode == 0
     directory = site.work / "peaks"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "peers.json").write_text(json.dumps({"dtype": site.dtype}))
     site.program(stage.name, "-m", "megarl.bench.step_peers", "machine", directory, limit_s=stage.limit_s)
-    return {"report": shown.splitlines(), "peaks": json.loads((directory / "machine.json").read_text())}
+    return {
+        "ready": is_ready,
+        "report": shown.splitlines(),
+        "peaks": json.loads((directory / "machine.json").read_text()),
+    }
 
 
 def gpu_tests(site: Site, stage: Stage) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from megarl.cli.kinds import Amount
+from megarl.cli.kinds import Amount, MeanLengths
 from megarl.plan import main
 from tests.support.hollow import write_hollow
 
@@ -29,6 +29,19 @@ def test_json_is_one_object_and_adds_up(capsys: pytest.CaptureFixture[str]) -> N
         assert moment["total"] == sum(moment["parts"].values())
     # Tensor 8 on both sides: only rows of the vocabulary travel, which Megatron pads to 8 x 64 and the engine to 64.
     assert plan["sync"]["received_max"] == 2 * 7 * 32 * 4096 * 2
+
+
+def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    def time(*options: str) -> dict:
+        main([*SMALL, LLAMA_8B, "--json", *options])
+        return json.loads(capsys.readouterr().out)["time"]
+
+    most, short = time(), time("--lengths", "256,512")
+    assert most["lengths"] == {"prompt": 1024, "response": 3072}
+    assert short["flops"] < most["flops"] and short["total"] < most["total"]
+    fast = time("--lengths", "256,512", "--peak-tflops", "2250", "--memory-bandwidth", "8TB/s")
+    assert fast["total"] < short["total"] and fast["flops"] == short["flops"]
+    assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12}
 
 
 def test_a_run_that_does_not_fit_ends_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +95,9 @@ def test_amounts_have_units() -> None:
     assert amount.convert("45GB/s", None, None) == 45 * 10**9
     with pytest.raises(click.BadParameter, match="units"):
         amount.convert("80", None, None)
+
+
+@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b"])
+def test_lengths_are_two_numbers(faulty: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"'{faulty}' is not PROMPT,RESPONSE"):
+        MeanLengths().convert(faulty, None, None)
