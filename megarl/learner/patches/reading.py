@@ -79,7 +79,5 @@ class _IndexUnpickler(pickle.Unpickler):
 def _member(enumeration: Any, name: str) -> Enum:
     """Return a member of an enumeration, and nothing else that an attribute might be."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
-        raise pickle.UnpicklingError(
-            f"the checkpoint's index asks for {name} of {enumeration}, no enumeration"
-        )
+        raise pickle.UnpicklingError(f"the checkpoint's index asks for {name} of {enumeration}, no enumeration")
     return enumeration[name]
