@@ -60,6 +60,12 @@ _CRITIC = "there is a critic"
 _MODEL = "there is a reward model"
 
 GROUPS: Mapping[str, Sequence[Metric]] = {
+    "At a glance": [
+        Metric("val/score", "reward", "Mean of `val/test_score/SOURCE` over the sources", "in MLflow, of a validation"),
+        Metric("train/reward", "reward", "As `critic/score/mean`", "in MLflow"),
+        Metric("train/kl", "nats", "As `actor/reward_kl_penalty`, or `actor/kl_loss`, or `actor/ppo_kl`", "in MLflow"),
+        Metric("time/step", "s", "As `timing_s/step`", "in MLflow"),
+    ],
     "Scores and advantages": [
         *_spread("critic/score", "reward", "score of a response"),
         *_spread("critic/rewards", "reward", "score of a response, less the length penalty and the KL penalty"),

@@ -1,6 +1,6 @@
 """The names of the metrics that the console and the plots show; `metrics` describes all metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Ending = Literal["finished", "failed", "stopped"]  # of a run; stopped: by a signal, and can be resumed
@@ -37,12 +37,16 @@ PHASES = {  # phase -> what it does, for people
 VALIDATION = ("val-core/", "val/test_score/")
 
 
+SHORT: Mapping[str, Sequence[str]] = {"train/reward": (REWARD,), "train/kl": KL, "time/step": (STEP_SECONDS,)}
+"""Short names of metrics: each is the first of these that a run has."""
+
+
 def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the few numbers that tell at a glance how a run does, by short names, as far as `metrics` have them."""
     found = {}
     if scores := validation_of(metrics):
         found["val/score"] = sum(scores.values()) / len(scores)
-    for short, names in (("train/reward", (REWARD,)), ("train/kl", KL), ("time/step", (STEP_SECONDS,))):
+    for short, names in SHORT.items():
         if known := [metrics[name] for name in names if name in metrics]:
             found[short] = known[0]
     return found
