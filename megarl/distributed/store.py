@@ -17,7 +17,7 @@ from megarl.distributed.hosts import await_listener, describe_failure, resolve
 from megarl.distributed.place import Launch
 
 ROUND_S = 0.05
-MOMENT_S = 0.5
+MOMENT_S = 5.0
 """Seconds that a rank with an error waits for rank 0 to report the same error."""
 
 

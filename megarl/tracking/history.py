@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
+from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.names import Ending
 
@@ -25,17 +26,24 @@ GIT_S = 5  # most seconds that git may take
 class History:
     """A tracker that notes command, code, user and host of each start, and how that part of the run ended.
 
-    A new run replaces the file, and a resumed run adds to it.
+    A new run replaces the file, and a resumed run adds to it. If a run is over, a start that takes no step is not noted.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
         self._lines = Lines(run_dir / HISTORY_FILE)
         self._lines.cut(lambda row: resume_step is not None)
         self._step = resume_step or 0
-        self._note({"event": "resume" if resume_step else "start", "versions": versions(), **origin()})
+        path = run_dir / HISTORY_FILE
+        last = ([{}] + (read_jsonl(path) if path.exists() else []))[-1]
+        self._is_over = (last.get("event"), last.get("step")) == ("finished", resume_step)
+        if not self._is_over:
+            self._begin()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Remember the step."""
+        if self._is_over:
+            self._is_over = False
+            self._begin()
         self._step = step
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
@@ -43,8 +51,12 @@ class History:
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Note how this part of the run ended."""
-        self._note({"event": ending})
+        if not self._is_over:
+            self._note({"event": ending})
         self._lines.close()
+
+    def _begin(self) -> None:
+        self._note({"event": "resume" if self._step else "start", "versions": versions(), **origin()})
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self._lines.append([{"step": self._step, "time": time.time(), **event}])

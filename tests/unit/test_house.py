@@ -3,11 +3,16 @@
 import ast
 import os
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from mypy.main import process_options
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.programs import ROOT, succeed
 
@@ -85,3 +90,15 @@ def test_prose_is_plain() -> None:
     counts = [line.split(maxsplit=1) for line in succeed(sys.executable, "scripts/prose.py", timeout_s=60).splitlines()]
     assert counts
     assert [habit for count, habit in counts if int(count) > MAX_HABITS] == []
+
+
+def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    declared = {canonicalize_name(Requirement(line).name) for line in chain(project["dependencies"], *extras)}
+    homes = packages_distributions()
+    modules = {
+        name.partition(".")[0] for path, tree in trees.items() if path.parts[0] == "megarl" for name in imported(tree)
+    }
+    of_others = {name for name in modules if name in homes and name != "megarl"}
+    assert {name for name in of_others if not declared & set(map(canonicalize_name, homes[name]))} == set()

@@ -187,6 +187,13 @@ def test_the_history_of_a_run_grows_with_its_resumes_and_is_new_with_a_new_run(t
         ("resume", 3),
         ("finished", 3),
     ]
+    History(tmp_path, resume_step=3).close()
+    assert read_jsonl(tmp_path / "history.jsonl") == rows, "nothing was left to do"
+    longer = History(tmp_path, resume_step=3)
+    longer.log({}, step=4)
+    longer.close()
+    rows = read_jsonl(tmp_path / "history.jsonl")
+    assert [(row["event"], row["step"]) for row in rows[4:]] == [("resume", 3), ("finished", 4)]
     assert rows[0]["versions"]["torch"]
     assert rows[0]["command"]
     History(tmp_path)
