@@ -26,7 +26,7 @@ GIT_S = 5  # most seconds that git may take
 class History:
     """A tracker that notes command, code, user and host of each start, and how that part of the run ended.
 
-    A new run replaces the file, and a resumed run adds to it. If a run is over, a start that takes no step is not noted.
+    A new run replaces the file, and a resumed run adds to it. A start that finds no steps left is not noted.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
@@ -34,8 +34,8 @@ class History:
         self._lines.cut(lambda row: resume_step is not None)
         self._step = resume_step or 0
         path = run_dir / HISTORY_FILE
-        last = ([{}] + (read_jsonl(path) if path.exists() else []))[-1]
-        self._is_over = (last.get("event"), last.get("step")) == ("finished", resume_step)
+        rows = read_jsonl(path) if path.exists() else []
+        self._is_over = [(row["event"], row["step"]) for row in rows[-1:]] == [("finished", resume_step)]
         if not self._is_over:
             self._begin()
 
