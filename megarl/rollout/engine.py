@@ -95,6 +95,9 @@ class RolloutEngine:
             patches.rotate_heads_correctly()
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
             cache = cache_argument(section, shapes, num_key_value_heads, sequences, max_model_len)
+            if max_model_len <= section.max_num_batched_tokens:
+                # vLLM 0.32 sets back the generator of a request whose prompt is cut, which torch cannot do on CPU.
+                cache |= {"enable_chunked_prefill": False}
             arguments = cache | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
