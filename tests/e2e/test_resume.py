@@ -59,9 +59,9 @@ class Runs:
 def with_many_ends(model: Path, copy: Path) -> Path:
     """Return a copy of a model in which one token of 16 ends a response."""
     shutil.copytree(model, copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["eos_token_id"] = list(range(0, config["vocab_size"], 16))
-    (copy / "config.json").write_text(json.dumps(config))
+    vocab_size = json.loads((copy / "config.json").read_text())["vocab_size"]
+    ends = {"eos_token_id": list(range(0, vocab_size, 16))}
+    (copy / "generation_config.json").write_text(json.dumps(ends))
     return copy
 
 
