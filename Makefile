@@ -53,12 +53,12 @@ test: check
 	$(PYTEST) -m "not long" tests/e2e tests/ranks tests/unit
 
 test-long: setup
-	$(PYTEST) -m long tests/e2e
+	$(PYTEST) -m long tests/e2e tests/cluster
 	@$(MAKE) --no-print-directory test-newest
 
 # What calls Megatron-Core. Losses, heads and packing differ above it, and need no second version of it.
 OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py tests/unit/test_learner_rotary.py \
-	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint layout moe parallel review split) \
+	$(patsubst %,tests/ranks/test_learner_%.py,checkpoint cuda layout moe parallel review split) \
 	tests/ranks/test_planning_memory.py \
 	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:

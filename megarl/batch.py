@@ -124,14 +124,29 @@ class Rollouts(Prompts):
         """Return the response tokens of a sample, without padding."""
         return self.responses[sample][self.mask[sample]].tolist()
 
-    def sequence(self, sample: int) -> Sequence[int]:
-        """Return prompt and response of a sample as a model reads them. The last token predicts nothing."""
+    def tokens(self, samples: Tensor) -> Tensor:
+        """Return prompt and response of each given sample (int64 indices `[b]`) as a model reads them, end to end.
+
+        The last token of each predicts nothing.
+        """
         if self.sequences is not None:
-            return self.sequences[sample]
-        return [*self.prompt_of(sample).token_ids, *self.response_ids(sample)]
+            chosen = [token for sample in samples.tolist() for token in self.sequences[sample]]
+            return torch.tensor(chosen, dtype=torch.int64)
+        used, places = self.groups[samples].unique(return_inverse=True)
+        prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
+        mask = self.mask[samples]
+        in_prompt = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)[places]
+        lengths = in_prompt + mask.sum(-1)
+        positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        of_prompt = positions < in_prompt.repeat_interleave(lengths)
+        tokens = torch.empty_like(positions)
+        if prompts:
+            tokens[of_prompt] = torch.cat([prompts[place] for place in places.tolist()])
+        tokens[~of_prompt] = self.responses[samples][mask]
+        return tokens
 
     def predictors(self) -> Tensor:
-        """Return the position in `sequence` before each response token, ascending: `[B, T]` int64."""
+        """Return the position in the sample's tokens before each response token, ascending: `[B, T]` int64."""
         if self.places is not None:
             return self.places
         return self._prompt_lengths()[:, None] + self.mask.cumsum(-1) - 2

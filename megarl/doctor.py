@@ -1,4 +1,4 @@
-"""`python -m megarl.doctor`: a table of what this machine has for training, and a table of replaced code.
+"""`megarl doctor`: tables of what this machine has for training, of replaced code, and of the devices' speed.
 
 Invariant: a problem never raises an error. A fault is a row with its remedy, and makes the exit code 1.
 """
@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.command import parse
+from megarl.cli.commands import DOCTOR
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
 
@@ -203,8 +205,24 @@ def patch_table(patches: Sequence[Patch]) -> Table:
     return table
 
 
-def main() -> int:
+def peak_findings(torch: ModuleType) -> list[Finding]:
+    """Measure the devices, or the processor if there are none: products of matrices, and copies of memory."""
+    from megarl.platform.peaks import measure
+
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    rows = []
+    for device in devices:
+        for dtype in (torch.bfloat16, torch.float32):
+            peaks = measure(device, dtype)
+            speed = f"{peaks.flops_per_second / 1e12:.3g} TFLOP/s"
+            rows.append(Finding(f"{device}, {str(dtype).removeprefix('torch.')}", speed, "trainer.peak_tflops"))
+        rows.append(Finding(f"{device}, copies", f"{peaks.bytes_per_second / 1e12:.3g} TB/s, read and written"))
+    return rows
+
+
+def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
+    typed = parse(DOCTOR, argv)
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -215,6 +233,8 @@ def main() -> int:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
         for module in PATCHING:
             importlib.import_module(module)
+        if typed["peaks"]:
+            sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         cpu_findings(
@@ -306,4 +326,4 @@ def _print(sections: Sequence[Sequence[Finding]]) -> None:
 
 if __name__ == "__main__":
     guard_output()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

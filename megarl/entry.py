@@ -15,10 +15,12 @@ import torch.distributed as dist
 from megarl.config.faults import ConfigError
 from megarl.distributed import signals
 from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import together, wait_for_all
 from megarl.distributed.launch import COMMAND, Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
-from megarl.platform.device import device_type
+from megarl.platform.determinism import decide_determinism
+from megarl.platform.device import decide_device
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import outlive_readers
 from megarl.platform.versions import running
@@ -50,8 +52,8 @@ def run(
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
-    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback. A job that received a
-    signal to end (see `signals`) ends with code 75.
+    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
+    have it. A job that received a signal to end (see `signals`) ends with code 75.
     """
     _silence_imports()
     guard_output()
@@ -66,7 +68,9 @@ def run(
         directory = Path(trainer.default_local_dir)
         launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
         # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
-        init_process_groups(launch, device_type(trainer.device), trainer.phase_timeout_s + 10 * GRACE_S)
+        decide_determinism(trainer.deterministic)
+        decide_device(trainer.device)
+        store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
         agree(dict(flatten(asdict(config))) | running())
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
@@ -92,7 +96,7 @@ def run(
             _leave()
     except ValueError as error:
         logging.getLogger(__name__).debug("origin of the error", exc_info=True)
-        sys.exit(redact(f"megarl: rank {rank}: {error}"))
+        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
 
@@ -109,7 +113,7 @@ def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
 def _leave() -> None:
     """Wait until all ranks are done, so that no rank cuts off another that is still in a collective."""
     if dist.is_initialized():  # an engine that was closed has destroyed the process group
-        dist.barrier()
+        wait_for_all()
         dist.destroy_process_group()
 
 

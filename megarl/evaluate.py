@@ -1,6 +1,6 @@
-"""Score a checkpoint: `python -m megarl.evaluate CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Score a checkpoint: `megarl evaluate RUN_DIR|CHECKPOINT|CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
-Takes the configuration of the training run. Validates the checkpoint that `trainer.resume_mode` and
+Takes the configuration that the run kept, or another one. Validates the checkpoint that `trainer.resume_mode` and
 `trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint. Prints one JSON
 line.
 """
@@ -8,8 +8,14 @@ line.
 import json
 import sys
 from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.checkpoint.directory import CONFIG_FILE, step_of_name
+from megarl.cli.command import parse
+from megarl.cli.commands import EVALUATE
+from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.launch import Launch
@@ -18,7 +24,35 @@ from megarl.entry import run
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Evaluate as configured, on every rank of the job."""
-    run("megarl.evaluate", argv, load_config, evaluate)
+    run("megarl.evaluate", argv, read_configuration, evaluate)
+
+
+def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config:
+    """Parse the command line, and read the configuration as `load_config` does."""
+    typed = parse(EVALUATE, argv)["configuration"]
+    return load_config(list(chain.from_iterable(map(as_configuration, typed))), world_size=world_size)
+
+
+def as_configuration(argument: str) -> list[str]:
+    """Return a run's or checkpoint's directory as the configuration that scores it, any other argument unchanged.
+
+    Raises:
+        ConfigError: the directory keeps no configuration.
+    """
+    directory = Path(argument)
+    if "=" in argument or not directory.is_dir():
+        return [argument]
+    config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
+    if not config.is_file():
+        message = f"has no {CONFIG_FILE}: name a run's directory, a checkpoint in it, or a configuration"
+        raise ConfigError([Fault(path=argument, message=message)])
+    run_dir = directory.resolve().parent if is_checkpoint else directory
+    return [
+        str(config),
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.resume_mode={'resume_path' if is_checkpoint else 'auto'}",
+        f"trainer.resume_from_path={directory if is_checkpoint else 'null'}",
+    ]
 
 
 def evaluate(config: Config, launch: Launch) -> None:

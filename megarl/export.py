@@ -1,19 +1,23 @@
-"""Export a checkpoint as a Hugging Face directory: `python -m megarl.export CHECKPOINT OUT`.
+"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint. Writes the actor, or the reward model of a
 run of `megarl.train_reward`. `transformers` and vLLM load the result. Under torchrun, mpirun or srun the model is split
 over all ranks, so it need not fit into one process.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import EXPORT
 from megarl.distributed.launch import Launch
 from megarl.entry import run
-from megarl.platform.secrets import Parser
+from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
 
 
@@ -35,12 +39,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line."""
-    parser = Parser(prog="python -m megarl.export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="RUN_DIR/global_step_N, or RUN_DIR for its latest")
-    parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own Python code run")
-    arguments = parser.parse_args(argv)
-    return Arguments(arguments.checkpoint, arguments.out, world_size or 1, arguments.trust_remote_code)
+    return Arguments(**parse(EXPORT, argv), world_size=world_size or 1)
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
@@ -52,7 +51,6 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.learner.parallel import build_mesh
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
-    from megarl.platform.device import device_type, local_device
 
     checkpoint = intact_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
@@ -66,11 +64,35 @@ def write(arguments: Arguments, launch: Launch) -> None:
         section,
         build_mesh(section),
         role=role,
-        device=local_device(device_type(arguments.trainer.device)),
     )
     load_learner(learner, checkpoint / name)
     tokenizer = source.tokenizer(trust_remote_code=arguments.trust_remote_code)
     export_model(learner, source, tokenizer, arguments.out, launch)
+    if launch.rank == 0:
+        describe(checkpoint, arguments.out, scores=source.architecture.scalar_head)
+
+
+def describe(checkpoint: Path, out: Path, *, scores: bool) -> None:
+    """Write the model card, and print what was written and how it is loaded.
+
+    Args:
+        checkpoint: the exported checkpoint.
+        out: the directory that was written.
+        scores: whether the model is a reward model.
+    """
+    from megarl.checkpoint.card import CARD_FILE, card, loading
+    from megarl.checkpoint.contents import Contents
+    from megarl.report.read import read_curves
+
+    contents = Contents.read(checkpoint)
+    text = card(contents, read_curves(checkpoint.resolve().parent), out, scores=scores)
+    write_whole(out / CARD_FILE, text.encode())
+    files = [path for path in out.iterdir() if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)
+    print(f"{out}: {len(files)} files, {num_bytes / 1e9:.3g} GB, from {checkpoint}; {CARD_FILE} describes the model")
+    print(f"load it with\n{indent(loading(out, scores=scores), '  ')}")
+    if not scores:
+        print(f"or talk to it with\n  megarl chat {shlex.quote(str(out))}")
 
 
 def intact_checkpoint(path: Path) -> Path:

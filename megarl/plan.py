@@ -1,37 +1,39 @@
-"""Plan a run without ranks or weights: `python -m megarl.plan CONFIG.yaml [a.b.c=value ...]`.
+"""Plan a run without ranks or weights: `megarl plan CONFIG.yaml [a.b.c=value ...]`.
 
 Reads only `config.json` of the models. Exit code 1: the run does not fit into the memory of devices or hosts, or a
 model cannot be planned. Exit code 2: the configuration is faulty.
 """
 
-import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from megarl.cli.command import parse
+from megarl.cli.commands import PLAN
 from megarl.config.faults import ConfigError
 from megarl.config.report import show_plan
 from megarl.planning.planner import Planner
 from megarl.planning.report import show, to_dict
+from megarl.planning.seconds import Lengths
 from megarl.planning.traffic import Links
-from megarl.platform.secrets import Parser, guard_output, redact
-
-UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+from megarl.platform.peaks import Peaks
+from megarl.platform.secrets import guard_output, redact
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Print the plan; return 1 if the run does not fit, else 0."""
-    options, configuration = _parser().parse_known_args(argv)
+    typed = parse(PLAN, argv)
     try:
         planner = Planner(
-            configuration,
-            device_bytes=options.gpu_memory,
-            ranks_per_node=options.gpus_per_node,
-            host_bytes=options.host_memory,
-            links=Links(inside=options.intra_node_bandwidth, between=options.inter_node_bandwidth),
+            typed["configuration"],
+            device_bytes=typed["gpu_memory"],
+            ranks_per_node=typed["gpus_per_node"],
+            host_bytes=typed["host_memory"],
+            links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
+            peaks=Peaks(flops_per_second=typed["peak_tflops"] * 1e12, bytes_per_second=typed["memory_bandwidth"]),
+            lengths=typed["lengths"] and Lengths(**dict(zip(("prompt", "response"), typed["lengths"], strict=True))),
         )
         plan = planner.plan()
     except ConfigError as error:
@@ -40,52 +42,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     except ValueError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
-    if options.json:
+    if typed["as_json"]:
         print(json.dumps(to_dict(plan)))
     else:
         show_plan(plan.workload.config)
         show(plan, Console())
     return 1 if plan.shortfalls or plan.host_missing else 0
-
-
-def amount(text: str) -> int:
-    """Parse `80GB`, `79.6GiB` or `45GB/s` as bytes, or bytes per second."""
-    match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(UNITS)})(/s)?\s*", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number with one of the units {', '.join(UNITS)}")
-    return int(float(match[1]) * UNITS[match[2]])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m megarl.plan",
-        usage="%(prog)s CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [options]",
-        description="Batches, memory and weight traffic of a run, without starting it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--gpu-memory", type=amount, default="80GB", help="memory of a device (default: %(default)s)")
-    parser.add_argument(
-        "--host-memory",
-        type=amount,
-        help="host memory of a node (default: this machine's, if the run has one node that fits this machine)",
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="ranks that share a node's links (default: trainer.n_gpus_per_node)"
-    )
-    parser.add_argument(
-        "--intra-node-bandwidth",
-        type=amount,
-        default="400GB/s",
-        help="bandwidth from a rank to the ranks of its node, per direction (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--inter-node-bandwidth",
-        type=amount,
-        default="45GB/s",
-        help="bandwidth from a rank to other nodes, per direction (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `python -m megarl.sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Supervised fine-tuning: `megarl sft CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
 Writes a Hugging Face directory at the end, RUN_DIR/huggingface. `megarl.train` can start from it.
 """
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import SFT
 from megarl.config.load import load_sft_config
 from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
@@ -17,7 +19,12 @@ from megarl.entry import run
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.sft", argv, load_sft_config, train, remarks=unread_keys)
+    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys)
+
+
+def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:
+    """Parse the command line, and read the configuration as `load_sft_config` does."""
+    return load_sft_config(parse(SFT, argv)["configuration"], world_size=world_size)
 
 
 def train(config: SFTConfig, launch: Launch) -> None:

@@ -1,6 +1,5 @@
-"""Reinforcement learning: `python -m megarl.train CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]`."""
+"""Reinforcement learning: `megarl train CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -9,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import TRAIN
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
@@ -52,21 +53,11 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     Raises:
         ConfigError: lists every fault with its dotted key and the remedy.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megarl.train",
-        usage="%(prog)s CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        help="learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files "
-        "of a directory that follow the checkpoint",
-    )
-    options, configuration = parser.parse_known_args(argv)
-    if options.replay and not options.replay.exists():
-        raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {options.replay}")])
-    return Arguments(load_config(configuration, world_size=world_size), options.replay)
+    typed = parse(TRAIN, argv)
+    replay = typed["replay"]
+    if replay and not replay.exists():
+        raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {replay}")])
+    return Arguments(load_config(typed["configuration"], world_size=world_size), replay)
 
 
 def train(arguments: Arguments, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""Train a reward model on preferences: `python -m megarl.train_reward CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Train a reward model on preferences: `megarl train-reward CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
 
 Starts from a language model, whose head is replaced, or from a classifier. Writes RUN_DIR/huggingface at the end, a
 directory for `AutoModelForSequenceClassification` and `reward_model.model.path`.
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import TRAIN_REWARD
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import unread_keys
 from megarl.config.root import RewardTrainConfig
@@ -18,7 +20,12 @@ from megarl.entry import run
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.train_reward", argv, load_reward_train_config, train, remarks=unread_keys)
+    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys)
+
+
+def read_configuration(argv: Sequence[str], *, world_size: int | None) -> RewardTrainConfig:
+    """Parse the command line, and read the configuration as `load_reward_train_config` does."""
+    return load_reward_train_config(parse(TRAIN_REWARD, argv)["configuration"], world_size=world_size)
 
 
 def train(config: RewardTrainConfig, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""Verify that weights reach the engine: `python -m megarl.verify MODEL_DIR [a.b.c=value ...] [--json]`.
+"""Verify that weights reach the engine: `megarl verify MODEL_DIR [a.b.c=value ...] [--json]`.
 
 Loads a checkpoint into the given Megatron split, syncs it to the given engine split, and compares the probabilities
 that trainer, engine and `transformers` give the same tokens. Then changes every weight and repeats. If MODEL_DIR holds
@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.cli.command import parse
+from megarl.cli.commands import VERIFY
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
 from megarl.distributed.launch import Launch, detect
 from megarl.entry import run
-from megarl.platform.secrets import Parser
 from megarl.tracking.config import TrainerSection
 
 
@@ -63,13 +64,9 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     Raises:
         ConfigError: lists every fault with its dotted key and the remedy.
     """
-    parser = Parser(prog="python -m megarl.verify", description=__doc__)
-    parser.add_argument("model_dir", help="Hugging Face directory or id; a directory may hold only config.json")
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys of a training run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    arguments = parser.parse_intermixed_args(argv)
-    keys = [f"actor_rollout_ref.model.path={arguments.model_dir}", *arguments.overrides]
-    return Arguments(load_verify_config(keys, world_size=world_size), arguments.json)
+    typed = parse(VERIFY, argv)
+    keys = [f"actor_rollout_ref.model.path={typed['model_dir']}", *typed["overrides"]]
+    return Arguments(load_verify_config(keys, world_size=world_size), typed["as_json"])
 
 
 def verify(arguments: Arguments, launch: Launch) -> None:
@@ -101,7 +98,7 @@ def scratch_directory() -> Iterator[Path]:
     """
     import torch.distributed as dist
 
-    from megarl.distributed.exchange import together
+    from megarl.distributed.exchange import together, wait_for_all
 
     is_main = dist.get_rank() == 0
     path = Path(together(lambda: tempfile.mkdtemp(prefix="megarl-verify-") if is_main else "")[0])
@@ -115,7 +112,7 @@ def scratch_directory() -> Iterator[Path]:
     try:
         together(see)
         yield path
-        dist.barrier()
+        wait_for_all()
     finally:
         if is_main:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,21 +1,32 @@
 """From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
 
     python scripts/quickstart.py [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N] [--warm-up-only]
+                                 [section.key=value ...]
 
-Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs.
+Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs. It
+takes the given keys that it knows. Two processes share the work; on CUDA, at most one process for each device.
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from megarl.config.root import Config, SFTConfig
+from megarl.config.schema import Schema
+from megarl.platform.device import decide_device
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 MAX_NUMBER, MAX_TARGET = 24, 50
+QUICK = ("matplotlib.figure", "pyarrow.parquet", "sentencepiece")  # imported to see what they need themselves
+SLOW = ("transformers", "megatron", "vllm")
 CARELESS = (
     0.55  # share of the demonstrations: imitation learns a habit that only the reward distinguishes from a solution
 )
@@ -29,7 +40,11 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--ppo-steps", type=int, help="shorten the training")
     parser.add_argument("--warm-up-only", action="store_true", help="stop after the model that PPO starts from")
-    arguments = parser.parse_args()
+    parser.add_argument("keys", nargs="*", metavar="section.key=value", help="a key of the warm-up, of PPO or of both")
+    arguments = parser.parse_intermixed_args()
+    given = read_keys(arguments.keys)
+    check_packages(loggers=given.get("trainer.logger", "mlflow"))
+    keys = keys_of_machine(decide_device(given.get("trainer.device", "auto"))) | given
     out, seed = arguments.out.resolve(), arguments.seed
     out.mkdir(parents=True, exist_ok=True)
     files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]
@@ -45,6 +60,7 @@ def main() -> None:
         f"data.seed={seed}",
         f"trainer.default_local_dir={out}/sft",
         *([f"trainer.total_training_steps={arguments.sft_steps}"] if arguments.sft_steps else []),
+        *known_to(SFTConfig, keys),
     )
     if arguments.warm_up_only:
         return
@@ -57,10 +73,57 @@ def main() -> None:
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.default_local_dir={out}/ppo",
         *([f"trainer.total_training_steps={arguments.ppo_steps}"] if arguments.ppo_steps else []),
+        *known_to(Config, keys),
     )
     seconds = time.perf_counter() - start
     megarl("export", out / "ppo", out / "actor")
     summarize(out, seconds)
+
+
+def check_packages(*, loggers: str) -> None:
+    """End with a message if a package is missing that any stage needs, the last one included."""
+    slow = (*SLOW, *(["mlflow"] if "mlflow" in loggers else []))
+    missing = [name for name in slow if importlib.util.find_spec(name) is None]
+    for name in QUICK:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing.append(error.name or name)
+    if missing:
+        sys.exit(f"quickstart: install {', '.join(missing)} first, for a later stage needs it: make setup")
+
+
+def read_keys(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of `section.key=value` by key; end with a message if neither command knows a key."""
+    keys = dict(argument.partition("=")[::2] for argument in arguments)
+    for key in keys:
+        if not any(key in Schema.of(root) for root in (SFTConfig, Config)):
+            sys.exit(f"quickstart: {key} is no key of megarl.sft or of megarl.train; see docs/configuration.md")
+    return keys
+
+
+def keys_of_machine(device: str) -> dict[str, str]:
+    """Return the keys that fit the runs to this machine: the configurations are those of two processes on a CPU."""
+    if device == "cpu":
+        return {}
+    import torch
+
+    ranks = str(min(2, torch.cuda.device_count()))
+    return {
+        "trainer.n_gpus_per_node": ranks,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": ranks,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": ranks,
+        # The kernels of CUDA for attention over sequences of different lengths have half precision only.
+        "megatron.dtype": "bfloat16",
+        "actor_rollout_ref.actor.megatron.dtype": "bfloat16",
+        "actor_rollout_ref.rollout.dtype": "bfloat16",
+    }
+
+
+def known_to(root: type, keys: Mapping[str, str]) -> list[str]:
+    """Return the arguments for the command whose configuration is `root`."""
+    schema = Schema.of(root)
+    return [f"{key}={value}" for key, value in keys.items() if key in schema]
 
 
 def prepare_data(directory: Path, seed: int) -> None:
@@ -131,7 +194,7 @@ def summarize(out: Path, seconds: float) -> None:
     plot_curves(out / "ppo" / "metrics.jsonl", out / "curves.png")
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
-    print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/ppo/mlflow.db")
+    print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")
 
 
 def megarl(module: str, *arguments: object) -> None:

@@ -48,9 +48,9 @@ def configuration() -> Iterator[str]:
     found = parts()
     for root, (heading, command) in ROOTS.items():
         links = (f"  - [{part.title}](#{anchor(part.title)})" for part in found[root])
-        yield "\n".join([f"- {heading} (`python -m megarl.{command}`)", *links])
+        yield "\n".join([f"- {heading} (`{called(command)}`)", *links])
     for root, (heading, command) in ROOTS.items():
-        yield f"# {heading}: `python -m megarl.{command}`"
+        yield f"# {heading}: `{called(command)}`"
         for part in found[root]:
             yield f"## {part.title}"
             text = part.text
@@ -62,6 +62,11 @@ def configuration() -> Iterator[str]:
                     (f"`{key.name}`", key.kind, key.default, f"{key.text} {key.condition}".strip()) for key in part.keys
                 ]
                 yield table(("key", "type", "default", "meaning"), rows)
+
+
+def called(command: str) -> str:
+    """Return a command as its user types it."""
+    return f"megarl {command.replace('_', '-')}"
 
 
 def anchor(title: str) -> str:

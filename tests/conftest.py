@@ -1,4 +1,7 @@
-"""Settings of all tests: no model hub, one thread per process because ranks run in parallel, GPU tests on a GPU."""
+"""Settings of all tests: no model hub, one thread per process because ranks run in parallel, GPU tests on a GPU.
+
+The process of the tests works on the CPU; tests that need a GPU have ranks of their own.
+"""
 
 import os
 import signal
@@ -6,8 +9,11 @@ from importlib import import_module
 
 import pytest
 
+from megarl.platform.device import decide_device
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+decide_device("cpu")
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

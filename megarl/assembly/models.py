@@ -15,7 +15,6 @@ from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
-from megarl.platform.device import device_type, local_device
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
@@ -43,9 +42,12 @@ class Models:
 
 
 def make_models(config: Config, source: Source, tokenizer: Tokenizer, *, last_step: int) -> Models:
-    """Build the models that the configuration needs. `tokenizer` is the policy's. Raises what `make_critic` does."""
+    """Build the models that the configuration needs. `tokenizer` is the policy's.
+
+    Raises what `make_critic` and `make_reference` do.
+    """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
-    reference = make_reference(config, source, mesh)
+    reference = make_reference(config, source, mesh, tokenizer)
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
     actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
@@ -69,7 +71,6 @@ def make_actor(
         actor.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
         temperature=policy.rollout.temperature,
         recompute=policy.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
@@ -89,18 +90,29 @@ def make_actor(
     )
 
 
-def make_reference(config: Config, source: Source, mesh: Mesh) -> Model[Any] | None:
-    """Make the frozen policy. Return None if no KL to it is needed."""
+def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> Model[Any] | None:
+    """Make the frozen policy: the actor's start in `source`, or a teacher. Return None if no KL to it is needed.
+
+    Raises:
+        ValueError: the teacher's tokenizer is not `tokenizer`, the policy's.
+    """
     policy = config.actor_rollout_ref
     if not config.has_reference:
         return None
+    if config.has_teacher:
+        source = Source.read(policy.ref.model)
+        theirs = source.tokenizer(trust_remote_code=policy.ref.model.trust_remote_code)
+        if differing := tokenizer.differences(theirs):
+            raise ValueError(
+                f"{source.directory} (actor_rollout_ref.ref.model.path) has other tokens than the policy: {differing}. "
+                "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
+            )
     learner = make_learner(
         source.directory,
         source.architecture,
         policy.ref.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
         temperature=policy.rollout.temperature,
         balance=config.trainer.balance_batch,
     )
@@ -139,7 +151,6 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         critic.megatron,
         mesh,
         role="value",
-        device=device_of(config),
         recompute=critic.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
         training=(critic.optim, critic.grad_clip, last_step),
@@ -173,8 +184,3 @@ def make_budget(config: Config, max_sequences: int | None, max_tokens: int | Non
         return Budget(max_tokens=max_tokens or policy.actor.ppo_max_token_len_per_gpu, max_sequences=max_sequences)
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     return Budget(max_tokens=max_sequences * longest, max_sequences=max_sequences)
-
-
-def device_of(config: Config) -> Any:
-    """Return the device of this rank."""
-    return local_device(device_type(config.trainer.device))

@@ -1,12 +1,14 @@
 """The records of any run: its directory, its checkpoints and its trackers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
-from megarl.checkpoint.contents import CONFIG_FILE
+from megarl.assembly.signposts import signposts
+from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import to_dict, to_yaml
@@ -17,8 +19,12 @@ from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.learner.learner import Learner
 from megarl.platform.files import check_writable, write_whole
+from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
+from megarl.tracking.guarded import Guarded
+from megarl.tracking.history import HISTORY_FILE, History
 from megarl.tracking.run import TrackedRun
+from megarl.tracking.status import STATUS_FILE, Status
 from megarl.tracking.tracker import Tracker, make_tracker
 
 
@@ -88,22 +94,24 @@ def make_checkpoints(
 
 
 def open_records(config: Config, launch: Launch, resume_point: ResumePoint, *, last_step: int) -> Tracker:
-    """Write the run's configuration and open its trackers. Collective.
+    """Open the records of a run, as `run_tracker` does. Collective.
 
     A job that only validates records nothing: its tracker shows the scores on the console.
     """
-    trainer = config.trainer
-    if trainer.val_only:
-        return console_tracker(trainer, launch, total_steps=last_step)
-    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
+    if config.trainer.val_only:
+        return console_tracker(config.trainer, launch, total_steps=last_step)
     return run_tracker(config, launch, resume_point, last_step=last_step)
 
 
 def run_tracker(
     config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
 ) -> Tracker:
-    """Open the trackers that `trainer.logger` names, on the rank that tracks."""
+    """Write the run's configuration. Open the trackers that `trainer.logger` names, and the files of a report.
+
+    Collective; the first rank tracks.
+    """
     trainer = config.trainer
+    on_first_rank(lambda: write_whole(Path(trainer.default_local_dir) / CONFIG_FILE, to_yaml(config).encode()))
     run = TrackedRun(
         run_dir=Path(trainer.default_local_dir),
         project=trainer.project_name,
@@ -114,12 +122,21 @@ def run_tracker(
         same_curve=resume_point.same_curve,
     )
     return make_tracker(
-        trainer.logger,
+        list(dict.fromkeys(["jsonl", *trainer.logger])),
         run,
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
+        also=_reports(run, last_step),
+        signposts=partial(signposts, config),
     )
+
+
+def _reports(run: TrackedRun, last_step: int) -> Iterator[Tracker]:
+    """Yield the trackers that keep what a report and `megarl.watch` show, and the report itself."""
+    yield Guarded(Status(run.run_dir, total_steps=last_step, step=run.resume_step or 0), STATUS_FILE)
+    yield Guarded(History(run.run_dir, resume_step=run.resume_step), HISTORY_FILE)
+    yield Guarded(ReportTracker(run.run_dir), REPORT_FILE)
 
 
 def console_tracker(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from megarl.checkpoint.contents import CODE_FILE, CONFIG_FILE, MODELS_FILE, VERSIONS_FILE, Contents
+from megarl.checkpoint.contents import CODE_FILE, MODELS_FILE, VERSIONS_FILE, Contents
 from megarl.checkpoint.differences import (
     ConfigDifference,
     Effect,
@@ -18,7 +18,7 @@ from megarl.checkpoint.differences import (
     config_differences,
     size_differences,
 )
-from megarl.checkpoint.directory import saved_steps, set_aside, step_in
+from megarl.checkpoint.directory import CONFIG_FILE, saved_steps, set_aside, step_in
 from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote

@@ -1,7 +1,5 @@
 """Builds the reward of a run as configured: rules, a reward model, or both."""
 
-import torch
-
 from megarl.config.root import RewardModelSection
 from megarl.data.conversations import Conversations
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +27,6 @@ def make_reward(
     mesh: Mesh,
     *,
     policy_path: str,
-    device: torch.device,
     budget: Budget,
     balance: bool,
 ) -> Reward:
@@ -41,7 +38,6 @@ def make_reward(
         policy: the tokenizer of the tokens that arrive.
         mesh: this rank's place.
         policy_path: the checkpoint of the policy, the default of `input_tokenizer`.
-        device: of the model.
         budget: of a forward pass.
         balance: spread samples by length over data-parallel ranks.
 
@@ -72,7 +68,6 @@ def make_reward(
         section.megatron,
         mesh,
         role="value",
-        device=device,
         balance=balance,
     )
     model = RewardModel(learner=learner, budget=budget, reader=reader, decoder=decoder or None)

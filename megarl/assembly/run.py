@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
-from megarl.assembly.models import Models, device_of, make_models, make_tokenizer
+from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
     check_directories,
     console_tracker,
@@ -40,7 +40,9 @@ from megarl.distributed.launch import Launch
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
+from megarl.models.flops import UPDATE
 from megarl.models.source import Source
+from megarl.platform.peaks import published_flops
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
@@ -53,6 +55,7 @@ from megarl.training.loop import KL, Job, Progress
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
+from megarl.training.work import TERA, Work
 
 MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
@@ -153,9 +156,26 @@ def _make_job(
         checkpoints=checkpoints,
         tracker=tracker,
         num_ranks=launch.world_size,
+        work=make_work(config, models, num_ranks=launch.world_size),
         max_staleness=config.max_staleness,
         reads_while_learning=config.reads_while_learning,
     )
+
+
+def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
+    """Return the passes of the models in each phase, and the peak speed of all devices."""
+    actor, critic, trainer = models.actor.learner, models.critic, config.trainer
+    policy = actor.architecture
+    passes = dict.fromkeys(("gen", "old_log_prob"), (policy, 1))
+    if models.reference:
+        passes["ref"] = (models.reference.learner.architecture, 1)
+    passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
+    if critic:
+        value = critic.learner.architecture
+        passes |= {"values": (value, 1), "update_critic": (value, UPDATE * config.critic.ppo_epochs)}
+    known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
+    peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
+    return Work(passes=passes, peak=peak and peak * num_ranks)
 
 
 def _make_gate(config: Config, launch: Launch) -> Gate | None:
@@ -228,7 +248,6 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         policy.actor.megatron,
         mesh,
         role="policy",
-        device=device_of(config),
     )
     scorer = make_scorer(config, rules, mesh, tokenizer)
     step = 0

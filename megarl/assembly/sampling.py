@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.assembly.models import device_of, make_budget
+from megarl.assembly.models import make_budget
 from megarl.assembly.reward import Reward, make_reward
 from megarl.config.root import Config
 from megarl.data.columns import Needs
@@ -113,7 +113,6 @@ def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer:
         tokenizer,
         mesh,
         policy_path=config.actor_rollout_ref.model.path,
-        device=device_of(config),
         budget=make_budget(config, section.micro_batch_size),
         balance=config.trainer.balance_batch,
     )

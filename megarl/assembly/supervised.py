@@ -17,7 +17,6 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
-from megarl.platform.device import device_type, local_device
 from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.skips import Skips
@@ -60,7 +59,6 @@ def _learn(
         config.megatron,
         build_mesh(config.megatron),
         role=lessons.role,
-        device=local_device(device_type(trainer.device)),
         recompute=config.model.enable_gradient_checkpointing,
         balance=trainer.balance_batch,
         training=(config.optim, config.grad_clip, last_step),

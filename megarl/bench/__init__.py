@@ -1,1 +1,1 @@
-"""Measurements of reshard, planning and checkpoints: `python -m megarl.bench`."""
+"""Measurements of reshard, planning and checkpoints: `megarl bench`."""

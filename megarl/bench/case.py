@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from megarl.bench.cases import Case, Split
 from megarl.bench.memory import peak_extra_bytes
+from megarl.distributed.exchange import wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
@@ -119,7 +118,7 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
 
 def timed(work: Callable[[], object]) -> float:
     """Return the seconds that the work takes on this rank; all ranks start together."""
-    dist.barrier()
+    wait_for_all()
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

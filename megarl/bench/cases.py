@@ -14,6 +14,7 @@ LAYOUTS = ("tp2-tp2", "tp1pp2-tp2", "tp2-tp1", "dp2-dp2", "tp2pp2-tp2")
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -40,7 +41,9 @@ def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, key_value
     }
 
 
-# Qwen2.5's sizes are those of its published config.json.
+WIDE_HEADS = {"head_dim": 128}
+OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+# Sizes of Qwen's models are those of their published config.json.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-1m": COMMON | LLAMA | _sizes(1024, 256, 512, 2, 4, 2),
     "llama-3m": COMMON | LLAMA | _sizes(2048, 256, 704, 3, 4, 2),
@@ -49,6 +52,11 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "qwen3-moe-1m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | {"moe_intermediate_size": 64},
     "qwen3-moe-100m": COMMON | QWEN3_MOE | _sizes(16384, 512, 1024, 6, 8, 4) | {"moe_intermediate_size": 512},
     "qwen2.5-0.5b": COMMON | QWEN2 | _sizes(151936, 896, 4864, 24, 14, 2) | {"tie_word_embeddings": True},
+    "qwen2.5-1.5b": COMMON | QWEN2 | _sizes(151936, 1536, 8960, 28, 12, 2) | WIDE_HEADS | {"tie_word_embeddings": True},
+    "qwen2.5-3b": COMMON | QWEN2 | _sizes(151936, 2048, 11008, 36, 16, 2) | WIDE_HEADS | {"tie_word_embeddings": True},
+    "qwen3-4b": COMMON | QWEN3 | _sizes(151936, 2560, 9728, 36, 32, 8) | WIDE_HEADS | {"tie_word_embeddings": True},
+    "qwen3-8b": COMMON | QWEN3 | _sizes(151936, 4096, 12288, 36, 32, 8) | {"tie_word_embeddings": False},
+    "qwen3-30b-a3b": COMMON | QWEN3_MOE | _sizes(151936, 2048, 6144, 48, 32, 4) | WIDE_HEADS | OF_30B,
     "qwen2.5-7b": COMMON | QWEN2 | _sizes(152064, 3584, 18944, 28, 28, 4) | {"tie_word_embeddings": False},
 }
 DEFAULT_MODELS = {"cpu": ("llama-100m", "qwen3-moe-100m"), "cuda": ("qwen2.5-0.5b", "qwen2.5-7b")}
@@ -93,3 +101,4 @@ class Case:
     dtype: Literal["bfloat16", "float32"]
     repeats: int
     bucket_megabytes: int
+    sleeps: bool = False  # the engine returns its memory between two syncs

@@ -1,11 +1,10 @@
-"""`python -m megarl.bench checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
+"""`megarl bench checkpoint`: the time that training waits for a save, asynchronous or not, and for a load.
 
 Its own ranks save and load the state of one model in turn. Training only advances the save every `STEP_S` seconds
 meanwhile. The waiting time is all time that training spends in the save, from the first copy to the last rename. Files
 are flushed to the disk in both cases.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megarl.bench.cases import MODELS
+from megarl.bench.options import checkpoint_parser
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
@@ -52,16 +52,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.bench checkpoint", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", choices=MODELS, default="llama-200m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks (default: %(default)s)")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    options = checkpoint_parser().parse_args(argv)
     return Arguments(
         model=options.model,
         tp=options.tensor,
@@ -69,7 +60,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
         repeats=options.repeats,
         directory=options.directory,
         is_json=options.json,
-        command=shlex.join(["python", "-m", "megarl.bench", "checkpoint", *argv]),
+        command=shlex.join(["megarl", "bench", "checkpoint", *argv]),
         trainer=TrainerSection(n_gpus_per_node=options.ranks, device=options.device),
     )
 
@@ -167,7 +158,6 @@ def _learner(arguments: Arguments) -> "Learner":
     from megarl.learner.optimizer import torch_optimizers
     from megarl.learner.parallel import build_mesh
     from megarl.models.architecture import read_architecture
-    from megarl.platform.device import device_type, local_device
 
     section = MegatronSection(tensor_model_parallel_size=arguments.tp, pipeline_model_parallel_size=arguments.pp)
     learner = make_learner(
@@ -176,7 +166,6 @@ def _learner(arguments: Arguments) -> "Learner":
         section,
         build_mesh(section),
         role="policy",
-        device=local_device(device_type(arguments.trainer.device)),
         training=(OptimSection(), 1.0, 1),
     )
     with torch.no_grad():

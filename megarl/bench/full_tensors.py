@@ -6,9 +6,9 @@ Training does not use it; `megarl.bench` compares the direct way with it.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megarl.platform.device import on_cuda
 from megarl.rollout.engine import RolloutEngine
 
 
@@ -27,5 +27,5 @@ def _forget_packed_experts(worker: Any) -> None:
     """Undo the packing of experts: vLLM 0.26 - 0.32 packs once on CPU, and would overwrite them with unpacked bytes."""
     for module in worker.get_model().modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and not torch.cuda.is_available():
+        if getattr(method, "moe_kernel", None) is not None and not on_cuda():
             method.moe_kernel = None

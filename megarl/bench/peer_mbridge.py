@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.learner.patches.cpu import CPU, megatron_platform
+from megarl.platform.device import on_cuda
 from megarl.platform.patching import declare, replaced
 
 DEVICE = declare(
@@ -93,7 +94,7 @@ class Exporter:
 
 def on_this_platform() -> AbstractContextManager[None]:
     """Return the block in which mbridge may run."""
-    return nullcontext() if torch.cuda.is_available() else replaced(DEVICE, current_device=lambda: CPU)
+    return nullcontext() if on_cuda() else replaced(DEVICE, current_device=lambda: CPU)
 
 
 class Counter:

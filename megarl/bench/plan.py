@@ -1,9 +1,8 @@
-"""`python -m megarl.bench plan`: the time that one rank of thousands takes to plan its part of a sync, and its size.
+"""`megarl bench plan`: the time that one rank of thousands takes to plan its part of a sync, and its size.
 
 Everything is computed from sizes, as every rank does at the start of a job; no ranks, weights or devices are needed.
 """
 
-import argparse
 import json
 import pickle
 import shlex
@@ -16,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megarl.bench.options import NUM_RANKS, plan_parser
 from megarl.bench.report import describe, machine
 from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout, engine_placement
@@ -25,7 +25,7 @@ from megarl.platform.versions import versions
 from megarl.reshard.planner import TransferSchedule, lower_bound, make_plan
 
 DTYPE = torch.bfloat16
-NUM_RANKS, RANKS_PER_NODE, BUCKET_BYTES = 2048, 8, 512 << 20
+RANKS_PER_NODE, BUCKET_BYTES = 8, 512 << 20
 COLUMNS = ("model", "split", "ranks", "seconds", "pickled MB", "pieces", "received GB", "bound GB", "busiest sender")
 
 # Sizes as in the published config.json of either model; DeepSeek's without its fp8 weights.
@@ -135,15 +135,10 @@ class Planned:
 
 def main(argv: Sequence[str]) -> int:
     """Plan one rank of every case, and print the cost."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.bench plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--rank", type=int, default=NUM_RANKS // 2, help="the rank to plan (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    if not 0 <= options.rank < NUM_RANKS:
-        parser.error(f"--rank {options.rank}: there are ranks 0 to {NUM_RANKS - 1}")
+    options = plan_parser().parse_args(argv)
     planned = [plan(case, options.rank) for case in CASES]
     found = {
-        "command": shlex.join(["python", "-m", "megarl.bench", "plan", *argv]),
+        "command": shlex.join(["megarl", "bench", "plan", *argv]),
         "machine": machine("cpu"),
         "versions": versions(),
     }

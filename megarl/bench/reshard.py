@@ -1,4 +1,4 @@
-"""`python -m megarl.bench reshard`: time and cost of the transfer of new weights from trainer to engine.
+"""`megarl bench reshard`: time and cost of the transfer of new weights from trainer to engine.
 
 Each model and layout is a separate run. In it, three ways take turns on one trainer and engine: megarl's, mbridge's
 `export_weights` into vLLM's own reload, and a plain copy of the bytes of the engine's weights.
@@ -22,7 +22,8 @@ from rich.console import Console
 
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
-from megarl.platform.device import device_type
+from megarl.bench.options import reshard_parser
+from megarl.platform.device import decide_device
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -31,7 +32,7 @@ BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
-    options = _parser().parse_args(argv)
+    options = reshard_parser().parse_args(argv)
     try:
         cases = list(_cases(options))
         results = []
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     found = {
-        "command": shlex.join(["python", "-m", "megarl.bench", "reshard", *argv]),
+        "command": shlex.join(["megarl", "bench", "reshard", *argv]),
         "machine": report.machine(cases[0].device),
         "versions": versions("mbridge"),
         "cases": results,
@@ -89,7 +90,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     if importlib.util.find_spec("mbridge") is None:
         raise ValueError("mbridge is not installed: pip install --no-deps 'mbridge==0.15.1' (extra `bench`)")
-    device: Literal["cpu", "cuda"] = "cuda" if device_type(options.device) == "cuda" else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if decide_device(options.device) == "cuda" else "cpu"
     for model in options.model or DEFAULT_MODELS[device]:
         for layout in options.layout or LAYOUTS:
             Split.read(layout)  # so that a typo ends the program before the first measurement
@@ -101,18 +102,3 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
                 repeats=options.repeats,
                 bucket_megabytes=options.bucket_megabytes or BUCKET_MEGABYTES[device],
             )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megarl.bench reshard", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
-    parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda runs with CUDA graphs")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
-    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way (default: %(default)s)")
-    parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
-    parser.add_argument("--logs", type=Path, help="directory for the output of the ranks, a file per case")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print the page docs/benchmarks/reshard.md")
-    return parser

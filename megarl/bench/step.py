@@ -1,4 +1,4 @@
-"""`python -m megarl.bench step`: the time of every phase of a step, beside other libraries on the same samples.
+"""`megarl bench step`: the time of every phase of a step, beside other libraries on the same samples.
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import report
-from megarl.bench.cases import MODELS
+from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
-from megarl.models.architecture import EMBEDDING, Architecture, hf_shapes, read_architecture
+from megarl.models.architecture import Architecture, read_architecture
+from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -34,13 +35,11 @@ from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 WARM_UP = 2
 """Steps that are not counted. The engine's self-check runs in them."""
 PEERS = ("machine", "engine", "transformers")
-UPDATE = 3
-"""FLOPs of a forward and backward pass, in forward passes."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
-    options, overrides = _parser().parse_known_args(argv)
+    options, overrides = step_parser().parse_known_args(argv)
     workload = Workload(
         model=options.model,
         lengths=options.lengths,
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
-    found = {"command": shlex.join(["python", "-m", "megarl.bench", "step", *argv])} | found
+    found = {"command": shlex.join(["megarl", "bench", "step", *argv])} | found
     if options.json:
         print(json.dumps(found))
     else:
@@ -151,9 +150,8 @@ def ratios(steps: Sequence[Mapping[str, float]], peers: Mapping[str, Any]) -> di
 
 def floors(architecture: Architecture, peers: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of the products of matrices of one pass over the samples, at the machine's own speed."""
-    shapes = hf_shapes(architecture)
-    parameters = sum(shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
-    forward = 2 * parameters * peers["transformers"]["tokens"] / peers["machine"]["flops_per_second"]
+    flops = forward_flops(architecture, Tokens(**peers["transformers"]["read"]))
+    forward = flops / peers["machine"]["flops_per_second"]
     return {"generation": forward, "infer": forward, "update": UPDATE * forward}
 
 
@@ -177,23 +175,3 @@ def _run(module: str, *arguments: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=os.environ, check=False)
     if done.returncode:
         raise ValueError(f"{module} failed with exit code {done.returncode}; its messages are above")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megarl.bench step",
-        description=__doc__,
-        usage="%(prog)s [options] [a.b.c=value ...]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
-    parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--prompts", type=int, default=32, help="in each step (default: %(default)s)")
-    parser.add_argument("--responses", type=int, default=4, help="to each prompt (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser

@@ -7,15 +7,18 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from megarl.models.flops import Tokens
+from megarl.platform.device import local_device
+from megarl.platform.peaks import measure
+
 WARM_UP = 1
-MATRIX = 2048  # rows and columns of the measured product
-COPIED = 1 << 26  # float32 numbers of the measured copy
 ROW_TOKENS = 16384  # of a micro-batch with its padding: the default budget of the trainer
 
 
@@ -26,13 +29,8 @@ def main(peer: str, directory: Path) -> None:
 
 
 def machine(settings: dict[str, Any]) -> dict[str, float]:
-    """Measure the machine's fastest product of matrices and copy of memory, on all cores."""
-    a, b = (torch.randn(MATRIX, MATRIX, dtype=getattr(torch, settings["dtype"])) for _ in range(2))
-    source = torch.ones(COPIED)
-    target = torch.empty_like(source)
-    product = min(_times(lambda: a @ b, settings["repeats"]))
-    copy = min(_times(lambda: target.copy_(source), settings["repeats"]))
-    return {"flops_per_second": 2 * MATRIX**3 / product, "bytes_per_second": 2 * source.nbytes / copy}
+    """Measure the fastest product of matrices and copy of memory, on one GPU or on all cores."""
+    return asdict(measure(local_device(), getattr(torch, settings["dtype"])))
 
 
 def engine(settings: dict[str, Any]) -> dict[str, float]:
@@ -56,7 +54,7 @@ def engine(settings: dict[str, Any]) -> dict[str, float]:
     return {"seconds": median(seconds)}
 
 
-def transformers(settings: dict[str, Any]) -> dict[str, float]:
+def transformers(settings: dict[str, Any]) -> dict[str, Any]:
     """Let transformers compute the log-probabilities of the samples, and take a step of AdamW on them."""
     from transformers import AutoModelForCausalLM
 
@@ -84,11 +82,12 @@ def transformers(settings: dict[str, Any]) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    tokens = sum(len(prompt) + len(response) for prompt, response in samples)
+    read = Tokens.of((len(prompt) + len(r) for prompt, r in samples), num_outputs=sum(len(r) for _, r in samples))
     return {
         "infer": median(_times(infer, settings["repeats"])),
         "update": median(_times(update, settings["repeats"])),
-        "tokens": tokens,
+        "tokens": read.num_tokens,
+        "read": asdict(read),
     }
 
 

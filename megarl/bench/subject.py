@@ -16,7 +16,6 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes, read_architecture
-from megarl.platform.device import local_device
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.sync.selfcheck import ask, fixed_prompts, probability_differences
@@ -40,7 +39,7 @@ class TrainerAndEngine:
             tensor_model_parallel_size=split.engine_tp,
             dtype=case.dtype,
             enforce_eager=case.device == "cpu",
-            free_cache_engine=False,
+            free_cache_engine=case.sleeps,
             max_num_seqs=16,
         )
         engine = RolloutEngine(
@@ -56,9 +55,7 @@ class TrainerAndEngine:
             pipeline_model_parallel_size=split.pp,
             dtype=case.dtype,
         )
-        learner = make_learner(
-            None, architecture, trainer, build_mesh(trainer), role="policy", device=local_device(case.device)
-        )
+        learner = make_learner(None, architecture, trainer, build_mesh(trainer), role="policy")
         subject = cls(learner=learner, engine=engine)
         subject.fill()
         return subject

@@ -26,32 +26,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one step does."""
+    """The work of one step."""
 
     model: str  # a name of MODELS, or a directory
     lengths: Lengths
     algorithm: Algorithm
     num_prompts: int
     num_responses: int  # to each prompt
+    prompt_tokens: int = PROMPT_TOKENS
+    response_tokens: int | None = None  # at most; None: as `lengths` says
 
     def write(self, directory: Path) -> list[str]:
         """Write the files of the workload to `directory`; return the arguments of `megarl.train` that name them."""
         model = self.model_in(directory)
-        if self.model in MODELS:
+        if self.model in MODELS and not model.exists():
             self._write_model(model)
         rng = random.Random(0)
         prompts = [
-            {"prompt": " ".join(str(rng.randrange(3, 1000)) for _ in range(PROMPT_TOKENS))}
+            {"prompt": " ".join(str(rng.randrange(3, 1000)) for _ in range(self.prompt_tokens))}
             for _ in range(NUM_BATCHES * self.num_prompts)
         ]
         write_rows(directory / "prompts.parquet", prompts)
         (directory / "reward.py").write_text(REWARD)
         is_equal = MEAN_TOKENS[self.lengths] is None
-        most = MOST_TOKENS[self.lengths]
+        most = self.response_tokens or MOST_TOKENS[self.lengths]
+        tokens_of_number = 1 if self.model in MODELS else 8  # a real tokenizer may need several
         return [
             f"data.train_files={directory / 'prompts.parquet'}",
             f"data.train_batch_size={self.num_prompts}",
-            f"data.max_prompt_length={8 * PROMPT_TOKENS}",  # a real tokenizer may need several tokens for a number
+            f"data.max_prompt_length={tokens_of_number * self.prompt_tokens}",
             f"data.max_response_length={most}",
             f"actor_rollout_ref.model.path={model}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.num_prompts}",
@@ -82,7 +85,8 @@ class Workload:
         size, mean = fields["vocab_size"], MEAN_TOKENS[self.lengths]
         if mean:  # a random model draws every token about equally often
             fields["eos_token_id"] = list(range(size - size // mean, size))
-        directory.mkdir()
+        whole, directory = directory, directory.with_suffix(".part")  # so that an interrupted one is not used again
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(fields))
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
@@ -91,3 +95,4 @@ class Workload:
         words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
+        directory.rename(whole)

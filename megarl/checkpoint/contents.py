@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import yaml
 
+from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.manifest import find_altered
 from megarl.checkpoint.state import State
 from megarl.distributed.exchange import on_first_rank, together
@@ -29,7 +30,7 @@ from megarl.tracking.run_id import RUN_ID_FILES, read_run_id
 
 T = TypeVar("T")
 
-CONFIG_FILE, VERSIONS_FILE, MODELS_FILE, CODE_FILE = "config.yaml", "versions.json", "models.json", "code.json"
+VERSIONS_FILE, MODELS_FILE, CODE_FILE = "versions.json", "models.json", "code.json"
 HUGGINGFACE_FILES = ("huggingface/config.json", "huggingface/model.safetensors.index.json")
 RNG = "rng"
 MAX_CONFIG_BYTES = 1 << 20

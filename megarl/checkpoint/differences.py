@@ -57,11 +57,12 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
         for name in (
             *("logger", "mlflow_tracking_uri", "save_freq", "max_ckpt_to_keep", "async_save", "save_huggingface"),
             *("default_hdfs_dir", "default_local_dir", "resume_mode", "resume_from_path"),
-            *("rollout_data_dir", "log_val_generations", "profile_steps"),
+            *("rollout_data_dir", "log_val_generations", "profile_steps", "peak_tflops"),
         )
     ),
     *((f"trainer.{name}", Effect.NONE, _VALIDATION) for name in ("test_freq", "val_before_train", "val_only")),
     ("trainer.device", Effect.ROUNDING, "another device's arithmetic"),
+    ("trainer.deterministic", Effect.ROUNDING, "other kernels"),
     ("trainer.phase_timeout_s", Effect.NONE, "how long, not what"),
     ("trainer.max_skipped_updates", Effect.NONE, "when a run gives up"),
     *((f"trainer.{name}", Effect.NONE, _LENGTH) for name in ("total_epochs", "total_training_steps")),

@@ -15,8 +15,11 @@ from pathlib import Path
 from megarl.platform.files import explained, sync_directory, write_whole
 from megarl.platform.small_files import Damage, read_bytes
 
+CONFIG_FILE = "config.yaml"
+"""The configuration of a run, in its directory and in each checkpoint."""
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_PREFIX = "global_step_"
+CONFIG_FILE = "config.yaml"  # of the run and of each checkpoint
 
 
 def saved_steps(directory: Path) -> list[int]:

@@ -189,6 +189,12 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
             yield Fault(path="data.train_files", message="is empty: name at least one data file")
         for file in filter(None, files):
             yield from file_faults(file, f"data.{key}")
+            if Path(file).is_dir():
+                yield Fault(
+                    path=f"data.{key}",
+                    message=f"{file} is a directory: name the files in it, or convert a saved data set with "
+                    f"`megarl prepare own {file} --out DIR`",
+                )
     yield from tokenizer_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file, a URI or a HF id")
 
 

@@ -52,9 +52,9 @@ FOREIGN_KEYS = (
         "sequences are split by Megatron's tensor parallelism: write {owner}megatron.tensor_model_parallel_size "
         "with {owner}megatron.sequence_parallel=true",
     ),
-    ("*use_liger", _REMOVE + "fused kernels are chosen by themselves (see python -m megarl.doctor)"),
-    ("*use_fused_kernels", _REMOVE + "fused kernels are chosen by themselves (see python -m megarl.doctor)"),
-    ("*fused_kernel_options*", _REMOVE + "fused kernels are chosen by themselves (see python -m megarl.doctor)"),
+    ("*use_liger", _REMOVE + "fused kernels are chosen by themselves (see megarl doctor)"),
+    ("*use_fused_kernels", _REMOVE + "fused kernels are chosen by themselves (see megarl doctor)"),
+    ("*fused_kernel_options*", _REMOVE + "fused kernels are chosen by themselves (see megarl doctor)"),
     ("*use_torch_compile", _REMOVE + "models run Megatron-Core's kernels, uncompiled"),
     ("*enable_activation_offload", "write enable_gradient_checkpointing=true in the model's section"),
     ("*log_prob_use_dynamic_bsz", _ONE_BUDGET),
@@ -165,7 +165,7 @@ FOREIGN_KEYS = (
     ("actor_rollout_ref.rollout.layer_name_map*", _REMOVE + "names of weights follow from the model's family"),
     ("actor_rollout_ref.rollout.multi_stage_wake_up", _REMOVE + "see actor_rollout_ref.rollout.free_cache_engine"),
     ("actor_rollout_ref.rollout.trace.*", _NOT + "see trainer.rollout_data_dir"),
-    ("actor_rollout_ref.rollout.skip_*", _NOT + "python -m megarl.train --replay learns from responses that were kept"),
+    ("actor_rollout_ref.rollout.skip_*", _NOT + "megarl train --replay learns from responses that were kept"),
     ("actor_rollout_ref.rollout.prometheus.*", _NOT + "metrics go to trainer.logger"),
     *(
         (f"actor_rollout_ref.rollout.{name}", f"write +actor_rollout_ref.rollout.engine_kwargs.{name}")

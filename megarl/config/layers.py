@@ -6,6 +6,7 @@ Later layers override earlier ones. Values are checked elsewhere, except values 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _read_file(name: str) -> Layer:
     if name.startswith("-") or path.suffix not in (".yaml", ".yml"):
         raise ValueError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():
-        raise ValueError("no such file")
+        raise ValueError(f"no such file{_meant(path)}")
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
@@ -92,6 +93,13 @@ def _read_file(name: str) -> Layer:
     if not isinstance(tree, dict):
         raise ValueError("must hold keys and values at its top level")
     return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
+
+
+def _meant(path: Path) -> str:
+    """Return the question whether the YAML file of the most similar name was meant; '' if there is none like it."""
+    names = [found.name for found in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1)
+    return f": did you mean {path.parent / close[0]}?" if close else ""
 
 
 @lru_cache(maxsize=256)  # a planner tries many variants of one command line

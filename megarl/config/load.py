@@ -78,7 +78,7 @@ def load_verify_config(argv: Sequence[str], *, world_size: int | None) -> Verify
     """
     facts = Facts(world_size=world_size, check_paths=True)
     if not any(argument.lstrip("+").startswith("trainer.n_gpus_per_node=") for argument in argv):
-        asked, _, _ = _read(VerifyConfig, argv)  # the second reading reports the faults
+        asked, _, _ = read(VerifyConfig, argv)  # the second reading reports the faults
         megatron, rollout = asked.actor_rollout_ref.actor.megatron, asked.actor_rollout_ref.rollout
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         expert_ranks = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
@@ -117,7 +117,9 @@ def _plain(config: Config | SupervisedConfig) -> dict[str, Any]:
 
 
 def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts: Facts) -> C:
-    config, faults, origins = _read(root, argv)
+    config, faults, origins = read(root, argv)
+    if any(fault.path in argv for fault in faults):
+        raise ConfigError(faults)
     doubtful = {path for fault in faults for path in (fault.path, fault.about) if path}
     for rule in rules:
         if not rule.reads_any(doubtful):
@@ -127,8 +129,11 @@ def _load(root: type[C], argv: Sequence[str], *, rules: Sequence[Rule[C]], facts
     return config
 
 
-def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
-    """Return the configuration with substitutes for faulty values, the faults, and the origin of each key."""
+def read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str, str]]:
+    """Return the configuration with substitutes for faulty values, the faults, and the origin of each written key.
+
+    The faults are those of files, names and types. Rules between keys are not checked.
+    """
     schema = _schema(root)
     layers, faults = read_layers(argv)
     written: list[dict[str, Any]] = [{**schema.leaves, **LINKS[root]}]
@@ -144,6 +149,8 @@ def _read(root: type[C], argv: Sequence[str]) -> tuple[C, list[Fault], dict[str,
     config, mistyped = _validate(root, values, schema)
     # A key that merely follows another shares its fault.
     followers = LINKS[root].keys() - origins.keys()
+    if any(fault.path in argv for fault in faults):  # a file is not read: what it may hold is not missing
+        return config, faults, origins
     faults.extend(fault for fault in (*unresolved, *mistyped) if fault.path not in followers)
     return config, faults, origins
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from megarl.algorithms.config import KLEstimator, LossAggregation, PolicyLossSection
 from megarl.learner.config import MegatronSection, OptimSection
-from megarl.models.config import CriticModelSection
+from megarl.models.config import CriticModelSection, ReferenceModelSection
 from megarl.section import Bound, Count, Fraction, Length, Weight, section
 
 
@@ -67,6 +67,8 @@ class ActorSection:
 class RefSection:
     """`actor_rollout_ref.ref.*`: the frozen reference policy."""
 
+    model: ReferenceModelSection = field(default_factory=ReferenceModelSection)
+    """The checkpoint of the reference."""
     log_prob_micro_batch_size: Count | None = None
     """Most sequences per forward pass, per rank; null = only the token budget limits them."""
     log_prob_max_token_len_per_gpu: Length | None = None

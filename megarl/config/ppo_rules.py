@@ -33,6 +33,8 @@ from megarl.platform.uri import why_unopened
 POLICY = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+TEACHER = f"{REF}.model"
+KL_KEYS = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_type")
 ROLLOUT = "actor_rollout_ref.rollout"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 MESH = tuple(f"{ACTOR}.megatron.{size}" for size in SIZES)
@@ -98,6 +100,30 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
+@rule(POLICY, TEACHER, *KL_KEYS)
+def _teacher(config: Config, facts: Facts) -> Iterator[Fault]:
+    teacher, policy = config.actor_rollout_ref.ref.model, config.actor_rollout_ref.model
+    if not config.has_teacher:
+        return
+    if facts.check_paths:
+        yield from model_faults(teacher, f"{TEACHER}.path")
+    sizes, known = read_sizes(teacher), read_sizes(policy)
+    if sizes and sizes.scalar_head:
+        yield Fault(
+            path=f"{TEACHER}.path",
+            message=f"{teacher.path} scores sequences and predicts no tokens: name a language model",
+        )
+    elif (
+        sizes and known and "full" in (config.kl_of_reward, config.kl_of_loss) and sizes.vocab_size != known.vocab_size
+    ):
+        yield Fault(
+            path=f"{TEACHER}.path",
+            message=f"{teacher.path} knows {sizes.vocab_size} tokens and {policy.path} {known.vocab_size}: the exact "
+            "divergence compares the same tokens. Name a teacher with this vocabulary, or choose kl_loss_type=k2 or "
+            "kl_penalty=k1, which compare only the tokens of the responses",
+        )
+
+
 @rule(*WORLD)
 def _launch(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from launch_faults(config.trainer, facts.world_size)
@@ -149,6 +175,12 @@ def _policy_cut(config: Config, facts: Facts) -> Iterator[Fault]:
 def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
     if config.has_critic:
         yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
+
+
+@rule(POLICY, TEACHER, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
+def _teacher_cut(config: Config, facts: Facts) -> Iterator[Fault]:
+    if config.has_teacher:
+        yield from follower_cut(config, config.actor_rollout_ref.ref.model, config.actor_rollout_ref.ref.megatron, REF)
 
 
 def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
@@ -318,11 +350,13 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _rows,
     _prompt_ids,
     _models,
+    _teacher,
     _launch,
     _mesh,
     _one_mesh,
     _policy_cut,
     _critic_cut,
+    _teacher_cut,
     _offload,
     _mini_batches,
     _work_for_all,

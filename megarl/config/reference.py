@@ -1,4 +1,4 @@
-"""The text of docs/configuration.md: every key with its type, its default, its docstring, and when it is read."""
+"""The text of docs/configuration.md and of `megarl config`: every key, with type, default, docstring and condition."""
 
 import ast
 import inspect
@@ -68,6 +68,21 @@ def parts() -> dict[type, list[Part]]:
                 )
                 found[root].append(part)
     return found
+
+
+def keys_of(root: type) -> dict[str, Key]:
+    """Return every key that can be set under a root, by its dotted path."""
+    schema = Schema.of(root)
+    return {
+        f"{path}.{key.name}".lstrip("."): key
+        for path, cls in _sections(root, "")
+        for key in _keys(cls, f"{path}.".lstrip("."), schema, root)
+    }
+
+
+def sections_of(root: type) -> dict[str, str]:
+    """Return the docstring of every section under a root, by its dotted path."""
+    return {path: " ".join((inspect.getdoc(cls) or "").split()) for path, cls in _sections(root, "") if path}
 
 
 def _is_same(key: Key, known: Key, path: str) -> bool:

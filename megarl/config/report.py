@@ -108,7 +108,7 @@ def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
         if name == "external_lib" and value and model:
             found[key] = _modules(value)
         elif name == "trust_remote_code" and value and model:
-            tokenizer = leaves.get(TOKENIZERS[section])
+            tokenizer = leaves.get(TOKENIZERS.get(section, ""))
             others = [tokenizer] if tokenizer not in (None, model, leaves.get("actor_rollout_ref.model.path")) else []
             found[key] = f"what comes with {' and '.join([model, *others])}"
         elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:

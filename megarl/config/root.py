@@ -140,6 +140,11 @@ class Config:
         """Tell whether the reward or the loss has a divergence from the reference."""
         return bool(self.kl_of_reward or self.kl_of_loss)
 
+    @property
+    def has_teacher(self) -> bool:
+        """Tell whether the reference starts from a checkpoint of its own."""
+        return self.has_reference and bool(self.actor_rollout_ref.ref.model.path)
+
 
 @section
 class SupervisedConfig:

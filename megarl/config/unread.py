@@ -207,6 +207,12 @@ PPO_ROWS: tuple[Row, ...] = (
         why="as nothing asks for a reference",
     ),
     Row(
+        keys=(f"{REF}.model.*",),
+        read=lambda config: not config.has_reference or config.has_teacher,
+        only=f"`{REF}.model.path` names a teacher",
+        because=(f"{REF}.model.path",),
+    ),
+    Row(
         keys=(f"{REF}.log_prob_*",),
         read=lambda config: not config.has_reference or _reference_computes(config),
         only="such a divergence has another estimator than `full`",

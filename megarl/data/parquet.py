@@ -44,7 +44,7 @@ class ParquetTable:
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(
                     f"{location.name} cannot be read as parquet: {error} (a JSON file must be named .jsonl or .json, "
-                    "perhaps followed by .gz or .zst)"
+                    "perhaps followed by .gz or .zst; `megarl prepare own` converts .csv, .tsv and .arrow)"
                 ) from error
         columns = wanted.find(location.name, found)
         if metadata.num_rows == 0:
@@ -136,6 +136,12 @@ def _plain(kind: Any) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, all with the same keys, to a parquet file; make its directory if it is missing."""
+    """Write rows, all with the same keys, to a parquet file, completely or not at all; make a missing directory."""
+    table = pa.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=ROWS_PER_GROUP)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

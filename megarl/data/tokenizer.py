@@ -20,6 +20,11 @@ from megarl.platform.uri import is_uri, local_path
 
 TEMPLATE_SECONDS = 10.0
 """CPU time that a chat template may take for one conversation."""
+REMEDY = (
+    "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
+    "the Hugging Face hub (default: actor_rollout_ref.model.path)"
+)
+MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 
@@ -108,6 +113,15 @@ class Tokenizer:
             reached.append(complete)
         return reached
 
+    def differences(self, other: "Tokenizer") -> str:
+        """Describe the tokens that have another number, or none, in `other`; empty if all are the same."""
+        own, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        differing = sorted(token for token in own if theirs.get(token) != own[token])
+        if not differing:
+            return ""
+        named = ", ".join(f"{token!r} is {own[token]} and {theirs.get(token)}" for token in differing[:MOST_NAMED])
+        return f"{len(differing)} of {len(own)} differ: {named}{' ...' if len(differing) > MOST_NAMED else ''}"
+
     def save(self, directory: str | Path) -> None:
         """Write files that `AutoTokenizer.from_pretrained` and `load_tokenizer` read."""
         self._tokenizer.save_pretrained(str(directory))
@@ -163,6 +177,8 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_local and not Path(path).exists():
         raise ValueError(f"data.tokenizer: no such file or directory: {path}")
+    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+        raise ValueError(f"{path} has no tokenizer: {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -172,11 +188,7 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
                 "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
                 "name another tokenizer by data.tokenizer"
             ) from error
-        raise ValueError(
-            f"no tokenizer loads from {path!r}: {error}\n"
-            "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, "
-            "or an id of the Hugging Face hub (default: actor_rollout_ref.model.path)"
-        ) from error
+        raise ValueError(f"no tokenizer loads from {path!r}: {error}\n{REMEDY}") from error
 
 
 def _read_template(chat_template: str) -> str:

@@ -3,22 +3,42 @@
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megarl.platform.device import on_cuda
+
 T = TypeVar("T")
+
+
+_host_groups: dict[Any, Any] = {}  # of a world of NCCL
+
+
+def join_world(*, timeout: timedelta, **place: Any) -> None:
+    """Create torch's default process group: of gloo on the CPU, of NCCL on CUDA, with another group of gloo.
+
+    Every other group takes the backend of the default group, and a group of gloo connects each of its ranks with each
+    other. So NCCL is the only backend of all groups but one.
+
+    Args:
+        timeout: after which a collective is an error if a rank has not joined it.
+        place: the rendezvous, as `torch.distributed.init_process_group` takes it.
+    """
+    dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
+    if on_cuda():
+        _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def host_group() -> Any:
     """Return the group of all ranks for data in host memory: gloo, even if device tensors travel by NCCL."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else _gloo_group()
+    return _host_groups.get(dist.group.WORLD, dist.group.WORLD)
 
 
-@cache
-def _gloo_group() -> Any:
-    return dist.new_group(backend="gloo")
+def wait_for_all() -> None:
+    """Return when every rank has called this."""
+    dist.barrier(group=host_group())
 
 
 def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -7,7 +7,6 @@ Invariant: when `join_or_launch` returns, the environment holds torch's own vari
 import atexit
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -19,12 +18,16 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from megarl.distributed.agent import serve
+from megarl.distributed.exchange import join_world
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
 from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
+from megarl.platform.device import on_cuda
 from megarl.platform.processes import die_with_parent, follow_parent
+from megarl.platform.terminal import typed
 
 __all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
 
@@ -83,21 +86,22 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
     return launch
 
 
-def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> None:
-    """Create torch's default process group; on CUDA it also carries host tensors, by gloo.
+def init_process_groups(launch: Launch, timeout_s: float) -> Store:
+    """Create torch's default process group, and on CUDA a group for data in host memory (see `exchange.join_world`).
+
+    Return the store in which the ranks met.
 
     A process that ends without destroying the group has failed, and exits with code 1.
 
     Args:
         launch: what `join_or_launch` returned.
-        device_type: `cpu` or `cuda`, the device that this job trains on.
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
         ValueError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
             other.
     """
-    if device_type == "cuda":
+    if on_cuda():
         num_devices = torch.cuda.device_count()
         if launch.local_rank >= num_devices:
             raise ValueError(
@@ -110,16 +114,11 @@ def init_process_groups(launch: Launch, device_type: str, timeout_s: float) -> N
     store = meet(launch, host, port, timeout_s=timeout_s)
     choose_interface(store, gather(store, host, launch, timeout_s=timeout_s), launch)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        join_world(store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise ValueError(describe_failure(error, host, port)) from error
     atexit.register(_leave)
+    return store
 
 
 def _first_host(nodelist: str) -> str:
@@ -131,7 +130,7 @@ def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn
     """Run this host's ranks under torch's elastic agent; exit with the code of the first failed rank, or 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
-    os.environ[COMMAND] = shlex.join(sys.orig_argv)
+    os.environ[COMMAND] = typed()
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     serve([*agent, "--module", module, *argv])

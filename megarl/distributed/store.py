@@ -5,6 +5,7 @@ ranks. The restart count cannot name an attempt, because agents on other hosts c
 a name for the attempt. Every other rank asks for it under a key that was never used before, and rank 0 answers.
 """
 
+import hashlib
 import os
 import time
 from datetime import timedelta
@@ -16,6 +17,8 @@ from megarl.distributed.hosts import await_listener, describe_failure, resolve
 from megarl.distributed.place import Launch
 
 ROUND_S = 0.05
+MOMENT_S = 0.5
+"""Seconds that a rank with an error waits for rank 0 to report the same error."""
 
 
 def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
@@ -51,6 +54,22 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
     room = PrefixStore(store.get(f"megarl/answers/{name}").decode(), store)
     room.add("arrived", 1)
     return room
+
+
+def is_said(store: Store, message: str, launch: Launch) -> bool:
+    """Return whether rank 0 has said, or says within a moment, what this rank is about to say.
+
+    An error that all ranks find together is then printed once. If rank 0 finds no error, or has gone, each rank speaks.
+    """
+    key = f"megarl/said/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        if launch.rank == 0:
+            store.set(key, "")
+            return False
+        store.wait([key], timedelta(seconds=MOMENT_S))
+    except RuntimeError:  # nothing was said in time, or the store is out of reach
+        return False
+    return True
 
 
 def _answer(store: Store, room: Store, name: str, world_size: int, *, until: float) -> None:

@@ -36,6 +36,7 @@ MAX_INDEX_BYTES = 4 << 30
 OF_FILES = (OSError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # torch raises these when it reads
 CONFIGURED = ("max_lr", "min_lr", "betas", "fused")
 IDLE = "idle"
+EXTRA_STATE = "._extra_state"
 FORMAT = MappingProxyType({"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False})
 # By default, megatron-core 0.19 writes with nvidia-resiliency-ext.
 WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
@@ -93,7 +94,7 @@ def load_learner(learner: Learner, directory: Path) -> None:
     with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
         for chunk, module in zip(state["model"], learner.modules, strict=True):
-            module.load_state_dict(chunk)
+            _load_weights(module, chunk)
         if learner.optimizer:
             _load_optimizer(learner.optimizer, state["optimizer"], num_steps=state["schedule"]["num_steps"])
 
@@ -179,10 +180,24 @@ def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = step.clone()
 
 
+def _without_extras(shards: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what Transformer Engine's modules keep for 8-bit training, which megarl does not do.
+
+    A learner without Transformer Engine has no such objects, and could not exchange checkpoints with one that has.
+    """
+    return {name: shard for name, shard in shards.items() if EXTRA_STATE not in name}
+
+
+def _load_weights(module: torch.nn.Module, shards: dict[str, Any]) -> None:
+    """Load the weights of a chunk, which has no other state."""
+    lost = [name for names in module.load_state_dict(shards, strict=False) for name in names]
+    assert all(EXTRA_STATE in name for name in lost), f"Megatron asked for other weights than it has: {lost}"
+
+
 def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
     """Return the learner's state as Megatron's shards; without an optimizer, only the weights."""
     metadata = dict(FORMAT)  # a copy, because Megatron adds process groups
-    model = [module.sharded_state_dict(metadata=metadata) for module in learner.modules]
+    model = [_without_extras(module.sharded_state_dict(metadata=metadata)) for module in learner.modules]
     state: dict[str, Any] = {"model": model}
     if learner.optimizer:
         optimizer, schedule = learner.optimizer.megatron, learner.optimizer.schedule

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.distributed.exchange import host_group
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
 
@@ -47,7 +48,8 @@ def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: 
     Only the last pipeline stage has contributions. Micro-batches may have different metrics.
     """
     names = [sorted({name for metrics in contributions for name in metrics})]
-    dist.broadcast_object_list(names, src=dist.get_world_size() - 1)  # a rank of the last pipeline stage
+    last = dist.get_world_size() - 1  # a rank of the last pipeline stage
+    dist.broadcast_object_list(names, src=last, group=host_group())
     total = torch.zeros(len(names[0]), dtype=torch.float64, device=device)
     none = torch.zeros((), device=device)
     for metrics in contributions if mesh.reports_its_samples else ():

@@ -4,8 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
@@ -14,6 +12,7 @@ from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import SCORE, Architecture, hf_shapes
+from megarl.platform.device import local_device
 from megarl.reshard.files import CheckpointFiles
 
 
@@ -24,7 +23,6 @@ def make_learner(
     mesh: Mesh,
     *,
     role: Literal["policy", "value"],
-    device: torch.device,
     temperature: float = 1.0,
     recompute: bool = False,
     balance: bool = True,
@@ -39,7 +37,6 @@ def make_learner(
         mesh: this rank's place.
         role: `policy` keeps the LM head; `value` has a scalar head. A checkpoint that scores sequences brings its
             scalar head; any other scalar head starts at zero.
-        device: of the computation.
         temperature: of the sampler whose log-probabilities a policy reports.
         recompute: compute activations again in the backward pass.
         balance: spread samples by length over data-parallel ranks.
@@ -74,7 +71,7 @@ def make_learner(
         mesh=mesh,
         architecture=architecture,
         temperature=temperature,
-        device=device,
+        device=local_device(),
         balance=balance,
     )
 

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.learner.softmax import gradient, merge, moments
+
 CHUNK_TOKENS = 1024
 KEPT_BYTES = 2**29
-"""The most bytes of log-probabilities that a rank keeps for the backward pass of a micro-batch."""
+"""The most bytes of logits that a rank keeps for the backward pass of a micro-batch."""
 NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that p log p is 0 and not NaN
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Log-probability of given tokens, and entropy, under `softmax(hidden @ weight.T / temperature)`.
-
-    With logits z, p = softmax(z) and H = -sum p log p:  d log p_t / dz = onehot_t - p  and  dH/dz = -p (log p + H).
-    """
+    """Log-probability of given tokens, and entropy, under `softmax(hidden @ weight.T / temperature)`."""
 
     @staticmethod
     def forward(
@@ -37,64 +36,48 @@ class VocabParallelLogProbs(torch.autograd.Function):
         group: Any,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
-        """See `vocab_parallel_log_probs`; `keeps`: keep the log-probabilities of all tokens for the backward pass."""
-        log_probs, entropies, normalizers, kept = [], [], [], []
+        """See `vocab_parallel_log_probs`; `keeps`: keep the logits of all tokens for the backward pass."""
+        found, kept = [], []
         first_row, factor = dist.get_rank(group) * weight.shape[0], _factor(weight)
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
-            maximum = logits.amax(-1)
-            _all_reduce(maximum, dist.ReduceOp.MAX, group)
-            exponentials = (logits - maximum[:, None]).exp_()
-            sums = torch.stack(
-                [
-                    exponentials.sum(-1),
-                    (exponentials * logits).sum(-1),
-                    _pick(logits, chunk_targets, first_row),
-                ]
-            )
-            _all_reduce(sums, dist.ReduceOp.SUM, group)
-            normalizer = sums[0].log() + maximum
-            log_probs.append(sums[2] - normalizer)
-            entropies.append(normalizer - sums[1] / sums[0])
-            normalizers.append(normalizer)
+            found.append(moments(logits, chunk_targets - first_row))
             if keeps:
-                kept.append(logits.sub_(normalizer[:, None]))
-        entropy, normalizer = torch.cat(entropies), torch.cat(normalizers)
+                kept.append(logits)
+        own = torch.cat(found, dim=1)
+        maximum = own[0].clone()
+        _all_reduce(maximum, dist.ReduceOp.MAX, group)
+        sums = merge(own, maximum)
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        normalizer = sums[0].log() + maximum
+        entropy = normalizer - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, *kept)
-        ctx.settings = temperature, valid_rows, group, first_row
-        return torch.cat(log_probs), entropy
+        ctx.settings = temperature, valid_rows, first_row
+        return sums[2] - normalizer, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
-        hidden, weight, targets, normalizers, entropies, *kept = ctx.saved_tensors
-        temperature, valid_rows, _, first_row = ctx.settings
+        hidden, weight, targets, normalizer, entropy, *kept = ctx.saved_tensors
+        temperature, valid_rows, first_row = ctx.settings
         grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
-        per_token = [hidden, grad_log_probs, grad_entropy, targets, normalizers, entropies]
-        has_entropy = bool(grad_entropy.any())  # the loss has an entropy term
-        for number, values in enumerate(zip(*(tensor.split(CHUNK_TOKENS) for tensor in per_token), strict=True)):
-            chunk, grad_log_prob, grad_h, targets, normalizer, entropy = values
-            log_p = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows).sub_(normalizer[:, None])
-            slope = grad_log_prob[:, None]
-            if has_entropy:
-                slope = slope + grad_h[:, None] * (log_p + entropy[:, None])
-            grad_logits = log_p.exp_().mul_(-slope)
-            _add_at(grad_logits, targets, first_row, grad_log_prob)
-            grad_logits = _divide(grad_logits, temperature).to(weight.dtype)
+        grads = [grad_log_probs / temperature, grad_entropy / temperature]
+        per_token = [hidden, targets - first_row, normalizer, entropy, *grads]
+        for number, values in enumerate(zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True)):
+            chunk, places, log_sum, h, grad_log_prob, grad_h = values
+            logits = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows)
+            grad_logits = gradient(logits, places, log_sum, h, grad_log_prob, grad_h, weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             grad_weight += _product(grad_logits.T, chunk)
         return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
-    logits = _divide(_product(hidden, factor.T), temperature)
+    logits = _product(hidden, factor.T)
+    if temperature != 1.0:
+        logits /= temperature
     logits[:, valid_rows:] = NEVER
     return logits
-
-
-def _divide(x: Tensor, temperature: float) -> Tensor:
-    """Divide `x` in place. At the usual temperature there is nothing to divide."""
-    return x if temperature == 1.0 else x.div_(temperature)
 
 
 def _all_reduce(x: Tensor, operation: Any, group: Any) -> None:
@@ -113,20 +96,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def _pick(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
-    """Return [N] logits of the targets in this rank's slice, zero for the other targets."""
-    local = targets - first_row
-    mine = (local >= 0) & (local < logits.shape[1])
-    picked = logits.gather(1, local.where(mine, 0)[:, None])[:, 0]
-    return picked.where(mine, 0.0)
-
-
-def _add_at(grad: Tensor, targets: Tensor, first_row: int, values: Tensor) -> None:
-    local = targets - first_row
-    mine = (local >= 0) & (local < grad.shape[1])
-    grad.scatter_add_(1, local.where(mine, 0)[:, None], values.where(mine, 0.0)[:, None])
 
 
 def vocab_parallel_log_probs(

@@ -6,8 +6,6 @@ exist at once.
 """
 
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,12 +18,15 @@ from torch import Tensor
 from megarl.learner.attention import PackedAttention
 from megarl.learner.config import MegatronSection
 from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_router
+from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
 from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
 from megarl.models.rotary import RopeScaling
+from megarl.platform.determinism import is_deterministic
+from megarl.platform.device import local_device, on_cuda
 
 
 def build_model(
@@ -58,6 +59,7 @@ def build_model(
             model.output_layer = ValueHead(config)
         elif is_last:
             model.output_layer.forward = hand_through
+    model.to(local_device())  # Megatron and our own norms make some parameters on the host
     mark_experts(model)
     # Megatron marks tensor-parallel parameters only while it initialises them, so it must, although values are unused.
     with torch.no_grad():
@@ -71,8 +73,7 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Pass the hidden states through, like every output layer here."""
@@ -123,24 +124,11 @@ def _local_attention(architecture: Architecture) -> dict[str, Any]:
     return {"core_attention": PackedAttention} | qk_norms
 
 
-@cache
-def has_transformer_engine() -> bool:
-    """Return True if Transformer Engine is installed and has a device to run on."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
-
-
-@cache
-def has_apex_gradient_fusion() -> bool:
-    """Return True if apex's fused weight-gradient kernel is installed and has a device to run on."""
-    return torch.cuda.is_available() and find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
 def transformer_config(
     architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool
 ) -> TransformerConfig:
     """Return Megatron's configuration of the architecture; `section.override_transformer_config` overrides it."""
     dtype = getattr(torch, section.dtype)
-    cuda = torch.cuda.is_available()
     settings: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -176,9 +164,10 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
         # On the CPU, torch.compile costs more than these fusions gain.
-        "bias_activation_fusion": cuda,
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": on_cuda(),
+        "bias_dropout_fusion": on_cuda(),
         "masked_softmax_fusion": False,
+        "deterministic_mode": is_deterministic(),
         "apply_rope_fusion": has_transformer_engine(),
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }

@@ -3,7 +3,7 @@
 Without CUDA everything is in host memory already, and nothing moves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,20 @@ import torch
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.optimizer import torch_optimizers
+from megarl.platform.device import local_device, on_cuda
+
+
+class HostMemory:
+    """Memory of the host in which tensors rest: each in its own, which is pinned once, because pinning is slow."""
+
+    def __init__(self) -> None:
+        self._rests: dict[Hashable, torch.Tensor] = {}
+
+    def park(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the tensor in its memory. The copy is complete for the host when the device is idle."""
+        if name not in self._rests:
+            self._rests[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
+        return self._rests[name].copy_(tensor, non_blocking=True)
 
 
 class Offload:
@@ -19,11 +33,11 @@ class Offload:
     def __init__(self, models: tuple[Any, ...], optimizer: Any | None, section: MegatronSection) -> None:
         """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer."""
         self._models, self._optimizer, self._section = models, optimizer, section
-        self._host: dict[tuple[int, str], torch.Tensor] = {}  # (chunk, parameter) of a model without an optimizer
+        self._host = HostMemory()
 
     def park(self) -> None:
         """Move everything that the section names off the device, before the first phase."""
-        if torch.cuda.is_available():
+        if on_cuda():
             if self._section.param_offload:
                 self._move_parameters("cpu")
             if self._section.grad_offload:
@@ -39,7 +53,7 @@ class Offload:
             with self._here(self._move_parameters, self._section.param_offload):
                 yield
         finally:
-            if torch.cuda.is_available():
+            if on_cuda():
                 torch.cuda.empty_cache()
 
     @contextmanager
@@ -54,7 +68,7 @@ class Offload:
 
     @contextmanager
     def _here(self, move: Any, wanted: bool) -> Iterator[None]:
-        if not (wanted and torch.cuda.is_available()):
+        if not (wanted and on_cuda()):
             yield
             return
         move("cuda")
@@ -69,13 +83,13 @@ class Offload:
             return
         for chunk, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
-                if device == "cpu":
-                    empty = torch.empty_like(parameter, device="cpu", pin_memory=True)
-                    copy = self._host.setdefault((chunk, name), empty)
-                    copy.copy_(parameter)
-                    parameter.data = copy
-                else:
-                    parameter.data = self._host[chunk, name].to(device, non_blocking=True)
+                parameter.data = self._moved((chunk, name), parameter.data, device)
+
+    def _moved(self, name: Hashable, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        """Return the tensor on the device, or in its memory of the host."""
+        if device == "cpu":
+            return self._host.park(name, tensor)
+        return tensor.to(local_device(), non_blocking=True, copy=True)
 
     def _move_gradients(self, device: str) -> None:
         if self._optimizer is not None:
@@ -87,12 +101,12 @@ class Offload:
                 (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
 
     def _move_optimizer(self, device: str) -> None:
-        for optimizer in torch_optimizers(self._optimizer) if self._optimizer else ():
-            for state in optimizer.state.values():
+        for part, optimizer in enumerate(torch_optimizers(self._optimizer) if self._optimizer else ()):
+            for place, state in enumerate(optimizer.state.values()):
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.dim():
-                        state[name] = value.to(device, non_blocking=device == "cuda")
+                        state[name] = self._moved((part, place, name), value, device)
             if self._section.dtype != "float32":  # in float32 the optimizer works on the parameters themselves
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.data = parameter.data.to(device, non_blocking=device == "cuda")
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                for place, parameter in enumerate(parameters):
+                    parameter.data = self._moved((part, place), parameter.data, device)

@@ -78,9 +78,8 @@ def make_trainable(
             list(wrapped),
             use_gloo_process_groups=False,
         )
-    for inner in torch_optimizers(optimizer):
-        if isinstance(inner, torch.optim.AdamW):
-            _prepare(inner)
+    for part in _parts(optimizer):
+        _prepare(part)
     return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps))
 
 
@@ -95,19 +94,20 @@ def _parts(optimizer: Any) -> Iterator[Any]:
     return (part for part in parts if part.optimizer is not None)
 
 
-def _prepare(optimizer: torch.optim.AdamW) -> None:
-    """Let torch's AdamW update a parameter in one pass on the CPU, and give it its state of step 0.
+def _prepare(part: Any) -> None:
+    """Give an optimizer its state of step 0, which it would make in its first step: Megatron saves and loads the state.
 
-    Megatron chooses no kernel for torch's AdamW, and it needs the state to save and load before the first step.
+    torch's AdamW counts the steps of each parameter, those of Transformer Engine and apex the steps of a group. On the
+    CPU, torch's fused kernel updates a parameter in one pass.
     """
-    for group in optimizer.param_groups:
+    part.init_state_fn(part.optimizer, part.config)
+    for group in part.optimizer.param_groups:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            group["step"] = 0
+            continue
         group["fused"] = all(parameter.is_cpu for parameter in group["params"])
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            part.optimizer.state[parameter]["step"] = torch.zeros(())
 
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

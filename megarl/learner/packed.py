@@ -33,11 +33,13 @@ class Packed:
     sequences: Any  # Megatron's PackedSeqParams: the bounds of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
-    mask: Tensor  # [b, T] bool, True for these R response tokens
+    cells: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
+    shape: tuple[int, int]  # b, T
 
     def unpack(self, per_token: Tensor) -> Tensor:
         """Return [b, T] from [R] numbers of the response tokens, zero elsewhere; keeps the gradient."""
-        return torch.zeros(self.mask.shape, device=per_token.device).masked_scatter(self.mask, per_token)
+        zeros = torch.zeros(self.shape[0] * self.shape[1], device=per_token.device)
+        return zeros.index_copy(0, self.cells, per_token).view(self.shape)
 
 
 def pack_samples(
@@ -55,34 +57,49 @@ def pack_samples(
     reads, pads the row. Without samples the row is only such a sequence; a rank that has no samples for a micro-batch
     still takes part in it.
     """
-    step = sequence_multiple(cp_size)
-    sequences = [[*batch.sequence(sample)][:-1] for sample in samples]
-    padded = [len(sequence) + -len(sequence) % step for sequence in sequences]
-    multiple = lcm(step, cp_size * num_parts)
-    if missing := -sum(padded) % multiple if any(padded) else multiple:
-        sequences.append([])
-        padded.append(missing)
-    tokens = [sequence + [0] * (length - len(sequence)) for sequence, length in zip(sequences, padded, strict=True)]
-    used, lengths = torch.tensor([len(sequence) for sequence in sequences]), torch.tensor(padded)
+    step, index = sequence_multiple(cp_size), torch.tensor(samples, dtype=torch.int64)
+    tokens, used = batch.tokens(index), batch.lengths()[index] - 1
+    has_next = torch.ones_like(tokens, dtype=torch.bool)
+    has_next[(used + 1).cumsum(0) - 1] = False
+    lengths = used + -used % step
+    total, multiple = int(lengths.sum()), lcm(step, cp_size * num_parts)
+    if missing := -total % multiple if total else multiple:
+        used, lengths = torch.nn.functional.pad(used, (0, 1)), torch.nn.functional.pad(lengths, (0, 1), value=missing)
+    whole = _laid_out(tokens[has_next], used, lengths)
 
-    index = torch.tensor(samples, dtype=torch.int64)
     mask = batch.mask[index]
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
     predictors = (starts[:, None] + batch.predictors()[index])[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     filling = positions >= used.repeat_interleave(lengths // cp_size)
-    mine = torch.isin(predictors, places)
+    local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
+    mine = local >= 0
     mask = mask.masked_scatter(mask, mine)
     return Packed(
         samples=index,
-        tokens=torch.tensor(sum(tokens, []))[places][None].to(device),
+        tokens=whole[places][None].to(device),
         positions=positions[None].to(device),
         filling=filling[None].to(device) if filling.any() else None,
         sequences=_bounds(lengths, cp_size, device),
-        predictors=torch.searchsorted(places, predictors[mine]).to(device),
+        predictors=local[mine].to(device),
         targets=batch.responses[index][mask].to(device),
-        mask=mask.to(device),
+        cells=mask.flatten().nonzero()[:, 0].to(device),
+        shape=(mask.shape[0], mask.shape[1]),
     )
+
+
+def _laid_out(tokens: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
+    """Lay sequences out in one row; [N] int64.
+
+    Args:
+        tokens: [sum(used)] int64, the sequences end to end.
+        used: [S] int64, tokens of each sequence.
+        lengths: [S] int64, places of each sequence in the row; zeros fill the places behind its tokens.
+    """
+    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    row = torch.zeros_like(position)
+    row[position < used.repeat_interleave(lengths)] = tokens
+    return row
 
 
 def sequence_multiple(cp_size: int) -> int:

@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megarl.learner.objects import read_objects
+from megarl.platform.device import on_cuda
 from megarl.platform.small_files import Damage
 
 
@@ -22,7 +23,7 @@ def random_states() -> dict[str, Any]:
         "cpu": torch.get_rng_state(),
         "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return states | ({"cuda": torch.cuda.get_rng_state()} if on_cuda() else {})
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -30,7 +31,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.set_states(tracker.get_states() | states.get("megatron", {}))
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and on_cuda():
         torch.cuda.set_rng_state(states["cuda"])
 
 

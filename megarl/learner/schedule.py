@@ -7,9 +7,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megarl.platform import progress
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
+from megarl.platform.determinism import deterministic_kernels
 
 Head = Callable[[Tensor], Any]
 MicroBatch = tuple[Packed, Head]  # a micro-batch, and the head that reads its final hidden states
@@ -38,9 +40,11 @@ def run_schedule(
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
             return head(hidden)
 
+        progress.advance()
         return hidden, read
 
-    with megatron_platform():
+    progress.announce(len(micro_batches) * len(models), "micro-batches")
+    with megatron_platform(), deterministic_kernels():
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in models],  # every chunk reads the micro-batches at its own time

@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from torch import Tensor
 
+from megarl.platform.device import on_cuda
+
 OPTIMIZED = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -21,7 +23,7 @@ class Staging:
     """Host memory and process groups that a run keeps for its saves; pinned memory speeds up copies from a device."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
-        self._is_pinned = is_pinned and torch.cuda.is_available()
+        self._is_pinned = is_pinned and on_cuda()
         self._tensors: dict[str, Tensor] = {}
         self._places: set[int] = set()  # addresses of the tensors' storages
         self._groups: dict[tuple[int, ...], Any] = {}

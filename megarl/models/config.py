@@ -28,10 +28,19 @@ class CheckpointSection:
 
 @section
 class ModelSection(CheckpointSection):
-    """`actor_rollout_ref.model.*`: the checkpoint of the actor and the reference."""
+    """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+
+
+@section
+class ReferenceModelSection(CheckpointSection):
+    """`actor_rollout_ref.ref.model.*`: the checkpoint of the reference, if it is not that of the actor."""
+
+    path: Annotated[str, BeforeValidator(_empty_if_none)] = ""
+    """Hugging Face directory, its URI or Hugging Face id of a teacher, of any known family and size, that was trained
+    with the actor's tokenizer; empty = the actor's start."""
 
 
 @section

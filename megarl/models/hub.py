@@ -51,7 +51,10 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=[*DATA, WEIGHTS, *([CODE] if with_code else [])]))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no local directory, and as a Hugging Face id it failed: {error}") from error
+        raise ValueError(
+            f"{path} is no local directory, and as a Hugging Face id it failed: {error}\nWithout a network, "
+            "download it on another machine and name its directory; a model behind a licence needs HF_TOKEN"
+        ) from error
 
 
 def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:

@@ -1,1 +1,1 @@
-"""Predicts the memory and the traffic of a run from the sizes of its models: `python -m megarl.plan`."""
+"""Predicts the memory and the traffic of a run from the sizes of its models: `megarl plan`."""

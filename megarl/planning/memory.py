@@ -144,7 +144,7 @@ def _moments(
 
 def _reading(workload: Workload, stage: int, states: States, work: Work, here: Mapping[str, int]) -> Moment:
     """Return the moment in which the reference reads a mini-batch of an update; its hidden states go to host memory."""
-    a, section = workload.policy, workload.config.actor_rollout_ref.ref.megatron
+    a, section = workload.reference, workload.config.actor_rollout_ref.ref.megatron
     work = replace(work, role="value")  # like a value model it computes no logits
     size = inference_bytes(a, section, workload.grid, stage=stage, work=work)
     parts = {**here, "reference weights": states.weights, "reference activations": size}
@@ -155,9 +155,9 @@ def _kept_of_reference(workload: Workload, stage: int, work: Work, here: Mapping
     """Return the bytes of the reference that the head of the exact divergence keeps: a slice of the vocabulary."""
     if not work.exact_kl or stage != workload.grid.pp - 1:
         return {}
-    rows = -(-workload.policy.vocab_size // workload.grid.tp)
+    rows = -(-workload.reference.vocab_size // workload.grid.tp)
     itemsize = DTYPE_BYTES[workload.config.actor_rollout_ref.ref.megatron.dtype]
-    return {"reference weights": max(here["reference weights"], rows * workload.policy.hidden_size * itemsize)}
+    return {"reference weights": max(here["reference weights"], rows * workload.reference.hidden_size * itemsize)}
 
 
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:

@@ -17,11 +17,14 @@ from megarl.models.hub import place_of, read_model
 from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
+from megarl.planning.seconds import Lengths, Machine, StepTime, step_time
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
+from megarl.platform.peaks import PUBLISHED, Peaks
 from megarl.tracking.config import TrainerSection
 
 ENGINE_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+H100 = PUBLISHED["NVIDIA H100 80GB HBM3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class Plan:
     device_bytes: int
     memory: RankMemory
     traffic: SyncTraffic
+    machine: Machine
+    lengths: Lengths
+    time: StepTime
     options: list[Option]
     shortfalls: list[Shortfall]
     remedies: list[Remedy]
@@ -65,11 +71,16 @@ class Planner:
         ranks_per_node: int | None,
         links: Links,
         host_bytes: int | None = None,
+        peaks: Peaks = H100,
+        lengths: Lengths | None = None,
     ) -> None:
         self._argv, self._device_bytes, self._host_bytes, self._links = argv, device_bytes, host_bytes, links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
         self._bucket_bytes = 0
+        self._machine = Machine(peaks=peaks, links=links, ranks_per_node=self._ranks_per_node)
+        rollout = self._workload.config.actor_rollout_ref.rollout
+        self._lengths = lengths or Lengths(prompt=rollout.prompt_length, response=rollout.response_length)
 
     def plan(self) -> Plan:
         """Return the plan of the configuration itself.
@@ -92,6 +103,9 @@ class Planner:
             device_bytes=self._device_bytes,
             memory=memory,
             traffic=traffic,
+            machine=self._machine,
+            lengths=self._lengths,
+            time=step_time(workload, memory, self._machine, self._lengths, sync_seconds=traffic.seconds),
             options=list(self._options(workload)),
             shortfalls=missing,
             remedies=remedies(workload, memory, self._device_bytes, self._trial) if missing else [],
@@ -122,6 +136,9 @@ class Planner:
         faults = [*model_faults(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", needs_weights=False)]
         if config.has_critic:
             faults += model_faults(config.critic.model, "critic.model.path", needs_weights=False, needs_head=False)
+        if config.has_teacher:
+            teacher = config.actor_rollout_ref.ref.model
+            faults += model_faults(teacher, "actor_rollout_ref.ref.model.path", needs_weights=False)
         if config.reward_model.enable:
             faults += model_faults(config.reward_model.model, "reward_model.model.path", needs_weights=False)
         if faults:
@@ -132,7 +149,8 @@ class Planner:
         policy = architecture_of(config.actor_rollout_ref.model)
         critic = architecture_of(config.critic.model) if config.has_critic else None
         reward_model = architecture_of(config.reward_model.model) if config.reward_model.enable else None
-        return workload_of(config, policy=policy, critic=critic, reward_model=reward_model)
+        teacher = architecture_of(config.actor_rollout_ref.ref.model) if config.has_teacher else None
+        return workload_of(config, policy=policy, critic=critic, reward_model=reward_model, teacher=teacher)
 
     def _try(self, overrides: Sequence[str]) -> Workload | None:
         try:

@@ -46,6 +46,14 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "remedies": [asdict(remedy) for remedy in plan.host_remedies],
         },
         "sync": _sync_to_dict(plan.traffic),
+        "time": {
+            "lengths": asdict(plan.lengths),
+            "peaks": asdict(plan.machine.peaks),
+            "seconds": dict(plan.time.seconds),
+            "total": plan.time.total,
+            "flops": plan.time.flops,
+            "mfu": plan.time.mfu,
+        },
         "options": [
             {
                 "change": option.change,
@@ -72,6 +80,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_traffic_table(plan))
     ratio = f", {plan.traffic.ratio:.1f} times the mean of the plan" if plan.traffic.received_mean else ""
     console.print(f"gathering full tensors on every rank would receive {_gb(plan.traffic.gathered_mean)} GB{ratio}")
+    console.print(_time_table(plan))
     _show_host(plan, console)
     for better in _cheaper(plan):
         console.print(f"[yellow]note:[/] {better}")
@@ -154,6 +163,21 @@ def _traffic_table(plan: Plan) -> Table:
             table.add_row(label, *_cells(option.traffic))
         else:
             table.add_row(f"{label}: no room")
+    return table
+
+
+def _time_table(plan: Plan) -> Table:
+    """Return the least seconds of each phase of a step."""
+    peaks, lengths, time = plan.machine.peaks, plan.lengths, plan.time
+    table = Table(title="the least time of a step")
+    speeds = f"{peaks.flops_per_second / 1e12:.4g} TFLOP/s, {peaks.bytes_per_second / 1e12:.3g} TB/s"
+    table.add_column(f"{lengths.prompt:,} + {lengths.response:,} tokens at {speeds}", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for phase, seconds in time.seconds.items():
+        table.add_row(phase, f"{seconds:.2f}")
+    table.add_section()
+    table.add_row("step", f"{time.total:.2f}")
+    table.add_row("share of the peak (MFU)", f"{time.mfu:.1%}")
     return table
 
 

@@ -36,6 +36,11 @@ class Workload:
     models: tuple[TrainerModel, ...]
 
     @property
+    def reference(self) -> Architecture:
+        """Return the sizes of the reference; of the policy if there is none."""
+        return next((model.architecture for model in self.models if model.name == "reference"), self.policy)
+
+    @property
     def longest(self) -> int:
         """Return the number of tokens of the longest sequence."""
         rollout = self.config.actor_rollout_ref.rollout
@@ -43,19 +48,29 @@ class Workload:
 
 
 def workload_of(
-    config: Config, *, policy: Architecture, critic: Architecture | None, reward_model: Architecture | None = None
+    config: Config,
+    *,
+    policy: Architecture,
+    critic: Architecture | None,
+    reward_model: Architecture | None = None,
+    teacher: Architecture | None = None,
 ) -> Workload:
-    """Return the models of a run of `config`; `critic` is the critic of adv_estimator=gae."""
+    """Return the models of a run of `config`; `critic` is the critic of adv_estimator=gae.
+
+    Without a `teacher`, the reference is as large as the policy.
+    """
     grid = grid_of(config.actor_rollout_ref.actor.megatron, world_size(config.trainer))
     models = (
-        *_policies(config, grid, policy),
+        *_policies(config, grid, policy, teacher or policy),
         *_critics(config, grid, critic),
         *_reward_models(config, grid, reward_model),
     )
     return Workload(config=config, grid=grid, policy=policy, models=models)
 
 
-def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterator[TrainerModel]:
+def _policies(
+    config: Config, grid: Grid, architecture: Architecture, reference: Architecture
+) -> Iterator[TrainerModel]:
     policy = config.actor_rollout_ref
     actor, ref = policy.actor, policy.ref
     recompute = _recomputes(policy.model.enable_gradient_checkpointing, actor.megatron)
@@ -81,9 +96,7 @@ def _policies(config: Config, grid: Grid, architecture: Architecture) -> Iterato
         if config.kl_of_reward != "full":  # with `full` it reads the micro-batches of the actor
             max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
             infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
-        yield TrainerModel(
-            name="reference", architecture=architecture, section=ref.megatron, infers=infers, updates=None
-        )
+        yield TrainerModel(name="reference", architecture=reference, section=ref.megatron, infers=infers, updates=None)
 
 
 def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> Iterator[TrainerModel]:

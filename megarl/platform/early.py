@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -37,6 +38,8 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _is_program() -> bool:
+    if Path(sys.argv[0]).name == "megarl":  # the installed script
+        return True
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith("megarl.")
 

@@ -1,9 +1,15 @@
-"""Standard output and standard error that cannot end a run: output that cannot be written is dropped."""
+"""The terminal of a command: what its user typed, and output that cannot end a run because it cannot be written."""
 
 import io
+import shlex
+import shutil
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
+
+PROGRAM = "megarl"
+"""The name of the installed script."""
 
 
 class Outliving(io.TextIOWrapper):
@@ -26,6 +32,14 @@ class Outliving(io.TextIOWrapper):
     def close(self) -> None:
         """Flush, and leave the file open, because another stream owns it."""
         self.flush()
+
+
+def typed() -> str:
+    """Return the command line of this process as its user typed it, without the interpreter that the script names."""
+    program = sys.argv[0]
+    if Path(program).name != PROGRAM:
+        return shlex.join(sys.orig_argv)
+    return shlex.join([PROGRAM if shutil.which(PROGRAM) == program else program, *sys.argv[1:]])
 
 
 def outlive_readers() -> None:

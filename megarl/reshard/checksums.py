@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.distributed.exchange import host_group
 from megarl.reshard.layout import Piece
 from megarl.reshard.plan import Copy, Transfer
 
@@ -109,6 +110,6 @@ class Ledger:
             for piece, _ in [self._written[sender][position]]
         ]
         faults: list[list[str]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(faults, wrong[:MOST_NAMED], group=group)
+        dist.all_gather_object(faults, wrong[:MOST_NAMED], group=group or host_group())
         if named := [fault for of_rank in faults for fault in of_rank]:
             raise SyncError(f"received data differ from the sent data: {'; '.join(named[:MOST_NAMED])}")

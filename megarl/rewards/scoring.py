@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
@@ -157,12 +158,17 @@ class RuleScorer:
 
         Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
         """
-        before = None
+        before: int | None = None
         with watchdog.polling(lambda: not all(future.done() for future in futures)):
             while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
+                if before is None:
+                    progress.announce(pending, "rewards")
+                elif pending != before:
+                    progress.advance(before - pending)
                 if pending != before:
                     watchdog.note_progress()
                 before = pending
+        progress.advance(before or 0)
 
     def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
         messages, on_failure = first_failures(scored), self._section.on_failure

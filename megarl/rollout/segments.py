@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.distributed.exchange import host_group
+
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megarl-"
 
@@ -26,7 +28,7 @@ def claim(directory: Path = SHARED_MEMORY) -> str:
     Collective over the default process group.
     """
     prefix = [PREFIX + uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(prefix, src=0)
+    dist.broadcast_object_list(prefix, src=0, group=host_group())
     if directory.is_dir():
         sweep(directory)
         lock = directory / f"{prefix[0]}.lock"
@@ -42,7 +44,7 @@ def may_spin() -> bool:
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     enough = [ranks_here <= len(os.sched_getaffinity(0))]
-    dist.broadcast_object_list(enough, src=0)
+    dist.broadcast_object_list(enough, src=0, group=host_group())
     return enough[0]
 
 

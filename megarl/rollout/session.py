@@ -9,6 +9,7 @@ costs the time until the slowest replica has taken its steps; replicas that draw
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megarl.platform import progress
 from megarl.batch import Generation, Group
 from megarl.distributed import watchdog
 from megarl.rollout.drawing import Drawing
@@ -33,6 +34,8 @@ class Session:
     def __init__(self, engine: RolloutEngine, drawing: Drawing, *, num_slots: int) -> None:
         """Draw with the replicas of `engine`; this rank's replica draws with `drawing`, `num_slots` samples at once."""
         self._engine, self._drawing, self._num_slots = engine, drawing, num_slots
+        num_replicas = engine.num_replicas
+        self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
         self._open = dict[int, Group]()
         self._loads = [0] * engine.num_replicas  # open samples of each replica
         self._most = 0  # open samples that a replica ever had
@@ -59,6 +62,7 @@ class Session:
                 mine.append(group)
         self._most = max(self._most, *self._loads)
         watchdog.note(rows=[group.prompt.index for group in mine])
+        progress.announce(sum(not sample.complete for group in mine for sample in group.samples), self._unit)
         self._drawing.add(mine)
 
     def advance(self, num_steps: int | None = WINDOW) -> dict[int, Group]:

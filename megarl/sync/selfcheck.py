@@ -155,7 +155,7 @@ class SelfCheck:
             f"{name} and the trainer give the same tokens probabilities that differ by {mean:.4f} "
             "on average. Look for settings that make them compute differently: rollout.dtype and actor.megatron.dtype, "
             "rollout.engine_kwargs (quantization, attention backend), actor.megatron.override_transformer_config, "
-            "model.override_config; `python -m megarl.verify MODEL_DIR` with the same keys compares both with "
+            "model.override_config; `megarl verify MODEL_DIR` with the same keys compares both with "
             "transformers, and reports whether the weights arrive"
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.batch import Rollouts
 from megarl.config.root import VerifyConfig
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import together, wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
@@ -25,7 +25,6 @@ from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.architecture import hf_shapes
 from megarl.models.source import Source
-from megarl.platform.device import device_type, local_device
 from megarl.reshard.executor import Destination, Reshard, SyncReport
 from megarl.reshard.files import CheckpointFiles, export
 from megarl.reshard.headers import has_weights
@@ -138,9 +137,8 @@ class Subject:
             max_sequences=NUM_PROMPTS,
             trust_remote_code=policy.model.trust_remote_code,
         )
-        device = local_device(device_type(config.trainer.device))
         mesh = build_mesh(megatron)
-        learner = make_learner(source.directory, architecture, megatron, mesh, role="policy", device=device)
+        learner = make_learner(source.directory, architecture, megatron, mesh, role="policy")
         held, needed = learner.layout(), engine.weights.layout()
         placements = (
             actor_placement(architecture, megatron, num_ranks=launch.world_size),
@@ -173,7 +171,7 @@ class Subject:
 
         def timed(destination: Destination) -> None:
             reshard = Reshard(self.plan, device=self.learner.device)
-            dist.barrier()
+            wait_for_all()
             reports.append(self._send(destination, reshard=reshard))
 
         def weighed(destination: Destination) -> None:

@@ -40,9 +40,11 @@ class TrainerSection:
     experiment_name: Name = "gsm8k"
     """Name of the run in MLflow and Weights & Biases."""
     logger: Annotated[list[Logger], BeforeValidator(_as_list)] = field(default_factory=lambda: ["console", "mlflow"])
-    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb."""
+    """Trackers that record metrics: console, jsonl, mlflow (alias tracking), tensorboard, wandb. jsonl, the files of
+    curves in the run's directory, is always on."""
     mlflow_tracking_uri: str | None = None
-    """MLflow server; null = MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory."""
+    """MLflow server; null = MLFLOW_TRACKING_URI, or else mlflow.db next to the run's directory, an SQLite file that all
+    runs of a project share."""
     nnodes: Count = 1
     """Machines."""
     n_gpus_per_node: Count = 8
@@ -84,6 +86,11 @@ class TrainerSection:
     """Steps, counted from 1, that torch's profiler traces, into profile/ in the run's directory."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda if available."""
+    deterministic: bool = False
+    """Let the trainer take only CUDA kernels that give the same bits every time, which are slower. On CPU they do."""
+    peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Peak speed of a device in TFLOP/s, for the perf/mfu metrics; null = the published speed in bfloat16 of H100, H200
+    or B200; another device then gets no perf/mfu. `python -m megarl.doctor --peaks` measures it."""
     phase_timeout_s: Seconds = 1800.0
     """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
     max_skipped_updates: CountFromZero = 3

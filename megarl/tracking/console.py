@@ -1,64 +1,92 @@
-"""Output for people: a live progress line on a terminal, one plain line per step elsewhere, and a table at the end."""
+"""Output for people: live bars on a terminal, one plain line for each step elsewhere, and tables at the end."""
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rich import box
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, TIMING, TOKENS, Ending, validation_of
+from megarl.platform import progress
+from megarl.tracking.names import (
+    KL,
+    LEARNT,
+    PHASES,
+    REWARD,
+    STEP_SECONDS,
+    TIMING,
+    TOKENS,
+    Ending,
+    validation_of,
+)
+from megarl.tracking.samples import GENERATIONS, pairs
 
 RECENT_STEPS = 10  # whose mean time predicts the time left
 MAX_CELL = 160  # characters of a sample shown
+LIVE_ROWS = 3  # samples shown after a validation during the run
+REFRESHES_PER_SECOND = 2
 
 
 class Console:
-    """Shows the step, reward, KL to the reference, tokens per second over all ranks and the time left."""
+    """Shows the step, its phase, the reward, the KL, tokens per second over all ranks and the time left."""
 
-    def __init__(self, *, total_steps: int, console: RichConsole | None = None) -> None:
-        self._console = console or RichConsole()
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        console: RichConsole | None = None,
+        signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+    ) -> None:
+        """Show a run of so many steps, and at its end the places and commands that `signposts` returns."""
+        self._console, self._signposts = console or RichConsole(), signposts
         self._total_steps = total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._scores: dict[str, list[float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._progress: Progress | None = None
+        self._samples: list[tuple[int, Sequence[Mapping[str, Any]]]] = []  # the first and the last validation's
+        self._bars: _Bars | None = None
         if self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                console=console,
-            )
-            self._task = self._progress.add_task("step", total=total_steps, numbers="starting")
-            self._progress.start()
+            self._bars = _Bars(self._console)
+            self._task = self._bars.add_task("step", total=total_steps, numbers="starting")
+            self._bars.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Show a step; print validation scores on a separate, permanent line."""
+        """Show a step and its validation scores: on a terminal in the bar and above it, elsewhere in one line."""
         validation = validation_of(metrics)
         self._remember(metrics, validation)
-        numbers = self._numbers(metrics, step)
-        title = f"step {step}/{self._total_steps}"
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=title, numbers=numbers, refresh=True)
-        elif numbers:
-            self._print(f"{title}  {numbers}")
-        if validation:
-            scores = "  ".join(f"{source} {value:.4g}" for source, value in validation.items())
-            self._print(f"{title}  validation  {scores}")
+        title, numbers = f"step {step}/{self._total_steps}", self._numbers(metrics, step)
+        if self._bars is None:
+            scores = [f"validation {source} {value:.4g}" for source, value in validation.items()]
+            if parts := [*numbers, *scores, *self._left(metrics, step)]:
+                self._print("  ".join([title, *parts]))
+            return
+        shown = "  ".join([*numbers, *self._left(metrics, step)])
+        self._bars.update(self._task, completed=step, description=title, numbers=shown, refresh=True)
+        for source in validation:
+            self._console.print(_score_line(title, source, self._scores[f"validation {source}"]), soft_wrap=True)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Show a table, with long cells cut."""
-        if rows:
+        """Show a table, with long cells cut. Off a terminal, samples of validations wait until the end."""
+        if not rows:
+            return
+        if name != GENERATIONS:
             self._console.print(_table(f"{name} at step {step}", rows))
+            return
+        self._samples = [*self._samples[:1], (step, rows)]
+        if self._bars is not None:
+            self._show_samples(LIVE_ROWS)
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Show the scores, the time of each phase, and the given rows."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Show the last samples, the scores, the time of each phase, the given rows, and the signposts."""
+        if self._bars is not None:
+            self._bars.stop()
+        self._show_samples()
         scores = [
             {
                 "score": name,
@@ -77,6 +105,20 @@ class Console:
         for title, rows in ((f"run {ending}", scores), ("time", phases), ("summary", summary_rows)):
             if rows:
                 self._console.print(_table(title, rows))
+        for what, where in self._signposts(ending):
+            self._console.print(Text.assemble((f"{what:<12}", "bold"), where), soft_wrap=True)
+
+    def _show_samples(self, most: int | None = None) -> None:
+        """Show the samples of the last validation next to those of the first, the greatest changes first."""
+        if not self._samples:
+            return
+        (first, before), (last, now) = self._samples[0], self._samples[-1]
+        changes = sorted(pairs(before, now), key=lambda pair: -abs(pair.change)) if last > first else []
+        if changes:
+            title = f"{GENERATIONS} at step {first} (before) and {last} (now)"
+            self._console.print(_table(title, [pair.cells() for pair in changes[:most]]))
+        else:
+            self._console.print(_table(f"{GENERATIONS} at step {last}", now[:most]))
 
     def _remember(self, metrics: Mapping[str, float], validation: Mapping[str, float]) -> None:
         for source, value in validation.items():
@@ -89,7 +131,7 @@ class Console:
             if name.startswith(TIMING):
                 self._seconds[name] += value
 
-    def _numbers(self, metrics: Mapping[str, float], step: int) -> str:
+    def _numbers(self, metrics: Mapping[str, float], step: int) -> list[str]:
         shown = []
         if REWARD in metrics:
             shown.append(f"reward {metrics[REWARD]:.3f}")
@@ -98,13 +140,52 @@ class Console:
             shown.append(f"kl {kl[0]:.4f}")
         if TOKENS in metrics and STEP_SECONDS in metrics:
             shown.append(f"{metrics[TOKENS] / metrics[STEP_SECONDS]:,.0f} tokens/s")
-        if self._recent and STEP_SECONDS in metrics:
-            left = (self._total_steps - step) * sum(self._recent) / len(self._recent)
-            shown.append(f"left {timedelta(seconds=round(left))}")
-        return "  ".join(shown)
+        return shown
+
+    def _left(self, metrics: Mapping[str, float], step: int) -> list[str]:
+        if not self._recent or STEP_SECONDS not in metrics:
+            return []
+        left = (self._total_steps - step) * sum(self._recent) / len(self._recent)
+        return [f"left {timedelta(seconds=round(left))}"]
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Bars(Progress):
+    """The bar of the run, and below it the phase of the step, read anew for each picture."""
+
+    def __init__(self, console: RichConsole) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+        )
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the bar and the phase."""
+        yield from super().get_renderables()
+        if phase := progress.now():
+            yield Text(f"  {describe(phase, time.monotonic())}", style="cyan")
+
+
+def describe(phase: progress.Phase, now: float) -> str:
+    """Describe a phase in one line: what it does, how much of it is done, and the time left."""
+    counted = f"  {phase.done:,} of {phase.expected:,} {phase.unit}" if phase.expected else ""
+    left = phase.left(now)
+    return f"{PHASES.get(phase.name, phase.name)}{counted}  {timedelta(seconds=round(now - phase.since))}" + (
+        f", left {timedelta(seconds=round(left))}" if left is not None else ""
+    )
+
+
+def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
+    """Return a validation score and its change since the first, green for the best so far, red below the first."""
+    last, change = scores[-1], scores[-1] - scores[0]
+    style = "red" if change < 0 else "green" if len(scores) > 1 and last >= max(scores) else ""
+    line = Text(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
+    return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -39,7 +39,7 @@ class Jsonl:
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Append one line per row to the table's file."""
-        self._file(f"{name.replace('/', '_')}.jsonl").append({"step": step, **row} for row in rows)
+        self._file(table_file(name)).append({"step": step, **row} for row in rows)
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Try once more to write lines that the disk did not accept."""
@@ -58,6 +58,11 @@ class Jsonl:
             self._files[name] = Lines(self._run_dir / name, has_step)
             self._files[name].cut(keep)
         return self._files[name]
+
+
+def table_file(name: str) -> str:
+    """Return the name of the file of a table."""
+    return f"{name.replace('/', '_')}.jsonl"
 
 
 def has_step(row: Row) -> bool:

@@ -54,11 +54,18 @@ _MIRROR = "after an upload to `default_hdfs_dir`"
 _HELD_OUT = "validation is due, and there are validation files"
 _SEVERAL = "several responses to a prompt"
 _FAILURES = "after a failed save"
+_PEAK = "the peak of the devices is known (`trainer.peak_tflops`)"
 _IN_KL = "`use_kl_in_reward`"
 _CRITIC = "there is a critic"
 _MODEL = "there is a reward model"
 
 GROUPS: Mapping[str, Sequence[Metric]] = {
+    "At a glance": [
+        Metric("val/score", "reward", "Mean of `val/test_score/SOURCE` over the sources", "in MLflow, of a validation"),
+        Metric("train/reward", "reward", "As `critic/score/mean`", "in MLflow"),
+        Metric("train/kl", "nats", "As `actor/reward_kl_penalty`, or `actor/kl_loss`, or `actor/ppo_kl`", "in MLflow"),
+        Metric("time/step", "s", "As `timing_s/step`", "in MLflow"),
+    ],
     "Scores and advantages": [
         *_spread("critic/score", "reward", "score of a response"),
         *_spread("critic/rewards", "reward", "score of a response, less the length penalty and the KL penalty"),
@@ -223,6 +230,17 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         ),
         Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step, over all ranks"),
         Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second of the step and per rank"),
+        Metric("perf/tflop", "TFLOP", "Work of the models in the step, over all ranks, without recomputation"),
+        Metric("perf/mfu", "0-1", "`perf/tflop` over what all devices can do in the time of the step", _PEAK),
+        Metric("perf/mfu/actor", "0-1", "The same of the updates of the actor alone", _PEAK),
+        Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
+        Metric("perf/max_host_memory_gb", "GB", "Most host memory that the first rank has held since its start"),
+        Metric(
+            "perf/max_memory_allocated_gb",
+            "GB",
+            "Most that torch allocated on the first rank's GPU in the step",
+            "on CUDA",
+        ),
     ],
     "Files": [
         Metric("checkpoint/failed_saves", "saves", "Saves that failed since the start of the job", _FAILURES),

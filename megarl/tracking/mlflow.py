@@ -16,11 +16,15 @@ from typing import Any
 
 from megarl.platform.versions import versions
 from megarl.section import flatten
-from megarl.tracking.names import Ending
+from megarl.tracking.history import HISTORY_FILE, origin
+from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
+from megarl.tracking.mlflow_place import ARTIFACTS, BUSY_S, create_database, database_of
+from megarl.tracking.names import Ending, headlines
 from megarl.tracking.outbox import Outbox
 from megarl.tracking.records import is_record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
+from megarl.tracking.samples import GENERATIONS, pairs
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +33,14 @@ MAX_VALUE_CHARACTERS = 6000  # the limit of MLflow's stores
 START_S = 20.0  # wait at the start for earlier records to be sent, once the server responds
 CLOSE_S = 120.0  # wait at the end for all records to be sent
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
+BEFORE_AND_NOW = "val/before_and_now"
+KEPT = ("config.yaml", METRICS_FILE, HISTORY_FILE, table_file(GENERATIONS), "report.html")  # files kept as artifacts
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class Mlflow:
-    """One run of an experiment, at `uri` or in the SQLite file `run_dir/mlflow.db` with artifacts in `mlartifacts`.
+    """One run of an experiment, at `uri` or in the SQLite file of the project (see `mlflow_place`).
 
     With a `resume_step` the run whose id is in `run_dir` continues, and later steps that it has are not sent twice. A
     new run begins if the store does not know the run, if somebody deleted it, or if it has later steps that will get
@@ -48,16 +54,17 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox tries again
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would break our progress bar
-        from megarl.tracking.mlflow_store import FAILURES, Store, create_database, is_absent
+        from megarl.tracking.mlflow_inputs import data_of, model_of
+        from megarl.tracking.mlflow_store import FAILURES, Store, is_absent
 
         for chatty in ("mlflow", "alembic", "urllib3"):
             logging.getLogger(chatty).setLevel(logging.ERROR if chatty == "urllib3" else logging.WARNING)
         artifacts = database = None
         if uri is None:
-            database = (run.run_dir / "mlflow.db").resolve()
+            database = database_of(run.run_dir)
             uri = f"sqlite:///{database}"
-            artifacts = (run.run_dir / "mlartifacts").resolve().as_uri()
-        self._uri = uri
+            artifacts = (database.parent / ARTIFACTS).as_uri()
+        self._uri, self._run_dir = uri, run.run_dir
         self._outbox = Outbox(run.run_dir / UNSENT_FILE, is_record)
         opening = {
             "project": run.project,
@@ -65,7 +72,9 @@ class Mlflow:
             "artifacts": artifacts,
             "params": [(safe_name(key), _cut(str(value))) for key, value in flatten(run.params)],
             "start": uuid.uuid4().hex,
-            "tags": {f"version.{name}": version for name, version in versions().items()},
+            "tags": tags_of(run),
+            "data": list(data_of(run.params)),
+            "model": model_of(run.params),
             "time": _now(),
         }
         if run.resume_step is None:
@@ -79,7 +88,8 @@ class Mlflow:
         try:
             if database:
                 create_database(database)
-            self._store = Store(uri, run.run_dir / RUN_ID_FILE)
+            patient = f"{uri}?timeout={BUSY_S}" if database else uri
+            self._store = Store(patient, run.run_dir / RUN_ID_FILE)
             self._send(until=time.monotonic() + START_S)
         except FAILURES as error:
             if not is_absent(error, uri):
@@ -91,18 +101,33 @@ class Mlflow:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
-        values = {safe_name(name): float(value) for name, value in metrics.items()}
+        named = headlines(metrics) | dict(metrics)
+        values = {safe_name(name): float(value) for name, value in named.items()}
         self._outbox.put({"kind": "metrics", "step": step, "time": _now(), "values": values})
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Append rows to the table artifact `name`.json; its first column is the step."""
+        """Append rows to the table artifact `name`.json; its first column is the step.
+
+        A validation also appends its responses, next to those of the first validation, to val/before_and_now.json.
+        """
         if rows:
             columns = {key: [row[key] for row in rows] for key in rows[0]}
             self._outbox.put({"kind": "table", "step": step, "file": f"{safe_name(name)}.json", "columns": columns})
+        if name == GENERATIONS and (changes := pairs(self._first_samples(before=step), rows)):
+            self.log_table(BEFORE_AND_NOW, [pair.cells() for pair in changes], step=step)
+
+    def _first_samples(self, *, before: int) -> Sequence[Mapping[str, Any]]:
+        """Return the samples of the first validation, which are in a file of the run; none if there is none before."""
+        if not (path := self._run_dir / table_file(GENERATIONS)).is_file():
+            return []
+        rows = read_jsonl(path)
+        first = min((row["step"] for row in rows), default=before)
+        return [row for row in rows if row["step"] == first < before]
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
-        """Record how the run ended, with the summary as a text artifact; wait until all is sent or a try fails."""
+        """Record how the run ended, with its files and the summary; wait until all is sent or a try fails."""
         summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
+        self._outbox.put({"kind": "files", "paths": [str(self._run_dir / name) for name in KEPT]})
         self._outbox.put({"kind": "end", "time": _now(), "status": _STATUS[ending], "summary": summary})
         self._closing.set()
         self._outbox.wake()
@@ -171,6 +196,21 @@ class Mlflow:
             return opens > 0 or (record["kind"] != "end" and record.get("step", -1) <= step)
 
         self._outbox.cut(keep)
+
+
+def tags_of(run: TrackedRun) -> dict[str, str]:
+    """Return the tags of a run: description, command, user, directory, commit, and versions of packages."""
+    facts = origin()
+    where = f"`{run.run_dir.resolve()}` on {facts['host']}"
+    tags = {
+        "mlflow.note.content": f"{where}\n\n```\n{facts['command']}\n```\n\nThe artifact report.html sums the run up.",
+        "mlflow.source.name": _cut(facts["command"]),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": facts["user"],
+        "megarl.run_dir": str(run.run_dir.resolve()),
+    }
+    tags |= {"mlflow.source.git.commit": facts["commit"]} if "commit" in facts else {}
+    return tags | {f"version.{name}": version for name, version in versions().items()}
 
 
 def safe_name(name: str) -> str:

@@ -6,6 +6,7 @@ after a crash lead to duplicates.
 
 import json
 import logging
+import os
 import posixpath
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
 
 from megarl.platform.files import write_whole
+from megarl.tracking.mlflow_inputs import log_inputs
 from megarl.tracking.run_id import known_run_id
 
 logger = logging.getLogger(__name__)
@@ -25,22 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
 START_TAG = "megarl.start"
-MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 FAILURES = (MlflowException, OSError)
-
-
-def create_database(path: Path) -> None:
-    """Write the tables of an empty MLflow store to an SQLite file, unless the file exists.
-
-    MLflow makes the tables in a hundred commits. They are slow on a network drive, and MLflow cannot use a file in
-    which a killed process made half of them. So the file is completed in memory before it appears at `path`.
-    """
-    if path.exists():
-        return
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
-        database = Path(directory) / path.name
-        MlflowClient(tracking_uri=f"sqlite:///{database}")
-        write_whole(path, database.read_bytes())
 
 
 class Store:
@@ -68,10 +55,7 @@ class Store:
         self, project: str, experiment: str, artifacts: str | None, params: list[list[str]], start: str, **more: Any
     ) -> None:
         """Create the run, unless a run with this `start` exists already."""
-        known = self._client.get_experiment_by_name(project)
-        experiment_id = (
-            known.experiment_id if known else self._client.create_experiment(project, artifact_location=artifacts)
-        )
+        experiment_id = self._experiment(project, artifacts)
         if found := self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start}'"):
             run = found[0]
         else:
@@ -80,8 +64,19 @@ class Store:
         run_id = str(run.info.run_id)
         for batch in _batches(params, MAX_PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=[Param(*item) for item in batch])
+        log_inputs(self._client, run, more.get("data", []), more.get("model"))
         write_whole(self._id_file, run_id.encode())
         self._run_id, self._last = run_id, None  # only now: after a failure the next attempt completes the run
+
+    def _experiment(self, project: str, artifacts: str | None) -> str:
+        """Return the id of a project's experiment, which another run may create at the same time."""
+        try:
+            if not (known := self._client.get_experiment_by_name(project)):
+                return str(self._client.create_experiment(project, artifact_location=artifacts))
+        except MlflowException:
+            if not (known := self._client.get_experiment_by_name(project)):
+                raise
+        return str(known.experiment_id)
 
     def _resume(self, step: int, same_curve: bool, **opening: Any) -> None:
         """Continue the run, or open another one if its records cannot continue after `step`."""
@@ -128,6 +123,11 @@ class Store:
         if step > last[file]:
             self._client.log_table(self._run_id, {"step": [step] * len(next(iter(columns.values())))} | columns, file)
             last[file] = step
+
+    def _files(self, paths: Sequence[str]) -> None:
+        """Keep the files that exist as artifacts, in place of those of the same names."""
+        for path in filter(os.path.isfile, paths):
+            self._client.log_artifact(self._run_id, path)
 
     def _end(self, time: int, status: str, summary: str) -> None:
         if summary:

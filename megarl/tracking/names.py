@@ -1,6 +1,6 @@
 """The names of the metrics that the console and the plots show; `metrics` describes all metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Ending = Literal["finished", "failed", "stopped"]  # of a run; stopped: by a signal, and can be resumed
@@ -17,7 +17,39 @@ LEARNT = {  # metric of a run that learns from files -> its title for people
     "val/loss": "held-out loss",
     "val/accuracy": "held-out accuracy",
 }
+PHASES = {  # phase -> what it does, for people
+    "sync": "bringing the weights to the engine",
+    "sync_check": "checking the engine's weights",
+    "gen": "generating",
+    "gen_max": "generating greedy responses",
+    "reward": "scoring",
+    "old_log_prob": "reading the responses with the actor",
+    "ref": "reading the responses with the reference",
+    "values": "reading the responses with the critic",
+    "adv": "computing advantages",
+    "update_critic": "updating the critic",
+    "update_actor": "updating the actor",
+    "step": "learning",
+    "testing": "validating",
+    "save_checkpoint": "saving a checkpoint",
+    "dump_rollout_generations": "writing the samples",
+}
 VALIDATION = ("val-core/", "val/test_score/")
+
+
+SHORT: Mapping[str, Sequence[str]] = {"train/reward": (REWARD,), "train/kl": KL, "time/step": (STEP_SECONDS,)}
+"""Short names of metrics: each is the first of these that a run has."""
+
+
+def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the few numbers that tell at a glance how a run does, by short names, as far as `metrics` have them."""
+    found = {}
+    if scores := validation_of(metrics):
+        found["val/score"] = sum(scores.values()) / len(scores)
+    for short, names in SHORT.items():
+        if known := [metrics[name] for name in names if name in metrics]:
+            found[short] = known[0]
+    return found
 
 
 def validation_of(metrics: Mapping[str, float]) -> dict[str, float]:

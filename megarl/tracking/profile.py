@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.distributed.launch import Launch
+from megarl.platform.device import on_cuda
 from megarl.platform.files import replacing
 from megarl.tracking.config import TrainerSection
 
@@ -32,10 +33,9 @@ class Traces:
         if step not in self.steps:
             yield
             return
-        import torch
         from torch.profiler import ProfilerActivity, profile
 
-        on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        on_device = [ProfilerActivity.CUDA] if on_cuda() else []
         with profile(activities=[ProfilerActivity.CPU, *on_device]) as trace:
             yield
         path = self.path(step)

@@ -1,9 +1,19 @@
 """The kinds of records that are sent to MLflow, as they wait in a file of JSON lines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
+
+
+class DataFiles(TypedDict):
+    """The files of one purpose that a run reads."""
+
+    name: str
+    digest: str  # of their paths, sizes and times
+    context: str  # training or validation
+    paths: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +25,8 @@ class _Opening:
     start: str
     tags: dict[str, str]
     time: int
+    data: list[DataFiles] = field(default_factory=list)
+    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +65,13 @@ class _End:
     summary: str
 
 
-_Record = Annotated[_Open | _Resume | _Metrics | _Table | _End, Field(discriminator="kind")]
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    kind: Literal["files"]
+    paths: list[str]
+
+
+_Record = Annotated[_Open | _Resume | _Metrics | _Table | _Files | _End, Field(discriminator="kind")]
 _RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
 

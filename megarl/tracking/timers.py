@@ -1,10 +1,11 @@
-"""Wall-clock seconds per phase of a step; each phase is also noted for the watchdog."""
+"""Wall-clock seconds per phase of a step; each phase is also noted for the watchdog and for people."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megarl.platform import progress
 from megarl.distributed import watchdog
 from megarl.tracking.names import TIMING
 
@@ -24,7 +25,8 @@ class Timers:
         start = time.perf_counter()
         before = watchdog.note(phase=phase)
         try:
-            yield
+            with progress.within(phase):
+                yield
         finally:
             watchdog.note(phase=before)
             seconds = time.perf_counter() - start

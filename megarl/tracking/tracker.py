@@ -4,7 +4,7 @@ Only one rank records. The others have a `NullTracker`, so that no caller checks
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -88,6 +88,8 @@ def make_tracker(
     total_steps: int,
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
+    also: Iterable["Tracker"] = (),
+    signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
@@ -96,7 +98,9 @@ def make_tracker(
         run: the run to record. A resumed run continues its records, and drops those of later steps.
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
-        mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file in the run's directory.
+        mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
+        also: further trackers. They follow the files, which they may read, and precede the others.
+        signposts: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
         ValueError: a name is unknown, or MLflow or Weights & Biases cannot record.
@@ -105,13 +109,12 @@ def make_tracker(
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
-    trackers: list[Tracker] = []
+    trackers: list[Tracker] = [Jsonl(run.run_dir, **resume)] if "jsonl" in names else []
+    trackers += also
     for name in names:
-        if name == "console":
-            trackers.append(Console(total_steps=total_steps))
-        elif name == "jsonl":
-            trackers.append(Jsonl(run.run_dir, **resume))
-        elif name == "mlflow":
+        if name in ("jsonl", "console"):
+            continue
+        if name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
             trackers.append(Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run))
@@ -123,4 +126,6 @@ def make_tracker(
             trackers.append(Guarded(Wandb(run), "W&B"))
         else:
             raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
+    if "console" in names:  # last: at the end it names what the others have written
+        trackers.append(Console(total_steps=total_steps, signposts=signposts))
     return Trackers(trackers)

@@ -154,7 +154,7 @@ def _failure(rollouts: Rollouts, level: float, kept: Tensor, limit: float, *, st
         f"is {level:.3g}, the limit {limit:.3g}, and {far_out}{named}. Nothing has learnt from them. Look at what may "
         f"have changed: the weights in the engine ({KEY}.check_every=1 compares every byte of every sync), the "
         "temperature, cached keys of older weights (rollout.enable_prefix_caching=false caches none). "
-        "`python -m megarl.verify MODEL_DIR` tests the sync alone. If engine and trainer are sound, raise "
+        "`megarl verify MODEL_DIR` tests the sync alone. If engine and trainer are sound, raise "
         f"{KEY}.mismatch_stop, mismatch_growth or mismatch_share"
     )
 

@@ -7,10 +7,13 @@ and which engine generated a sample.
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import torch
+from torch import Tensor
+
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Group
+from megarl.batch import Experience, Group, Scored
 from megarl.checkpoint.state import Best, State
 from megarl.data.order import Position
 from megarl.tracking.names import STEP_SECONDS, validation_of
@@ -23,6 +26,7 @@ from megarl.training.gate import Gate, require_version
 from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
+from megarl.training.work import Work
 
 KL = FixedKL | AdaptiveKL
 
@@ -66,6 +70,7 @@ class Job:
     checkpoints: Checkpoints
     tracker: Tracker
     num_ranks: int
+    work: Work
     max_staleness: int = 0  # steps that may finish between the weights of a token and the step that learns from it
     reads_while_learning: bool = False  # the actor's one update needs nothing that a forward pass before it would tell
 
@@ -74,10 +79,27 @@ class Job:
 class Reading:
     """The actor's outputs on the samples of a step, and the samples that agree with the engine's probabilities."""
 
+    rows: Tensor  # [K] int64: the places of the kept samples among all
     kept: Collected
     old: PolicyOutputs  # on the kept samples
     mismatches: tuple[float, ...]  # for the next step's gate
     metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opinions:
+    """The outputs on the samples of a step from the models that are not the actor."""
+
+    ref_log_probs: Tensor | None  # [B, T] float32; None: there is no reference
+    values: Tensor | None  # [B, T] float32; None: there is no critic
+
+    def select(self, samples: Tensor) -> "Opinions":
+        """Return the outputs on the given samples (int64 indices)."""
+        ref_log_probs, values = self.ref_log_probs, self.values
+        return Opinions(
+            ref_log_probs=None if ref_log_probs is None else ref_log_probs[samples],
+            values=None if values is None else values[samples],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +131,8 @@ def train(job: Job, progress: Progress) -> None:
 
     def throughput(metrics: Metrics, seconds: float) -> Metrics:
         per_rank = metrics["perf/total_num_tokens"] / seconds / job.num_ranks
-        return {STEP_SECONDS: seconds, "perf/throughput": per_rank}
+        utilization = job.work.utilization(metrics["perf/tflop"], seconds)
+        return {STEP_SECONDS: seconds, "perf/throughput": per_rank} | utilization
 
     schedule = job.schedule
     if job.validation and schedule.validate_first:
@@ -145,6 +168,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 
     metrics["actor/entropy"] = float(reading.old.entropy[reading.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
+    metrics |= job.work.metrics(collected.scored, timers.seconds())
     metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
     progress = replace(
         progress,
@@ -162,7 +186,8 @@ def read_then_learn(
     """Read the samples with the actor and prepare the lesson. After the critic's warm-up, the actor learns it."""
     with timers("old_log_prob"):
         reading = read(job, samples, job.actor.infer(samples.scored), progress.mismatches, step=step)
-    lesson = prepare(job, reading.kept, reading.old, progress.kl, timers)
+    opinions = consult(job, reading.kept.scored, timers)
+    lesson = prepare(job, reading.kept, reading.old, opinions, progress.kl, timers)
     if step < job.critic_warmup:
         return reading, lesson, {}
     with timers("update_actor"):
@@ -173,12 +198,13 @@ def learn_while_reading(
     job: Job, samples: Collected, progress: Progress, timers: Timers, *, step: int
 ) -> tuple[Reading, Lesson, Metrics]:
     """Read the samples with the forward pass of the actor's update. If the gate leaves some out, prepare again."""
-    draft, results = prepare(job, samples, None, progress.kl, timers), list[tuple[Reading, Lesson]]()
+    opinions, results = consult(job, samples.scored, timers), list[tuple[Reading, Lesson]]()
+    draft = prepare(job, samples, None, opinions, progress.kl, timers)
 
     def review(outputs: PolicyOutputs) -> Experience | None:
         reading, lesson = read(job, samples, outputs, progress.mismatches, step=step), draft
-        if is_partial := len(reading.kept.scored) < len(samples.scored):
-            lesson = prepare(job, reading.kept, reading.old, progress.kl, Timers())
+        if is_partial := len(reading.rows) < len(samples.scored):
+            lesson = prepare(job, reading.kept, reading.old, opinions.select(reading.rows), progress.kl, Timers())
         results.append((reading, lesson))
         return lesson.experience if is_partial else None
 
@@ -190,27 +216,34 @@ def learn_while_reading(
 
 def read(job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int) -> Reading:
     """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.judge` does."""
-    scored = samples.scored
+    scored, rows = samples.scored, torch.arange(len(samples.scored))
     metrics = mismatch_metrics(outputs.log_probs, scored.rollout_log_probs, scored.mask)
     if job.gate and scored.rollout_log_probs is not None:
         verdict = job.gate.judge(scored, outputs.log_probs, mismatches, step=step)
-        samples, outputs = samples.select(verdict.rows), outputs.select(verdict.rows)
+        rows, samples, outputs = verdict.rows, samples.select(verdict.rows), outputs.select(verdict.rows)
         metrics, mismatches = metrics | verdict.metrics, verdict.healthy
-    return Reading(kept=samples, old=outputs, mismatches=mismatches, metrics=metrics)
+    return Reading(rows=rows, kept=samples, old=outputs, mismatches=mismatches, metrics=metrics)
 
 
-def prepare(job: Job, samples: Collected, old: PolicyOutputs | None, kl: KL, timers: Timers) -> Lesson:
-    """Estimate the advantages of the samples. `old` are the actor's outputs on them; None: the update computes them."""
+def consult(job: Job, scored: Scored, timers: Timers) -> Opinions:
+    """Read the samples with the reference and the critic, if the job has them."""
     with timers("ref"):
-        ref_log_probs = job.reference.infer(samples.scored).log_probs if job.reference else None
+        ref_log_probs = job.reference.infer(scored).log_probs if job.reference else None
     with timers("values"):
-        values = job.critic.infer(samples.scored) if job.critic else None
+        values = job.critic.infer(scored) if job.critic else None
+    return Opinions(ref_log_probs=ref_log_probs, values=values)
+
+
+def prepare(
+    job: Job, samples: Collected, old: PolicyOutputs | None, opinions: Opinions, kl: KL, timers: Timers
+) -> Lesson:
+    """Estimate the advantages of the samples. `old` are the actor's outputs on them; None: the update computes them."""
     with timers("adv"):
         experience, metrics = estimate(
             samples.scored,
             old_log_probs=old.log_probs if old else None,
-            ref_log_probs=ref_log_probs,
-            values=values,
+            ref_log_probs=opinions.ref_log_probs,
+            values=opinions.values,
             baselines=samples.baselines,
             algorithm=job.algorithm,
             kl_coef=kl.coef if job.algorithm.use_kl_in_reward else None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
 from megarl.distributed.signals import Stopped, stop_requested
+from megarl.platform.memory import peak_memory
 from megarl.tracking.profile import Traces
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
@@ -72,7 +73,7 @@ def run_steps(
             with timers("save_checkpoint"):
                 checkpoints.save(state(finished, metrics))
         metrics |= checkpoints.advance()
-        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start)
+        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | peak_memory()
         tracker.log(metrics, step=finished)
         if is_stopping:
             checkpoints.close()

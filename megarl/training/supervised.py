@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from megarl.platform import progress
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
 from megarl.checkpoint.state import State
@@ -63,10 +64,16 @@ def train(
             return learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
 
     validate = lessons.validate
+
+    def held_out(finished: int, timers: Timers) -> Metrics:
+        assert validate, "there is nothing to validate on"
+        with progress.within("testing"):
+            return validate(learner)
+
     run_steps(
         schedule,
         step=step,
-        validate=(lambda finished, timers: validate(learner)) if validate else None,
+        validate=held_out if validate else None,
         state=lambda finished, metrics: State(step=finished, metrics=metrics),
         tracker=tracker,
         checkpoints=checkpoints,

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.platform import progress
 from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
 from megarl.rewards.scoring import RewardError, first_failures
@@ -45,10 +46,11 @@ class Validation:
         Raises:
             RewardError: most samples, or all samples of a data source, have no score.
         """
-        with self._sampler.awake(Timers(), step=step) as metrics:
-            drawn = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
         judge = Judge(self._scorer)
-        scored = join([judge.score(rollouts) for rollouts in drawn])
+        with progress.within("testing"):
+            with self._sampler.awake(Timers(), step=step) as metrics:
+                drawn = [self._sampler.validate(prompts, step=step) for prompts in self._prompts.batches()]
+            scored = join([judge.score(rollouts) for rollouts in drawn])
         self.tracker.log_table("val/generations", _shown(scored, self._num_shown), step=step)
         reported = {f"val/{name}": value for name, value in judge.metrics().items() if name != SLOWEST}
         reported["val/reward/masked_rate"] = 1.0 - float(scored.judged().double().mean())

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.models.flops import Tokens, forward_flops
 from tests.support.programs import run_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -22,7 +23,7 @@ def test_a_reshard_is_measured_and_its_bytes_are_those_of_the_layout() -> None:
     arguments = ["reshard", "--model", "llama-1m", "--layout", "tp2-tp2", "--repeats", "2", "--device", "cpu", "--json"]
     printed = run_python("-m", "megarl.bench", *arguments, timeout_s=560)
     found = json.loads(printed.splitlines()[-1])
-    assert found["command"] == f"python -m megarl.bench {' '.join(arguments)}"
+    assert found["command"] == f"megarl bench {' '.join(arguments)}"
     assert {"torch", "megatron-core", "mbridge"} < found["versions"].keys()
     [case] = found["cases"]
     shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
@@ -55,7 +56,7 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     arguments = ["step", "--model", "llama-1m", "--algorithm", "ppo", "--lengths", "ragged", "--prompts", "4"]
     arguments += ["--responses", "2", "--repeats", "2", "--json", "data.max_response_length=16"]
     found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
-    assert found["command"] == f"python -m megarl.bench {' '.join(arguments)}"
+    assert found["command"] == f"megarl bench {' '.join(arguments)}"
     seconds = found["seconds"]
     assert seconds.keys() > PHASES
     assert all(0 < times["min"] <= times["median"] <= times["max"] for times in seconds.values())
@@ -65,7 +66,6 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     assert 4 * 2 < found["peers"]["transformers"]["tokens"] <= 4 * 2 * (16 + 16)
     assert found["ratios"].keys() == {"generation", "infer", "update", "other_share"}
     assert min(found["ratios"].values()) > 0
-    shapes = hf_shapes(read_architecture(MODELS["llama-1m"]))
-    parameters = sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
-    flops = 2 * parameters * found["peers"]["transformers"]["tokens"]
+    read = Tokens(**found["peers"]["transformers"]["read"])
+    flops = forward_flops(read_architecture(MODELS["llama-1m"]), read)
     assert found["floors"]["infer"] == flops / found["peers"]["machine"]["flops_per_second"]

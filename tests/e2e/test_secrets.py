@@ -99,7 +99,7 @@ def test_secrets_and_code_that_are_planted(
     bucket.put(model)
     monkeypatch.setenv("MEGARL_CACHE", str(cache := tmp_path / "cache"))
     (tmp_path / "reward.py").write_text(REWARD)
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path / "runs" / "run"
     code, output = run_program(
         *(sys.executable, "-m", "megarl.train"),
         f"data.train_files={bucket.uri('train.parquet')}",
@@ -136,15 +136,15 @@ def test_secrets_and_code_that_are_planted(
     assert f"compute_score of {tmp_path / 'reward.py'} (SHA-256: " in output
     assert f"s3://{BLOT}@bucket/train.parquet" in (run_dir / "config.yaml").read_text()
     assert f"s3://{BLOT}@bucket/model: its model is copied to {cache}/model-" in output
-    texts = dict(kept(run_dir)) | dict(kept(cache)) | dict(bucket.texts())
+    texts = dict(kept(run_dir.parent)) | dict(kept(cache)) | dict(bucket.texts())
     assert "modeling_planted.py" not in {path.name for path in cache.rglob("*")}, (
         "code was copied although it may not run"
     )
     assert not any(secret in str(path) for path in cache.rglob("*") for secret in SECRETS)
     assert Path("bucket/mirror/global_step_1/manifest.json") in texts
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
-    assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir / "mlflow.db"]
-    assert "compute_score of " in texts[run_dir / "mlflow.db"]
+    assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir.parent / "mlflow.db"]
+    assert "compute_score of " in texts[run_dir.parent / "mlflow.db"]
 
     for secret in SECRETS:
         assert secret not in output

@@ -4,6 +4,7 @@ Launches cost time, so each serves several tests.
 """
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl import evaluate, export, train
+from megarl import chat, evaluate, export, train
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
 from megarl.rollout.config import SyncSection
@@ -24,9 +25,10 @@ from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow import safe_name
-from tests.support.forked import run_job
+from tests.support.forked import run_forked, run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
 from tests.support.programs import ROOT, succeed
+from tests.support.tiny import write_checkpoint
 from tests.support.workspace import MAX_RESPONSE_LENGTH, Workspace, ppo_arguments, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -80,7 +82,9 @@ def small_run(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
 def test_the_small_script_trains_validates_and_saves(small_run: tuple[Path, str]) -> None:
     run_dir, output = small_run
     assert "step 1/2  reward" in output
-    assert "step 2/2  validation  countdown" in output
+    assert len(re.findall(r"^step 2/2  reward .*  validation countdown", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^step 2/2 ", output, re.MULTILINE)) == 1
+    assert f"evaluate    megarl evaluate {Path('checkpoints', 'TinyZero', 'countdown')}" in output
     assert "actor mini-batches" in output  # how a batch is divided
     assert "data/prompts at step 0" in output  # how many prompts there are, and how many were too long
     assert "Traceback" not in output
@@ -217,7 +221,9 @@ def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
 @pytest.fixture(scope="module")
 def exported(resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported")
-    run_job(1, export.main, resumed_run[0], out / "model", log=out / "export", timeout_s=LAUNCH_S)
+    printed = run_job(1, export.main, resumed_run[0], out / "model", log=out / "export", timeout_s=LAUNCH_S)
+    assert f"from {resumed_run[0] / 'global_step_3'}; README.md describes the model" in printed
+    assert f"megarl chat {out / 'model'}" in printed
     return out / "model"
 
 
@@ -242,14 +248,41 @@ def test_the_exported_actor_has_learnt_and_responds_as_the_engine(
         assert row["response"] == tokenizer.decode(response, skip_special_tokens=True)
 
 
-def test_evaluate_scores_the_checkpoint_under_another_split(
-    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+def test_the_exported_model_has_a_card(
+    workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], exported: Path
+) -> None:
+    card = (exported / "README.md").read_text()
+    assert f"Reinforcement learning with gae; the reward is `{workspace.reward}`, 3 steps, from" in card
+    history = metrics_of(resumed_run[0])
+    score = "val/test_score/countdown/bare"
+    assert f"| validation, countdown/bare | {history[0][score]:.4g} | {history[3][score]:.4g} |" in card
+
+
+def test_chat_continues_a_text_as_transformers_do(workspace: Workspace, exported: Path, tmp_path: Path) -> None:
+    prompt = pq.read_table(workspace.val)["prompt"].to_pylist()[0]
+    options = ["--prompt", prompt, "--temperature", "0", "--max-tokens", str(MAX_RESPONSE_LENGTH)]
+    log = tmp_path / "chat.txt"
+    assert run_forked(chat.main, [str(exported), *options], log=log, timeout_s=LAUNCH_S) == 0
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    actor = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    output = actor.generate(inputs, do_sample=False, max_new_tokens=MAX_RESPONSE_LENGTH, eos_token_id=2, pad_token_id=0)
+    expected = tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
+    assert expected.strip()
+    assert expected.strip() in log.read_text()
+
+
+def test_evaluate_scores_the_checkpoint_of_a_run_under_another_split(
+    resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_dir, _ = resumed_run
     output = run_job(
-        *(2, evaluate.main, *ppo_arguments(workspace, run_dir)),
-        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        *(2, evaluate.main, run_dir),
+        *(
+            f"{model}.megatron.{size}"
+            for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+            for size in ("pipeline_model_parallel_size=1", "tensor_model_parallel_size=2")
+        ),
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         log=tmp_path / "evaluate",
         timeout_s=LAUNCH_S,
@@ -328,3 +361,30 @@ def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_res
         epoch, batch = divmod(num_batches, 6)  # of 8 prompts in the 48
         state = json.loads((run_dir / f"global_step_{step}" / "state.json").read_text())
         assert state["position"] == {"epoch": epoch, "offset": 8 * batch}
+
+
+def test_a_larger_teacher_is_read_exactly(workspace: Workspace, tmp_path: Path) -> None:
+    teacher = write_checkpoint(tmp_path / "teacher", "llama", seed=5, hidden_size=128, num_hidden_layers=4)
+    shutil.copy(workspace.model / "tokenizer.model", teacher)
+    run_job(
+        2,
+        train.main,
+        *train_arguments(workspace, tmp_path / "run"),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        f"actor_rollout_ref.ref.model.path={teacher}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.kl_loss_coef=1.0",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        log=tmp_path / "log",
+        timeout_s=LAUNCH_S,
+    )
+    metrics = metrics_of(tmp_path / "run")
+    divergences = [metrics[step]["actor/kl_loss"] for step in (1, 2, 3)]
+    assert divergences[0] > 0.01, "the actor starts far from a teacher"
+    assert divergences[-1] < divergences[0]

@@ -1,4 +1,4 @@
-"""On a GPU: an offloaded reference gives the same exact divergence and gradient, and logits are not rounded."""
+"""On a GPU: every model computes what it computes on the CPU, rests on the host if asked, and resumes exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
 from tests.support.heads import assert_not_rounded, in_bfloat16
-from tests.support.learners import make_test_learner
+from tests.support.learners import learn_twice, make_test_learner, sizes
 from tests.support.ranks import RankPool
 from tests.support.records import experience
-from tests.support.tiny import write_checkpoint
+from tests.support.tiny import VARIANTS, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +23,9 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
     from megarl.learner.batching import Budget
 
-    split, device = {"param_offload": param_offload}, "cuda"
-    learner = make_test_learner(policy, split, device=device)
-    other = make_test_learner(reference, split, device=device, optim=None, mesh=learner.mesh)
+    split = {"param_offload": param_offload}
+    learner = make_test_learner(policy, split)
+    other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
     budget = Budget(max_tokens=24, max_sequences=None)
     kl = learner.infer(experience(), budget, against=other).kl
     metrics: dict[str, Any] = learner.update([experience()], ACTOR, budget, against=other)
@@ -35,16 +35,71 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
 
 
 def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient() -> None:
-    with RankPool() as pool:
+    with RankPool("cuda") as pool:
         [numbers] = pool.run(1, in_bfloat16, "cuda")
     assert_not_rounded(*numbers)
 
 
 def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path) -> None:
     policy, reference = (write_checkpoint(tmp_path / f"{seed}", "qwen3-tied", seed=seed) for seed in (0, 1))
-    with RankPool() as pool:
+    with RankPool("cuda") as pool:
         [(kl, metrics)] = pool.run(1, diverge, policy, reference, False)
         [(kl_again, metrics_again)] = pool.run(1, diverge, policy, reference, True)
     assert kl.max() > 0.01
     torch.testing.assert_close(kl_again, kl)
     assert metrics_again == pytest.approx(metrics, rel=1e-4)
+
+
+def read(source: Path) -> torch.Tensor:
+    """Return the log-probabilities of a model that never learns."""
+    from megarl.learner.batching import Budget
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    learner = make_test_learner(source, {}, optim=None)
+    log_probs: torch.Tensor = learner.infer(experience(), Budget(max_tokens=100, max_sequences=None)).log_probs
+    return log_probs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_model_reads_on_cuda_as_on_the_cpu(tmp_path: Path, variant: str) -> None:
+    source = write_checkpoint(tmp_path, variant)
+    with RankPool() as cpu, RankPool("cuda") as cuda:
+        [expected], [found] = cpu.run(1, read, source), cuda.run(1, read, source)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def save_unlearned(source: Path, to: Path) -> None:
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.staging import Staging
+
+    writing = save_learner(make_test_learner(source, {}), to, Staging(is_pinned=True))
+    writing.write()
+    writing.finish()
+
+
+def test_a_learner_is_saved_before_its_first_step(tmp_path: Path) -> None:
+    source, saved = write_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "saved"
+    saved.mkdir()
+    with RankPool("cuda") as pool:
+        pool.run(1, save_unlearned, source, saved)
+        [(metrics, _)] = pool.run(1, learn_twice, source, "policy", sizes(1, 1), None, saved, True)
+    assert metrics["skipped_updates"] == 0.0
+
+
+def learn_deterministically(*args: Any) -> Any:
+    from megarl.platform.determinism import decide_determinism
+
+    decide_determinism(True)
+    return learn_twice(*args)
+
+
+def test_a_deterministic_learner_continues_exactly(tmp_path: Path) -> None:
+    source, saved = write_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "saved"
+    saved.mkdir()
+    results = []
+    for save, load in ((saved, None), (None, saved)):
+        with RankPool("cuda") as pool:  # cuBLAS and Transformer Engine read the decision as they start
+            results += pool.run(1, learn_deterministically, source, "policy", sizes(1, 1), save, load, True)
+    (metrics, outputs), (metrics_again, outputs_again) = results
+    assert metrics == metrics_again
+    assert torch.equal(outputs, outputs_again)

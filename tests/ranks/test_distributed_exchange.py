@@ -1,11 +1,16 @@
 """Ranks exchange results and errors."""
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from megarl.distributed.exchange import together
+from megarl.distributed import exchange
+from megarl.distributed.agreement import agree
+from megarl.distributed.exchange import host_group, join_world, together, wait_for_all
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -51,6 +56,38 @@ def locked() -> Any:
 
 def exceptions_as_answers() -> list[str]:
     return [str(answer) for answer in together(lambda: ValueError(f"rank {dist.get_rank()}"))]
+
+
+def of_cuda(store: Path) -> Any:
+    """Talk in a world as on CUDA; its default group, torch's `fake`, brings nothing to anyone."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - knows the backend
+
+    from megarl.rollout.segments import claim
+
+    rank, size, start = dist.get_rank(), dist.get_world_size(), dist.init_process_group
+    dist.destroy_process_group()
+    with (
+        patch.object(exchange, "on_cuda", lambda: True),
+        patch.object(dist, "init_process_group", lambda backend, **place: start({"nccl": "fake"}[backend], **place)),
+    ):
+        place = {"store": dist.FileStore(str(store), size), "rank": rank, "world_size": size}
+        join_world(**place, timeout=timedelta(seconds=60))
+    backends = dist.get_backend(), dist.get_backend(dist.new_group()), dist.get_backend(host_group())
+    agree({"same": 1})
+    wait_for_all()
+    prefix = claim(store.parent)
+    with pytest.raises(ValueError, match="other: 0 on rank 0, 1 on rank 1"):
+        agree({"other": rank})
+    return backends, together(dist.get_rank), together(lambda: prefix)
+
+
+def test_on_cuda_only_one_group_is_of_gloo_and_host_data_take_it(tmp_path: Path) -> None:
+    with RankPool() as pool:  # of its own: its ranks end in a world that is not the pool's
+        results = pool.run(2, of_cuda, tmp_path / "store")
+    for backends, ranks, (first, second) in results:
+        assert backends == ("fake", "fake", "gloo")
+        assert ranks == [0, 1]
+        assert first == second
 
 
 def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:

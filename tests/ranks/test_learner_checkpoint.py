@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.learner.config import OptimSection
 from tests.support.learners import ACTOR, learn_twice, make_test_learner, sizes
@@ -147,15 +146,14 @@ def plant_in_common_state(checkpoint: Path, witness: Path) -> None:
     torch.save({"schedule": Planted(witness)}, checkpoint / "common.pt")
 
 
-def plant_in_object(checkpoint: Path, witness: Path) -> None:
-    """Replace the small objects among the shards."""
+def plant_in_shards(checkpoint: Path, witness: Path) -> None:
+    """Replace the shards; torch reads each as a pickle."""
     index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    for name, what in index.storage_data.items():
-        if isinstance(index.state_dict_metadata[name.fqn], BytesStorageMetadata):
-            buffer = io.BytesIO()
-            torch.save(Planted(witness), buffer)
-            (checkpoint / "planted.distcp").write_bytes(buffer.getvalue())
-            what.relative_path, what.offset, what.length = "planted.distcp", 0, len(buffer.getvalue())
+    buffer = io.BytesIO()
+    torch.save(Planted(witness), buffer)
+    (checkpoint / "planted.distcp").write_bytes(buffer.getvalue())
+    for what in index.storage_data.values():
+        what.relative_path, what.offset, what.length = "planted.distcp", 0, len(buffer.getvalue())
     (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
 
 
@@ -179,7 +177,7 @@ def test_code_in_a_checkpoint_is_not_run_and_other_directories_are_not_read(
     source, saved = checkpoints["qwen2"], tmp_path / "saved"
     saved.mkdir()
     pool.run(1, learn_twice, source, "policy", sizes(1, 1), saved, None, True)
-    for plant in (plant_in_index, plant_in_common_state, plant_in_object, lead_index_elsewhere):
+    for plant in (plant_in_index, plant_in_common_state, plant_in_shards, lead_index_elsewhere):
         spoiled, witness = tmp_path / plant.__name__, tmp_path / f"{plant.__name__}_ran"
         shutil.copytree(saved, spoiled)
         plant(spoiled, witness)

@@ -48,6 +48,28 @@ def test_policy(pool: RankPool, checkpoints: dict[str, Path], variant: str) -> N
                 assert not torch.equal(result["after"].log_probs, result["before"].log_probs)
 
 
+def micro_batches_counted(checkpoint: Path, split: dict[str, Any]) -> tuple[int, int]:
+    """Return how many micro-batches people saw done after an update, of how many."""
+    from megarl.platform import progress
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
+    cut = minibatches(experience(), num_prompts=2, num_epochs=1, shuffle=False, seed=0)
+    with progress.within("update_actor"):
+        learner.update(cut, ACTOR, Budget(max_tokens=40, max_sequences=1))
+        phase = progress.now()
+    assert phase
+    return phase.done, phase.total
+
+
+@pytest.mark.parametrize(("split", "expected"), [(sizes(1, 2), (8, 8)), (sizes(1, 1), (4, 4))])
+def test_every_micro_batch_of_a_rank_is_counted(
+    pool: RankPool, checkpoints: dict[str, Path], split: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """8 samples: each stage of a pipeline runs all of them, each data-parallel rank its half."""
+    assert pool.run(2, micro_batches_counted, checkpoints["llama"], split) == [expected, expected]
+
+
 def updates_without_failed(checkpoint: Path, split: dict[str, Any], failed: list[int]) -> tuple[dict[str, float], Any]:
     """Update in mini-batches of one prompt, without the failed samples; return metrics and log-probabilities."""
     from megarl.learner.batching import Budget

@@ -42,7 +42,6 @@ def make(variant: str, split: dict[str, Any], role: Any, trained: bool) -> Any:
         section,
         fresh_mesh(section),
         role=role,
-        device=torch.device("cpu"),
         training=(OptimSection(), 1.0, 1) if trained else None,
     )
 

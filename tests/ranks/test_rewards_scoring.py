@@ -72,6 +72,17 @@ def judged(
     return list(scored.texts), scored.scores.tolist(), scored.accuracies.tolist(), metrics, warned
 
 
+def counted(path: str) -> tuple[int, int]:
+    """Return how many rewards people saw done, of how many."""
+    from megarl.platform import progress
+
+    with progress.within("reward"):
+        judged(path)
+        phase = progress.now()
+    assert phase
+    return phase.done, phase.total
+
+
 def judged_with(pool: RankPool, path: Path, on_sample_3: str, *args: Any) -> list[Any]:
     (path / "mine.py").write_text(REWARD.format(on_sample_3=on_sample_3))
     return pool.run(2, judged, str(path / "mine.py"), *args)
@@ -87,6 +98,13 @@ def test_every_rank_has_every_score_in_the_order_of_the_samples(
     assert (texts, scores, accuracies, warned) == (TEXTS, [2.0, 1.0, 3.0, 1.0, 2.0, 2.0], [1.0] * 6, [])
     assert metrics["reward/error_rate"] == metrics["reward/timeout_rate"] == 0.0
     assert metrics["reward/acc/mean"] == 1.0
+
+
+def test_every_awaited_reward_is_counted_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD.format(on_sample_3="time.sleep(1.5)"))
+    first, second = pool.run(2, counted, str(tmp_path / "mine.py"))
+    assert first == second
+    assert 1 <= first[0] == first[1] <= 6
 
 
 @pytest.mark.parametrize(

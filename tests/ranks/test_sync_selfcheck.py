@@ -128,9 +128,7 @@ def complaints(checkpoint: Path, faults: list[str]) -> dict[str, str]:
     engine = start(checkpoint, tensors_of(checkpoint), tp_size=1, free_cache_engine=False)
     section = MegatronSection(dtype="float32", tensor_model_parallel_size=2)
     architecture = read_architecture(json.loads((checkpoint / "config.json").read_text()))
-    learner = make_learner(
-        checkpoint, architecture, section, fresh_mesh(section), role="policy", device=torch.device("cpu")
-    )
+    learner = make_learner(checkpoint, architecture, section, fresh_mesh(section), role="policy")
     pair, said = Pair(learner, engine), {}
     lies = {
         "q and k": swap("q_proj", "k_proj"),

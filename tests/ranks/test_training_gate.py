@@ -1,14 +1,16 @@
 """A fault between two syncs is caught in its own step, before anything learns.
 
 A real learner and a real engine, tensor-parallel over two ranks, take the loop's own steps, and a real update changes
-the weights in between. A step that fails changes nothing, so that one start serves all faults, and a sound step passes
-at the end. Self-checks are off: only the gate looks.
+the weights in between. The actor reads the samples before its update, and then in the pass that learns. A step that
+fails changes nothing, so that one start serves all faults, and a sound step passes at the end. Self-checks are off:
+only the gate looks.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -76,10 +78,9 @@ def sending(old: dict[str, torch.Tensor], is_stale: Callable[[str], bool]) -> Ab
 class Seen:
     """Results of one rank."""
 
-    complaints: dict[str, str]  # by fault
-    learnt: list[str]  # faults after whose step the weights had changed
-    first: dict[str, float]  # metrics of the sound steps
-    last: dict[str, float]
+    complaints: dict[tuple[str, int], str]  # by fault and step
+    learnt: list[tuple[str, int]]  # faults and steps after which the weights had changed
+    sound: list[dict[str, float]]  # metrics of the sound steps
 
 
 class World:
@@ -101,7 +102,6 @@ class World:
             megatron,
             fresh_mesh(megatron),
             role="policy",
-            device=torch.device("cpu"),
             training=(OptimSection(lr=1e-3), 1.0, 10),
         )
         self.section = RolloutSection(dtype=dtype, **DRAWN)
@@ -118,17 +118,17 @@ class World:
             finished=lambda prompt, token_ids: None,
         )
 
-    def updates(self, budget: Any) -> Any:
-        """Return real updates of two prompts each."""
+    def updates(self, budget: Any, num_prompts: int) -> Any:
+        """Return real updates of `num_prompts` prompts each."""
         from megarl.config.policy import ActorSection
         from megarl.training.objectives import ActorObjective
         from megarl.training.roles import Updates
 
         objective = ActorObjective(ActorSection(), horizon=24)
-        return Updates(objective=objective, budget=budget, num_prompts=2, num_epochs=1, shuffle=False, seed=1)
+        return Updates(objective=objective, budget=budget, num_prompts=num_prompts, num_epochs=1, shuffle=False, seed=1)
 
-    def step(self, progress: Any, step: int, **sampler: Any) -> tuple[dict[str, float], Any]:
-        """Take the loop's own step with a sampler of these settings."""
+    def step(self, progress: Any, step: int, *, in_one_pass: bool, **sampler: Any) -> tuple[dict[str, float], Any]:
+        """Take the loop's own step with a sampler of these settings. In one pass, the actor takes only one update."""
         from megarl.learner.batching import Budget
         from megarl.rollout.config import SyncSection
         from megarl.rollout.limits import Limits
@@ -139,11 +139,13 @@ class World:
         from megarl.training.loop import Job, take_step
         from megarl.training.roles import Model
         from megarl.training.steps import Schedule
+        from megarl.training.work import Work
 
         budget, data = Budget(max_tokens=2000, max_sequences=None), Data()
+        updates = self.updates(budget, len(PROMPTS) if in_one_pass else 2)
         job = Job(
             samples=Collector(prompts=data, sampler=self.sampler(**sampler), scorer=data, algorithm=self.algorithm),
-            actor=Model(name="actor", learner=self.learner, budget=budget, updates=self.updates(budget)),
+            actor=Model(name="actor", learner=self.learner, budget=budget, updates=updates),
             reference=None,
             critic=None,
             gate=Gate(limits=Limits.of(SyncSection(), self.section.dtype)),
@@ -154,6 +156,8 @@ class World:
             checkpoints=Mock(),
             tracker=NullTracker(),
             num_ranks=2,
+            reads_while_learning=in_one_pass,
+            work=Work(),
         )
         return take_step(job, progress, Timers(), step=step)
 
@@ -163,15 +167,15 @@ class World:
 
 
 def steps(checkpoint: Path, dtype: str) -> Seen:
-    """On each rank: a sound step, a step with each fault, and a sound step again."""
+    """On each rank: a sound step; then, for both ways to read, a step with each fault and a sound step."""
     from megarl.algorithms.kl import FixedKL
     from megarl.training.gate import MismatchError
     from megarl.training.loop import Progress
 
     world = World(checkpoint, dtype)
     old = snapshot(world.learner)
-    first, progress = world.step(Progress(kl=FixedKL(0.0), position=Position(0, 0)), 0)
-    before, complaints, learnt = snapshot(world.learner), {}, []
+    metrics, progress = world.step(Progress(kl=FixedKL(0.0), position=Position(0, 0)), 0, in_one_pass=False)
+    seen = Seen({}, [], [metrics])
     plants = {
         "kept prefix cache": lambda: patch.object(world.engine._llm, "reset_prefix_cache", return_value=True),
         "stale layer": lambda: sending(old, lambda name: "layers.1." in name),
@@ -182,19 +186,22 @@ def steps(checkpoint: Path, dtype: str) -> Seen:
         "q and k exchanged": {"new_name": swap("q_proj", "k_proj")},
         "another temperature": {"temperature": 0.7},
     }
-    for fault in FAULTS:
-        with plants.get(fault, nullcontext)():
-            try:
-                metrics, _ = world.step(progress, 1, **samplers.get(fault, {}))
-                complaints[fault] = f"passed with {metrics['training/rollout_mismatch']}"
-            except MismatchError as error:
-                complaints[fault] = str(error)
-        if not world.has_weights(before):
-            learnt.append(fault)
-    last, _ = world.step(progress, 1)
-    assert not world.has_weights(before), "it learns again"
+    for step, in_one_pass in ((1, False), (2, True)):
+        before = snapshot(world.learner)
+        for fault in FAULTS:
+            with plants.get(fault, nullcontext)():
+                try:
+                    metrics, _ = world.step(progress, step, in_one_pass=in_one_pass, **samplers.get(fault, {}))
+                    seen.complaints[fault, step] = f"passed with {metrics['training/rollout_mismatch']}"
+                except MismatchError as error:
+                    seen.complaints[fault, step] = str(error)
+            if not world.has_weights(before):
+                seen.learnt.append((fault, step))
+        metrics, progress = world.step(progress, step, in_one_pass=in_one_pass)
+        seen.sound.append(metrics)
+        assert not world.has_weights(before), "it learns again"
     tear_down(world.engine)
-    return Seen(complaints, learnt, first, last)
+    return seen
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -203,9 +210,10 @@ def test_a_fault_is_caught_in_its_own_step_and_nothing_learns_from_it(
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "qwen3_moe", num_key_value_heads=4)
     for seen in pool.run(2, steps, checkpoint, dtype):
-        for fault in FAULTS:
-            assert seen.complaints[fault].startswith("the engine did not draw the samples of step 2"), fault
+        for fault, step in product(FAULTS, (1, 2)):
+            drawn = f"the engine did not draw the samples of step {step + 1}"
+            assert seen.complaints[fault, step].startswith(drawn), (fault, step)
         assert seen.learnt == []
-        for metrics in (seen.first, seen.last):
+        for metrics in seen.sound:
             assert metrics["training/rollout_mismatch"] < metrics["training/rollout_mismatch_limit"]
             assert metrics["training/rollout_mismatch_left_out"] == 0.0

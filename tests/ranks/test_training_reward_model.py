@@ -176,7 +176,6 @@ def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
             policy,
             fresh_mesh(section.megatron),
             policy_path=str(policy_path),
-            device=torch.device("cpu"),
             budget=Budget(max_tokens=64, max_sequences=section.micro_batch_size),
             balance=True,
         )

@@ -20,6 +20,7 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 TP = "tensor_model_parallel_size"
 

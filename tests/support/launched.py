@@ -29,7 +29,7 @@ def main() -> None:
     if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         del options["kill"]
         time.sleep(LATE_S if launch.rank == 0 else 0.0)
-    init_process_groups(launch, "cpu", timeout_s=60)
+    init_process_groups(launch, timeout_s=60)
     total = torch.tensor(2**launch.rank)
     dist.all_reduce(total)
     place = f"{launch.rank}/{launch.world_size} {launch.local_rank}/{launch.local_world_size}"

@@ -31,7 +31,6 @@ def make_test_learner(
     grad_clip: float = 1.0,
     balance: bool = True,
     mesh: Any = None,
-    device: str = "cpu",
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
@@ -47,7 +46,6 @@ def make_test_learner(
         section,
         mesh or fresh_mesh(section),
         role=role,
-        device=torch.device(device),
         temperature=temperature,
         balance=balance,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,

@@ -72,7 +72,8 @@ def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def mlflow_runs(run_dir: Path, project: str = "megarl_examples") -> tuple[MlflowClient, list[Any]]:
-    """Return a client of the MLflow store in a run directory, and the runs of a project."""
-    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    """Return a client of the MLflow store of a run's project, and the runs of the project in that directory."""
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
     experiment = client.get_experiment_by_name(project)
-    return client, client.search_runs([experiment.experiment_id])
+    where = f"tags.`megarl.run_dir` = '{run_dir.resolve()}'"
+    return client, client.search_runs([experiment.experiment_id], where)

@@ -3,7 +3,9 @@
     with RankPool() as pool:
         results = pool.run(2, function, argument)  # on ranks 0 and 1 of a new gloo world
 
-`function` must be importable. An exception on a rank is raised in the test with the traceback of the rank.
+`function` must be importable. An exception on a rank is raised in the test with the traceback of the rank. The ranks of
+`RankPool("cuda")` join a world of NCCL, as in production. Each starts anew: CUDA does not survive a fork, and the
+process that the other ranks are forked from imports code that disables CUDA.
 """
 
 import os
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -22,21 +24,21 @@ import torch.multiprocessing as mp
 TIMEOUT_S = 300
 
 
-def _serve(rank: int, connection: Any) -> None:
+def _serve(rank: int, device: str, connection: Any) -> None:
+    from megarl.distributed.exchange import join_world
+    from megarl.platform.device import decide_device
+
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if decide_device(device) == "cuda":
+        torch.cuda.set_device(rank)
     environ = dict(os.environ)
     while (order := _next_order(connection)) is not None:
         world_size, store, function, args = order
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=TIMEOUT_S),
-            )
+            timeout = timedelta(seconds=TIMEOUT_S)
+            join_world(init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
             result = ("ok", function(*args))
         except BaseException:
             result = ("error", traceback.format_exc())
@@ -80,9 +82,11 @@ def _next_order(connection: Any) -> Any:
 class RankPool:
     """Processes that wait for functions to run as the ranks of a world. They start when a world first needs them."""
 
-    def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.preloaded"])
+    def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self._device = device
+        self._context: Any = mp.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            self._context.set_forkserver_preload(["tests.support.preloaded"])
         self._ranks: list[tuple[Any, Any]] = []  # connection and process of each rank
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -115,7 +119,7 @@ class RankPool:
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(len(self._ranks), theirs))
+        process = self._context.Process(target=_serve, args=(len(self._ranks), self._device, theirs))
         process.start()
         theirs.close()  # so that `recv` notices a process that died
         self._ranks.append((ours, process))

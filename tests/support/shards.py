@@ -18,6 +18,11 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return dict(_tensors(state))
 
 
+def names_of(directory: Path) -> set[str]:
+    """Return the names of everything in a checkpoint: tensors and objects."""
+    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
 def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
         yield name, tree

@@ -35,7 +35,7 @@ def compute_score(**_):
 def main(reports: Path, how: str) -> None:
     """Run on one rank of a launched job."""
     launch = join_or_launch("tests.support.stalled", [], num_processes=2, directory=Path())
-    init_process_groups(launch, "cpu", timeout_s=600)
+    init_process_groups(launch, timeout_s=600)
     other = dist.new_group(backend="gloo")
     place = {"rank": launch.rank, "world_size": launch.world_size}
     with ExitStack() as held:

@@ -16,3 +16,10 @@ def tracker_of(name: str, run_dir: Path, **options: Any) -> Tracker:
     run = TrackedRun(run_dir=run_dir, **facts | {key: value for key, value in options.items() if key in OF_RUN})
     others = {key: value for key, value in options.items() if key not in OF_RUN}
     return make_tracker([name], run, **{"total_steps": 9, "is_main": True} | others)
+
+
+def mlflow_client(root: Path) -> Any:
+    """Return a client of the MLflow store of the runs in `root`."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")

@@ -40,6 +40,9 @@ def test_schedule(trainer: TrainerSection, resumed: bool, last_step: int, valida
     assert schedule.validate_first == validates_first
 
 
+RECORDS = ("config.yaml", "history.jsonl", "metrics.jsonl", "report.html", "status.json", "val_generations.jsonl")
+
+
 @pytest.mark.parametrize("step", [None, 1])
 def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_they_are(
     tmp_path: Path, step: int | None, capsys: pytest.CaptureFixture[str]
@@ -59,7 +62,7 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
             tracker = open_records(config, launch, resume_point, last_step=3)
         for number in (resume_point.state.step, 3):
             tracker.log({"val/test_score/gsm8k": 0.25 + number}, step=number)
-            tracker.log_table("val/generations", [{"response": "4"}], step=number)
+            tracker.log_table("val/generations", [{"prompt": "2 2", "response": "4", "score": 1.0}], step=number)
         tracker.close()
 
     def files() -> dict[Path, bytes]:
@@ -67,11 +70,11 @@ def test_a_job_that_only_validates_shows_its_scores_and_leaves_the_records_as_th
 
     record()
     records = files()
-    assert {path.name for path in records} == {"config.yaml", "metrics.jsonl", "val_generations.jsonl"}
+    assert {path.name for path in records} == {*RECORDS}
     assert "0.25" not in capsys.readouterr().out
     record("trainer.val_only=true", "trainer.logger=[jsonl, mlflow]")
     assert files() == records
-    assert f"validation  gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
+    assert f"validation gsm8k {0.25 + resume_point.state.step}" in capsys.readouterr().out
     record()  # a job that learns does otherwise
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == ([0, 3] if step is None else [1, 1, 3])
     assert files() != records

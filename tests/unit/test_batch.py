@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.batch import Generation, Rollouts, join
 from megarl.rollout.responses import as_rollouts
@@ -48,3 +50,12 @@ def test_a_prompt_without_all_its_samples_is_named() -> None:
     responses = [generation(0, None), generation(0, None), generation(1, None)]
     with pytest.raises(RuntimeError, match=r"asked for 2 samples of each prompt, and 2 .*: row 1 has 1, row 2 has 0"):
         as_rollouts(prompts([1, 1, 1]), [0, 0, 1], responses, n=2)
+
+
+@given(st.data())
+def test_tokens_of_samples_are_prompt_and_response_of_each(data: st.DataObject) -> None:
+    batch = answer(prompts(data.draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))), [2, 0, 3, 1, 4, 2])
+    chosen = data.draw(st.lists(st.integers(0, 5), max_size=8))
+    expected = [[*batch.prompt_of(sample).token_ids, *batch.response_ids(sample)] for sample in chosen]
+    assert batch.tokens(torch.tensor(chosen, dtype=torch.int64)).tolist() == sum(expected, [])
+    assert batch.lengths()[chosen].tolist() == [len(tokens) for tokens in expected]

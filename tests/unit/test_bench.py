@@ -32,7 +32,11 @@ def test_what_is_no_layout_is_refused(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama-100m", 100.7), ("qwen3-moe-100m", 97.0), ("qwen2.5-0.5b", 494.0)]
+    ("name", "millions"),
+    [
+        *(("llama-100m", 100.7), ("qwen3-moe-100m", 97.0), ("qwen2.5-0.5b", 494.0), ("qwen2.5-1.5b", 1543.7)),
+        *(("qwen2.5-3b", 3085.9), ("qwen3-4b", 4022.5), ("qwen3-8b", 8190.7), ("qwen3-30b-a3b", 30532.1)),
+    ],
 )
 def test_models_are_as_large_as_they_are_called(name: str, millions: float) -> None:
     shapes = hf_shapes(read_architecture(MODELS[name]))

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_sft_config
-from tests.support.configs import ACTOR, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
+from tests.support.configs import ACTOR, REF, ROLLOUT, ROW, SIZES, TP, faults, make_model, sound_arguments
 
 EP = "expert_model_parallel_size"
 
@@ -163,3 +163,16 @@ def test_supervised_runs_are_checked_the_same_way(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="4 pairs are fewer than the 8 data-parallel ranks"):
         load_sft_config([*sound, "data.train_batch_size=4"], world_size=None)
+
+
+def test_a_teacher_must_exist_fit_the_mesh_and_know_the_same_tokens(argv: list[str], tmp_path: Path) -> None:
+    teacher, loss = f"{REF}.model.path", [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=false"]
+    exact = f"{ACTOR}.kl_loss_type=full"
+    assert "no directory" in faults(argv, *loss, f"{teacher}={tmp_path}/none")[teacher]
+    larger = make_model(tmp_path / "larger", hidden_size=96)
+    assert faults(argv, *loss, f"{teacher}={larger}", exact) == {}
+    uneven = make_model(tmp_path / "uneven", num_attention_heads=3, num_key_value_heads=3)
+    assert faults(argv, *loss, f"{teacher}={uneven}", f"{ACTOR}.megatron.{TP}=2").keys() == {f"{ACTOR}.megatron.{TP}"}
+    others = make_model(tmp_path / "others", vocab_size=1000)
+    assert faults(argv, *loss, f"{teacher}={others}") == {}
+    assert "the exact divergence" in faults(argv, *loss, f"{teacher}={others}", exact)[teacher]

@@ -246,6 +246,17 @@ def test_arguments_that_cannot_be_read_are_faults(argument: str, message: str) -
     assert message in faults(argument)[argument.partition("=")[0]]
 
 
+def test_a_missing_file_is_the_only_fault_and_the_nearest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "grpo_gsm8k.yaml").touch()
+    (tmp_path / "ppo_stories.yaml").touch()
+    typed = str(tmp_path / "grpo_gsm8k.yml")
+    with pytest.raises(ConfigError) as caught:
+        load_config([typed, "trainer.n_gpus_per_node=3"], world_size=None)
+    (fault,) = caught.value.faults
+    assert fault.path == typed
+    assert fault.message == f"no such file: did you mean {tmp_path / 'grpo_gsm8k.yaml'}?"
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

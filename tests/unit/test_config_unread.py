@@ -90,6 +90,7 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "algorithm.filter_groups.metric=score": (grpo("algorithm.filter_groups.enable=true"), []),
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
     f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
+    f"{REF}.model.trust_remote_code=true": ([f"{REF}.model.path=org/teacher"], []),
     f"{REF}.megatron.param_offload=true": ([], ["trainer.device=cpu"]),
     "reward_model.model.path=org/rm": (["reward_model.enable=true"], []),
     "reward_model.micro_batch_size=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
@@ -135,8 +136,8 @@ ALWAYS = {
     "custom_reward_function": "path",
     "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
         val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
-        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device phase_timeout_s
-        max_skipped_updates""",
+        max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops
+        phase_timeout_s max_skipped_updates""",
     f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",
     f"{ACTOR}.megatron": """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel

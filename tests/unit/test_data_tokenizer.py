@@ -12,6 +12,7 @@ from megarl.data.tokenizer import load_tokenizer
 from tests.support.assets import asset
 from tests.support.sentencepieces import WORDS, train_sentencepiece
 
+SIZES = {"small": 300, "large": 400}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -146,3 +147,17 @@ def test_real_llama_style_directory() -> None:
         assert from_model.encode(text, add_special_tokens=True) == ids
         assert tokenizer.decode(ids) == text
     assert tokenizer.vocab_size == 512
+
+
+def test_a_model_without_a_tokenizer_is_named_without_advice_of_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer: data.tokenizer takes a directory with"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokens_with_other_numbers_are_named(tmp_path: Path) -> None:
+    models = {name: train_sentencepiece(tmp_path / f"{name}.model", vocab_size=size) for name, size in SIZES.items()}
+    small, large = (load_tokenizer(str(models[name])) for name in ("small", "large"))
+    assert small.differences(small) == ""
+    assert small.differences(large).endswith(" ...")
+    assert f" of {small.vocab_size} differ: " in small.differences(large)

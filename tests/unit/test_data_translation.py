@@ -36,6 +36,11 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     }
 
 
+def tokens_of(batch: Rollouts, sample: int) -> list[int]:
+    tokens: list[int] = batch.tokens(torch.tensor([sample])).tolist()
+    return tokens
+
+
 def rollouts(writer: Tokenizer, prompt: Any, answers: list[list[int]]) -> Rollouts:
     """Return the given responses to one prompt."""
     mask = torch.arange(max(map(len, answers))) < torch.tensor([len(answer) for answer in answers])[:, None]
@@ -70,7 +75,7 @@ def test_a_state_covers_all_complete_tokens_of_the_text_so_far(
     assert read.sequences is not None
     begin = len(encode_prompt(prompt, reads))
     own = reads.encode(answer, add_special_tokens=False)
-    assert read.sequence(0) == [*encode_prompt(prompt, reads), *own, reads.eos_token_id]
+    assert tokens_of(read, 0) == [*encode_prompt(prompt, reads), *own, reads.eos_token_id]
     for place, so_far in zip(read.predictors()[0].tolist(), range(len(written)), strict=True):
         texts = [writes.decode(written[:end]) for end in range(so_far + 1)]
         text = [text for text in texts if not text.endswith(HALF)][-1]  # a part of a character does not count yet
@@ -85,10 +90,10 @@ def test_a_reader_of_the_same_tokens_reads_what_was_written(tokenizers: dict[str
     answers = [same.encode(text, add_special_tokens=False) + [same.eos_token_id] for text in ("a 12 + 7", "hkb")]
     batch = rollouts(same, "3 18 5 = 20 :", answers)
     read = Translation(writer=same, reader=same)(batch)
-    assert [read.sequence(row) for row in range(2)] == [batch.sequence(row) for row in range(2)]
+    assert [tokens_of(read, row) for row in range(2)] == [tokens_of(batch, row) for row in range(2)]
     assert torch.equal(read.predictors()[batch.mask], batch.predictors()[batch.mask])
     chosen = read.select(torch.tensor([1]))
-    assert chosen.sequence(0) == batch.sequence(1)
+    assert tokens_of(chosen, 0) == tokens_of(batch, 1)
 
 
 def test_the_same_responses_are_read_once_and_others_again(tokenizers: dict[str, Tokenizer]) -> None:

@@ -115,15 +115,16 @@ def test_a_replacement_is_shown_with_the_installed_version(library: str, version
 
 
 def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main() == 0
+    assert main(["--peaks"]) == 0
     shown = capsys.readouterr().out
     assert "Ready to train" in shown and "megarl replaces" in shown
+    assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
     """A torch that cannot be loaded (a missing shared library, say) is reported, not raised."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.doctor import main; sys.exit(main())"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.doctor import main; sys.exit(main([]))"
     result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
     assert "libcudart" in result.stdout and "make setup" in result.stdout

@@ -12,7 +12,7 @@ from mypy.main import process_options
 from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
-TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu")
+TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster")
 
 
 def listed(*command: str) -> set[Path]:

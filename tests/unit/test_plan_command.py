@@ -1,13 +1,14 @@
-"""`python -m megarl.plan` as a user calls it: exit codes, the table, and the one JSON object."""
+"""`megarl plan` as a user calls it: exit codes, the table, and the one JSON object."""
 
-import argparse
 import json
 import os
 from pathlib import Path
 
+import click
 import pytest
 
-from megarl.plan import amount, main
+from megarl.cli.kinds import Amount, MeanLengths
+from megarl.plan import main
 from tests.support.hollow import write_hollow
 
 EXAMPLE = "configs/plans/llama-3-70b_64gpu.yaml"  # relative to the root of the repository, the directory of pytest
@@ -28,6 +29,19 @@ def test_json_is_one_object_and_adds_up(capsys: pytest.CaptureFixture[str]) -> N
         assert moment["total"] == sum(moment["parts"].values())
     # Tensor 8 on both sides: only rows of the vocabulary travel, which Megatron pads to 8 x 64 and the engine to 64.
     assert plan["sync"]["received_max"] == 2 * 7 * 32 * 4096 * 2
+
+
+def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    def time(*options: str) -> dict:
+        main([*SMALL, LLAMA_8B, "--json", *options])
+        return json.loads(capsys.readouterr().out)["time"]
+
+    most, short = time(), time("--lengths", "256,512")
+    assert most["lengths"] == {"prompt": 1024, "response": 3072}
+    assert short["flops"] < most["flops"] and short["total"] < most["total"]
+    fast = time("--lengths", "256,512", "--peak-tflops", "2250", "--memory-bandwidth", "8TB/s")
+    assert fast["total"] < short["total"] and fast["flops"] == short["flops"]
+    assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12}
 
 
 def test_a_run_that_does_not_fit_ends_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +89,15 @@ def test_damaged_weights_are_a_fault_too(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_amounts_have_units() -> None:
-    assert amount("80GB") == 80 * 10**9
-    assert amount("79.5 GiB") == int(79.5 * 2**30)
-    assert amount("45GB/s") == 45 * 10**9
-    with pytest.raises(argparse.ArgumentTypeError, match="units"):
-        amount("80")
+    amount = Amount()
+    assert amount.convert("80GB", None, None) == 80 * 10**9
+    assert amount.convert("79.5 GiB", None, None) == int(79.5 * 2**30)
+    assert amount.convert("45GB/s", None, None) == 45 * 10**9
+    with pytest.raises(click.BadParameter, match="units"):
+        amount.convert("80", None, None)
+
+
+@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b"])
+def test_lengths_are_two_numbers(faulty: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"'{faulty}' is not PROMPT,RESPONSE"):
+        MeanLengths().convert(faulty, None, None)

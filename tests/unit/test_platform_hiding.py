@@ -41,6 +41,23 @@ def test_one_library_misses_a_package(tmp_path: Path, code: str, printed: str) -
     assert run(hide + code, at=tmp_path) == printed
 
 
+@pytest.mark.parametrize(("unless", "printed"), [("lambda: True", "hidden_package"), ("lambda: False", "None")])
+def test_the_condition_is_asked_at_the_import(tmp_path: Path, unless: str, printed: str) -> None:
+    (tmp_path / "hidden_package.py").touch()
+    (tmp_path / "library.py").write_text(LIBRARY)
+    hide = f"from megarl.platform.hiding import hide; hide('hidden_package', library='library', unless={unless}); "
+    show = "import library; print(getattr(library.hidden_package, '__name__', None))"
+    assert run(hide + show, at=tmp_path) == printed
+
+
+def test_a_rank_on_the_cpu_imports_no_kernels_of_cuda(tmp_path: Path) -> None:
+    """Megarl's GPU stack has these packages, whose optimizers do not run on the CPU."""
+    for package in ("transformer_engine", "apex", "amp_C"):
+        (tmp_path / f"{package}.py").write_text(f"print('{package} is imported')")
+    code = "from megarl.platform.device import decide_device; decide_device('cpu'); import megarl.learner.optimizer"
+    assert run(code, at=tmp_path) == ""
+
+
 def test_a_rank_imports_no_experiment_tracker() -> None:
     """The import of W&B costs seconds, and Megatron-Core asks for it."""
     assert run("import sys, megarl.assembly.run; print(sorted({'wandb', 'mlflow'} & set(sys.modules)))") == "[]"

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megarl.platform import progress
 from megarl.batch import Generation, Group, Prompt
+from megarl.rollout import drawing as drawing_of_replica
 from megarl.rollout.session import WINDOW, Session
 
 
@@ -143,3 +147,45 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     first, second = found[7].samples
     assert (len(first.token_ids), first.complete) == (16, False)
     assert (second.token_ids, second.complete) == ([9] * 20, True)
+
+
+class Stepper:
+    """Finishes one request in each step."""
+
+    def __init__(self) -> None:
+        self.requests = list[tuple[str, list[int]]]()
+
+    def add(self, token_ids: list[int], params: Any) -> str:
+        self.requests.append((str(len(self.requests)), token_ids))
+        return self.requests[-1][0]
+
+    def step(self) -> list[Any]:
+        name, asked = self.requests.pop(0)
+        sample = SimpleNamespace(token_ids=[1], logprobs=None, finish_reason="stop")
+        return [
+            SimpleNamespace(
+                request_id=name, prompt_token_ids=asked, outputs=[sample], finished=True, num_cached_tokens=0
+            )
+        ]
+
+
+def test_people_see_responses_arrive() -> None:
+    seen = []
+    drawing = drawing_of_replica.Drawing(
+        Stepper(),  # type: ignore[arg-type]
+        SimpleNamespace(params=lambda asked: None),  # type: ignore[arg-type]
+        around=lambda prompts: nullcontext(),
+        weight_version=0,
+        num_slots=8,
+        finished=lambda *sample: seen.append(progress.now()),
+    )
+    [engine] = Replicas(1).engines
+    session = Session(engine, drawing, num_slots=8)  # type: ignore[arg-type]
+    with progress.within("gen"):
+        session.add({0: group(5, samples=2), 1: group(6)})
+        session.advance(None)
+    assert [(phase.done, phase.total, phase.unit) for phase in seen if phase] == [
+        (1, 3, "responses"),
+        (2, 3, "responses"),
+        (3, 3, "responses"),
+    ]

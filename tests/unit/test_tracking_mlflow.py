@@ -21,6 +21,7 @@ from megarl.tracking.mlflow import safe_name
 from megarl.tracking.run_id import RUN_ID_FILE
 from megarl.tracking.tracker import Tracker
 from tests.support.mlflow_server import Server, wait_for
+from tests.support.trackers import mlflow_client as client
 from tests.support.trackers import tracker_of
 
 PARAMS = {
@@ -30,19 +31,14 @@ PARAMS = {
 }
 
 
-def tracker(run_dir: Path, **options: Any) -> Tracker:
-    return tracker_of("mlflow", run_dir, **{"project": "project", "experiment": "run", "params": PARAMS} | options)
+def tracker(root: Path, **options: Any) -> Tracker:
+    """Return the tracker of the run of the project in `root`."""
+    return tracker_of("mlflow", root / "run", **{"project": "project", "experiment": "run", "params": PARAMS} | options)
 
 
-def client(run_dir: Path) -> Any:
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
-
-
-def unsent(run_dir: Path) -> list[dict[str, Any]]:
+def unsent(root: Path) -> list[dict[str, Any]]:
     """Return the unsent records in the run's directory."""
-    file = run_dir / "mlflow_unsent.jsonl"
+    file = root / "run" / "mlflow_unsent.jsonl"
     return list(map(json.loads, file.read_bytes().splitlines())) if file.exists() else []
 
 
@@ -114,7 +110,7 @@ def test_parameters_metrics_and_tables_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_the_database_of_a_run_appears_whole(tmp_path: Path) -> None:
-    from megarl.tracking.mlflow_store import create_database
+    from megarl.tracking.mlflow_place import create_database
 
     database = tmp_path / "mlflow.db"
     sizes = []
@@ -185,7 +181,8 @@ def test_steps_that_become_others_are_those_of_another_run(tmp_path: Path) -> No
 
 
 def test_a_run_that_this_store_does_not_know_begins_anew(tmp_path: Path) -> None:
-    (tmp_path / RUN_ID_FILE).write_text("0" * 32)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN_ID_FILE).write_text("0" * 32)
     tracker(tmp_path, resume_step=3).log({"actor/pg_loss": 0.4}, step=4)
     (run,) = runs_of(tmp_path)
     assert history_of(tmp_path, run) == [(4, 0.4)]
@@ -207,7 +204,7 @@ def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
     from megarl.tracking.mlflow_store import FAILURES, Store
 
     killed_at_four(tmp_path)
-    id_file = tmp_path / RUN_ID_FILE
+    id_file = tmp_path / "run" / RUN_ID_FILE
     old = id_file.read_text()
     store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", id_file)
     resume = {"kind": "resume", "step": 3, "same_curve": False, "project": "project", "experiment": "run"}
@@ -270,8 +267,8 @@ def test_a_refused_login_stops_and_a_server_that_is_not_ready_is_waited_for(
         waiting = tracker(tmp_path, mlflow_tracking_uri=uri)
         waiting.log({"loss": 0.5}, step=1)
         waiting.close()
-    assert [record["kind"] for record in unsent(tmp_path)] == ["open", "metrics", "end"]
-    assert f"3 records were not sent to MLflow at {uri}: they are in {tmp_path}" in caplog.text
+    assert [record["kind"] for record in unsent(tmp_path)] == ["open", "metrics", "files", "end"]
+    assert f"4 records were not sent to MLflow at {uri}: they are in {tmp_path}" in caplog.text
 
 
 @pytest.mark.timeout(1200)  # a server starts twice, which takes long on a machine that is busy

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console as RichConsole
 
+from megarl.platform import progress
 from megarl.distributed.watchdog import note, watching
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import read_jsonl
@@ -34,7 +37,9 @@ def jsonl(run_dir: Path, **options: Any) -> Tracker:
 def run_of_three_steps(terminal: bool) -> str:
     out = io.StringIO()
     console = RichConsole(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
-    tracker = Console(total_steps=3, console=console)
+    places = [("report", "runs/" + "quickstart/" * 12 + "report.html")]
+    tracker = Console(total_steps=3, console=console, signposts=lambda ending: places)
+    tracker.log_table("val/generations", [{"prompt": "3 5 = 8 :", "response": "3", "score": 0.0}], step=0)
     tracker.log({"val-core/countdown/reward/mean@1": 0.125}, step=0)
     tracker.log(STEP, step=1)
     tracker.log(STEP | {"critic/score/mean": 0.5, "timing_s/step": 4.0}, step=2)
@@ -44,17 +49,16 @@ def run_of_three_steps(terminal: bool) -> str:
     return out.getvalue()
 
 
-SNAPSHOT = """\
-step 0/3  validation  countdown/reward/mean@1 0.125
+SNAPSHOT = f"""\
+step 0/3  validation countdown/reward/mean@1 0.125
 step 1/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:04
 step 2/3  reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03
-step 3/3  reward 0.250  kl 0.0031  1,234 tokens/s  left 0:00:00
-step 3/3  validation  countdown/reward/mean@1 0.5
-val/generations at step 3
+step 3/3  reward 0.250  kl 0.0031  1,234 tokens/s  validation countdown/reward/mean@1 0.5  left 0:00:00
+val/generations at step 0 (before) and 3 (now)
 
-  prompt      response   score
- ──────────────────────────────
-  3 5 = 8 :   [3]+5          1
+  prompt      before   now     score before   score now
+ ───────────────────────────────────────────────────────
+  3 5 = 8 :   3        [3]+5              0           1
 
 run finished
 
@@ -77,6 +81,7 @@ summary
  ────────────────────
   runs/quickstart/hf
 
+report      runs/{"quickstart/" * 12}report.html
 """
 
 
@@ -88,8 +93,39 @@ def test_console_on_a_terminal_is_one_live_line_and_the_same_tables() -> None:
     shown = run_of_three_steps(terminal=True)
     assert "step 2/3 ━" in shown
     assert "reward 0.500  kl 0.0031  617 tokens/s  left 0:00:03" in shown
+    assert "validation  countdown/reward/mean@1 0.5  (+0.375 since the first)" in shown
     assert "\x1b[?25h" in shown  # the cursor is given back
-    assert shown.rstrip().endswith("runs/quickstart/hf")
+    assert shown.rstrip().endswith("report.html")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_line_is_glued_to_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console that a run makes for itself also draws its bars."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    tracker = Console(total_steps=2)
+    tracker.log({"val/test_score/a": 0.125}, step=0)
+    tracker.log(STEP | {"val/test_score/a": 0.25}, step=1)
+    tracker.close()
+    before = [text[-1:] for text in re.split(r"step \d/2  validation", terminal.getvalue())[:-1]]
+    assert len(before) == 2
+    assert [end for end in before if end not in ("\n", "\r", "K")] == []  # K ends the code that erases a line
+
+
+def test_on_a_terminal_the_bar_names_the_phase() -> None:
+    out = io.StringIO()
+    tracker = Console(total_steps=2, console=RichConsole(file=out, width=100, force_terminal=True))
+    with progress.within("gen"):
+        progress.announce(64, "responses")
+        progress.advance(37)
+        tracker.log(STEP, step=1)
+    tracker.close()
+    assert "generating  37 of 64 responses  0:00:00" in out.getvalue()
 
 
 def test_console_of_a_run_that_learns_from_files() -> None:

@@ -13,9 +13,11 @@ from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Prompts, Rollouts
+from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
+from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
 from megarl.training.gate import Gate, MismatchError
@@ -23,10 +25,13 @@ from megarl.training.interfaces import Review
 from megarl.training.loop import Job, Progress, train
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
+from megarl.training.work import Work
 from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Policy, Records, World
 from tests.support.ranks import world_of_one
 from tests.support.records import answer
 
+SIZES = read_architecture(MODELS["llama-1m"])
+WORK = Work(passes={phase: (SIZES, 3) for phase in ("gen", "old_log_prob", "update_actor", "testing")}, peak=4e12)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 
 
@@ -57,6 +62,7 @@ def run(
         "checkpoints": records,
         "tracker": records,
         "num_ranks": 4,
+        "work": WORK,
         "reads_while_learning": False,
     }
     progress = Progress(kl=kl or FixedKL(0.1), position=Position(2, changes.get("first_step", 0)))
@@ -76,6 +82,9 @@ def test_a_step_of_ppo_in_order() -> None:
     metrics = diary.logged[1]
     assert metrics["perf/total_num_tokens"] == 2 * 4 + 2 * 6 + sum(LENGTHS)
     assert metrics["perf/throughput"] == pytest.approx(28 / metrics["timing_s/step"] / 4)
+    assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflop"] / metrics["timing_s/step"] / 4)
+    update = metrics["perf/mfu/actor"] * metrics["timing_s/update_actor"] * 4
+    assert metrics["perf/tflop"] == pytest.approx(3 * update)  # with gen and old_log_prob; nothing was tested
     assert metrics["actor/entropy"] == 2.0
     assert metrics["critic/score/mean"] == 1.5
     assert metrics["reward/error_rate"] == 0.25
@@ -276,9 +285,9 @@ def test_one_update_reads_and_learns_in_one_pass() -> None:
     second = ["reference.infer", "critic.infer", "actor.update 1", "critic.update 1"]
     assert [call for call in diary.calls if "infer" in call or "update" in call] == [*first, *second]
     assert diary.learned[1].old_log_probs is None
-    assert diary.logged[1].keys() | {"actor/lr", "timing_s/update_actor"} == diary.logged[2].keys() | {
-        "timing_s/old_log_prob"
-    }
+    assert diary.logged[1].keys() | {"actor/lr", "timing_s/update_actor", "perf/mfu/actor"} == diary.logged[
+        2
+    ].keys() | {"timing_s/old_log_prob"}
     same = {"actor/entropy", "training/rollout_mismatch", "training/rollout_probs_diff_max", "critic/advantages/max"}
     assert {name: diary.logged[1][name] for name in same} == {name: diary.logged[2][name] for name in same}
 
@@ -305,6 +314,8 @@ def test_a_sample_that_is_far_out_is_taken_out_of_the_pass_that_reads_it() -> No
         run(diary=diary, actor=actor, samples=samples, last_step=1, **ON_POLICY)
     [of_actor, of_critic] = diary.learned
     assert of_actor is of_critic
+    assert diary.calls.count("reference.infer") == diary.calls.count("critic.infer") == 1
+    assert of_actor.ref_log_probs is not None and of_actor.ref_log_probs.shape == of_actor.mask.shape
     assert of_actor.scores.tolist() == [1.0, 2.0, 3.0]
     assert of_actor.old_log_probs is not None and of_actor.old_log_probs[of_actor.mask].unique().tolist() == [-1.0]
     assert diary.logged[1]["training/rollout_mismatch_left_out"] == 0.25

@@ -1,1 +1,1 @@
-"""Makes and checks the data files of known tasks: `python -m megarl.data.prepare`."""
+"""Makes and checks the data files of known tasks: `megarl prepare`."""

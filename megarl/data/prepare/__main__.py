@@ -1,10 +1,13 @@
-"""Make the parquet files of a task: `python -m megarl.data.prepare countdown --out DIR`; `--check FILE` checks one."""
+"""Make the files of a task or of your own rows: `megarl prepare countdown --out DIR`; `--check FILE` checks a file."""
 
 import argparse
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
+from megarl.data.messages import as_read, encode_prompt
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import (
     check,
@@ -13,11 +16,13 @@ from megarl.data.prepare import (
     knights_knaves,
     math,
     multiply,
+    own,
     preferences,
     reasoning_gym,
     svamp,
     tinystories_sentiment,
 )
+from megarl.data.table import DataRow
 from megarl.platform.secrets import Parser, guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 
@@ -27,17 +32,40 @@ TASKS = {
     "knights_knaves": knights_knaves,
     "math": math,
     "multiply": multiply,
+    "own": own,
     "preferences": preferences,
     "reasoning-gym": reasoning_gym,
     "svamp": svamp,
     "tinystories-sentiment": tinystories_sentiment,
 }
 SHOWN_FAULTS = 20
+SHOWN_ROWS, COUNTED_ROWS = 3, 1000
+"""Prompts that are shown as the model reads them, and prompts whose tokens are counted."""
 
 
-def main() -> None:
-    """Read the command line; build the rows of every split and write `DIR/SPLIT.parquet`, or check a file."""
-    parser = Parser(prog="python -m megarl.data.prepare", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read `argv`, by default the command line; write `DIR/SPLIT.parquet` of every split, or check a file."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if (arguments.check is None) == (arguments.task is None):
+        parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
+    if arguments.check is not None:
+        _check(arguments.check, _columns(arguments))
+        return
+    try:
+        splits = arguments.build(arguments)
+        for split, rows in splits.items():
+            path = arguments.out / f"{split}.parquet"
+            write_rows(path, rows)
+            print(f"{path}: {len(rows)} rows")
+        if arguments.tokenizer:
+            _show(splits, arguments.tokenizer)
+    except ValueError as error:
+        parser.exit(2, redact(f"{parser.prog}: {error}\n"))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="megarl prepare", description=__doc__)
     parser.add_argument(
         "--check",
         metavar="FILE",
@@ -55,23 +83,32 @@ def main() -> None:
         task_parser = tasks.add_parser(
             name, help=task.__doc__, description=task.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
-        task_parser.add_argument("--out", type=Path, required=True, help="directory of the parquet files")
+        task_parser.add_argument(
+            "--out", "--output", type=Path, required=True, metavar="DIR", help="directory of the parquet files"
+        )
+        task_parser.add_argument(
+            "--tokenizer", metavar="DIR", help="show prompts as the model with this tokenizer reads them"
+        )
         task.add_arguments(task_parser)
         task_parser.set_defaults(build=task.build)
-    arguments = parser.parse_args()
-    if (arguments.check is None) == (arguments.task is None):
-        parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
-    if arguments.check is not None:
-        _check(arguments.check, _columns(arguments))
-        return
-    try:
-        splits = arguments.build(arguments)
-    except ValueError as error:
-        parser.exit(2, redact(f"{parser.prog}: {error}\n"))
-    for split, rows in splits.items():
-        path = arguments.out / f"{split}.parquet"
-        write_rows(path, rows)
-        print(f"{path}: {len(rows)} rows")
+    return parser
+
+
+def _show(splits: Mapping[str, Sequence[DataRow]], place: str) -> None:
+    """Print the first prompts as a model reads them, and the number of tokens of the longest."""
+    from megarl.data.tokenizer import load_tokenizer  # imports transformers
+
+    tokenizer = load_tokenizer(place)
+    split, rows = next(iter(splits.items()))
+    lengths = []
+    for number, row in enumerate(islice(rows, COUNTED_ROWS)):
+        token_ids = encode_prompt(row["prompt"], tokenizer)
+        lengths.append(len(token_ids))
+        if number < SHOWN_ROWS:
+            print(as_read(f"row {number} of {split}", row["prompt"], token_ids, tokenizer))
+            if answer := row.get("reward_model"):
+                print(f"  its ground truth: {answer['ground_truth']!r}")
+    print(f"longest of {len(lengths)} prompts: {max(lengths)} tokens, the least for data.max_prompt_length")
 
 
 def _columns(arguments: argparse.Namespace) -> PromptColumns:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megarl.learner.patches.megatron import declare_megatron
+from megarl.platform.device import on_cuda
 from megarl.platform.patching import replace, replaced
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ class NoStream:
 
 def megatron_platform() -> AbstractContextManager[None]:
     """Return the block in which Megatron-Core may be called. With CUDA it changes nothing."""
-    return nullcontext() if torch.cuda.is_available() else cuda_calls_on_cpu()
+    return nullcontext() if on_cuda() else cuda_calls_on_cpu()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,18 @@ def load_index(file: Any) -> Any:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 writes so a member of an enumeration
+            return _member
         found = super().find_class(module, name) if module in INDEX_MODULES else None
         is_record = isinstance(found, type) and found.__module__ == module
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_record or is_dtype or (module, name) in INDEX_NAMES):
             raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of torch's")
         return super().find_class(module, name)
+
+
+def _member(enumeration: Any, name: str) -> Enum:
+    """Return a member of an enumeration, and nothing else that an attribute might be."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
+        raise pickle.UnpicklingError(f"the checkpoint's index asks for {name} of {enumeration}, no enumeration")
+    return enumeration[name]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.platform.device import on_cuda
 from megarl.platform.patching import replaced
 from megarl.rollout.patches.releases import declare_vllm
 
@@ -34,7 +35,7 @@ MEMORY_BINDING = declare_vllm(
 
 def prepare_environment() -> None:
     """Set the variables that vLLM reads at import, unless the user has set them. Call it before vLLM is imported."""
-    for key, value in (ENVIRONMENT if torch.cuda.is_available() else ENVIRONMENT | CPU_ENVIRONMENT).items():
+    for key, value in (ENVIRONMENT if on_cuda() else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(key, value)
     # vLLM 0.32 warns that triton has no CPU backend before it has set up its own logging.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

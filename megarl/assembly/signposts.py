@@ -1,0 +1,51 @@
+"""The signposts at the end of a run: the files that it leaves, and the commands that use them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.checkpoint.directory import STEP_PREFIX, saved_steps
+from megarl.checkpoint.huggingface import EXPORT_DIRECTORY
+from megarl.config.root import Config, RewardTrainConfig, SupervisedConfig
+from megarl.report.tracker import REPORT_FILE
+from megarl.tracking.jsonl import METRICS_FILE, table_file
+from megarl.tracking.mlflow_place import how_to_open, tracking_uri
+from megarl.tracking.names import Ending
+from megarl.tracking.samples import GENERATIONS
+
+
+def signposts(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tuple[str, str]]:
+    """Yield what a run has left, with its place, and what can be done next, with the command."""
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    steps = saved_steps(run_dir)
+    if steps:
+        yield "checkpoint", str(run_dir / f"{STEP_PREFIX}{max(steps)}")
+    elif ending == "finished" and isinstance(config, Config):
+        yield "checkpoint", "none: trainer.save_freq=0 or less saves no checkpoint"
+    yield "report", str(run_dir / REPORT_FILE)
+    yield "curves", str(run_dir / METRICS_FILE)
+    if (samples := run_dir / table_file(GENERATIONS)).exists():
+        yield "samples", str(samples)
+    if trainer.rollout_data_dir:
+        yield "all samples", trainer.rollout_data_dir
+    if "mlflow" in trainer.logger:
+        yield "MLflow", how_to_open(tracking_uri(trainer.mlflow_tracking_uri, run_dir))
+    if ending == "failed" and steps:
+        yield "resume", "the same command resumes from the checkpoint"
+    yield from _commands(config, run_dir, ending, has_checkpoint=bool(steps))
+
+
+def _commands(
+    config: Config | SupervisedConfig, run_dir: Path, ending: Ending, *, has_checkpoint: bool
+) -> Iterator[tuple[str, str]]:
+    model = run_dir / EXPORT_DIRECTORY
+    if isinstance(config, Config):
+        if has_checkpoint:
+            yield "evaluate", f"megarl evaluate {run_dir}"
+            yield "export", f"megarl export {run_dir}"
+            yield "chat", f"megarl chat {run_dir}"
+    elif ending == "finished":  # the model is exported next
+        yield "model", str(model)
+        if isinstance(config, RewardTrainConfig):
+            yield "reward", f"reward_model.enable=true reward_model.model.path={model}"
+        else:
+            yield "chat", f"megarl chat {run_dir}"

@@ -1,0 +1,108 @@
+"""The options of the measurements. Their help needs none of the libraries that are measured."""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megarl.bench.cases import LAYOUTS, MODELS
+
+STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
+RESHARD = "The time and memory of a sync, next to a usual way of other trainers."
+PHASES = "The time between training and generation: to wake the engine, to sync it, to make room, to let it sleep."
+PLAN = "The time that one rank of thousands takes to plan its part of a sync, and the size of the plan."
+CHECKPOINT = "The time of saves and loads of checkpoints, normal and asynchronous."
+NUM_RANKS = 2048
+"""Ranks of the planned jobs."""
+
+
+def step_parser() -> argparse.ArgumentParser:
+    """Return the options of a measured step; other arguments are keys of a run."""
+    parser = argparse.ArgumentParser(
+        prog="megarl bench step",
+        description=STEP,
+        usage="%(prog)s [options] [a.b.c=value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--prompts", type=int, default=32, help="in each step (default: %(default)s)")
+    parser.add_argument("--responses", type=int, default=4, help="to each prompt (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def reshard_parser() -> argparse.ArgumentParser:
+    """Return the options of measured syncs."""
+    parser = argparse.ArgumentParser(prog="megarl bench reshard", description=RESHARD, allow_abbrev=False)
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
+    parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda runs with CUDA graphs")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way (default: %(default)s)")
+    parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
+    parser.add_argument("--logs", type=Path, help="directory for the output of the ranks, a file per case")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/benchmarks/reshard.md")
+    return parser
+
+
+def phases_parser() -> argparse.ArgumentParser:
+    """Return the options of a measured wake, sync and sleep."""
+    parser = argparse.ArgumentParser(prog="megarl bench phases", description=PHASES, allow_abbrev=False)
+    parser.add_argument("--model", choices=MODELS, default="llama-100m", help="(default: %(default)s)")
+    parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2 (default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def checkpoint_parser() -> argparse.ArgumentParser:
+    """Return the options of measured saves and loads."""
+    parser = argparse.ArgumentParser(prog="megarl bench checkpoint", description=CHECKPOINT, allow_abbrev=False)
+    parser.add_argument("--model", choices=MODELS, default="llama-200m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks (default: %(default)s)")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Return the options of measured plans."""
+    parser = argparse.ArgumentParser(prog="megarl bench plan", description=PLAN, allow_abbrev=False)
+    parser.add_argument(
+        "--rank",
+        type=_rank,
+        default=NUM_RANKS // 2,
+        help="the rank to plan (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal() or int(text) >= NUM_RANKS:
+        raise argparse.ArgumentTypeError(f"there are ranks 0 to {NUM_RANKS - 1}, not {text}")
+    return int(text)
+
+
+PARSERS: Mapping[str, tuple[str, Callable[[], argparse.ArgumentParser]]] = {
+    "step": (STEP, step_parser),
+    "reshard": (RESHARD, reshard_parser),
+    "phases": (PHASES, phases_parser),
+    "plan": (PLAN, plan_parser),
+    "checkpoint": (CHECKPOINT, checkpoint_parser),
+}
+"""Measurement -> its description and its options."""

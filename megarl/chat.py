@@ -1,0 +1,109 @@
+"""Talk to an exported model, a checkpoint or a run: `megarl chat MODEL`."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.checkpoint.directory import saved_steps, step_of_name
+from megarl.cli.command import parse
+from megarl.cli.commands import CHAT
+from megarl.platform.secrets import guard_output, redact
+from megarl.reshard.headers import has_weights
+
+EXPORTED = "huggingface"
+ANEW = "/new"
+
+
+class Responder(Protocol):
+    """A model as a conversation uses it."""
+
+    has_template: bool
+
+    def respond(
+        self, prompt: str | Sequence[dict[str, str]], *, temperature: float, max_tokens: int, seed: int | None
+    ) -> str:
+        """Return the response to a text or to messages."""
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Talk as `argv` says; return 1 if there is no such model."""
+    typed = parse(CHAT, argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
+    try:
+        with loadable(typed["model"]) as directory:
+            from megarl.rollout.talk import Talker  # imports torch
+
+            talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])
+            converse(talker, typed, typed["prompt"] or typed_lines())
+    except ValueError as error:
+        print(redact(f"megarl: {error}"), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+@contextmanager
+def loadable(model: Path) -> Iterator[Path]:
+    """Yield a directory that vLLM loads: `model` itself, the export within it, or a temporary export.
+
+    Raises:
+        ValueError: `model` is neither an exported model, nor a checkpoint, nor a run, or its export fails.
+    """
+    for directory in (model, model / EXPORTED):
+        if (directory / "config.json").is_file() and has_weights(directory):
+            yield directory
+            return
+    if step_of_name(model.resolve().name) is None and not saved_steps(model):
+        raise ValueError(f"{model} is neither an exported model, nor a checkpoint, nor a run with checkpoints")
+    with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
+        out = Path(scratch) / "model"
+        print(f"exporting {model} ...", file=sys.stderr)
+        done = subprocess.run(
+            [sys.executable, "-m", "megarl.export", str(model), str(out)], stdout=subprocess.DEVNULL, check=False
+        )
+        if done.returncode:
+            raise ValueError(f"{model} cannot be exported; the messages above say why")
+        yield out
+
+
+def converse(model: Responder, options: Mapping[str, Any], lines: Iterator[str] | Sequence[str]) -> None:
+    """Print the response to each line: in one conversation if the model has a chat template, else to the line alone."""
+    sampling = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
+    talks = model.has_template and not options["plain"]
+    beginning = [{"role": "system", "content": options["system"]}] if options["system"] else []
+    messages = list(beginning)
+    for line in lines:
+        if line == ANEW:
+            messages = list(beginning)
+            continue
+        if not talks:
+            print(model.respond(line, **sampling), flush=True)
+            continue
+        messages.append({"role": "user", "content": line})
+        response = model.respond(messages, **sampling)
+        messages.append({"role": "assistant", "content": response})
+        print(response, flush=True)
+
+
+def typed_lines(read: Callable[[str], str] = input) -> Iterator[str]:
+    """Yield the lines that a person types or that a file holds, without empty lines."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = read(prompt)
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+if __name__ == "__main__":
+    guard_output()
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The model card of an exported model: its origin, its training, its scores, and the lines that load it."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.checkpoint.contents import Contents
+from megarl.tracking.lines import Row
+from megarl.tracking.names import LEARNT, REWARD, validation_of
+
+CARD_FILE = "README.md"
+
+
+def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool) -> str:
+    """Return the text of the card.
+
+    Args:
+        contents: the small files of the checkpoint.
+        history: the metrics of the run.
+        out: the directory of the exported model.
+        scores: whether the model is a reward model, which scores texts, and no language model.
+    """
+    config: Mapping[str, Any] = contents.config or {}
+    base = base_model(config)
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
+        "tags": ["megarl", "reinforcement-learning" if "algorithm" in config else "fine-tuned"],
+        **({"base_model": base} if base and is_hub_id(base) else {}),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {out.resolve().name}",
+        f"{training(config)}, {contents.state.step} steps, from `{base or 'an unknown model'}`.",
+        f"```python\n{loading(out, scores=scores)}\n```",
+        _table("## Scores", ("metric", "first", "at this step"), _scores(history, contents.state.step)),
+        _table("## Data", ("key", "files"), _files(config)),
+        _table("## Versions", ("package", "version"), list((contents.versions or {}).items())),
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)}```",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def loading(out: Path, *, scores: bool) -> str:
+    """Return the lines of Python that load an exported model."""
+    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    lines = [f'from transformers import {kind}; model = {kind}.from_pretrained("{out}")']
+    if not scores:
+        lines.append(f'from vllm import LLM; engine = LLM("{out}")')
+    return "\n".join(lines)
+
+
+def base_model(config: Mapping[str, Any]) -> str | None:
+    """Return the model that a run started from; None if its configuration does not say."""
+    section = config.get("actor_rollout_ref", config).get("model", {})
+    path = section.get("path")
+    return None if path is None else str(path)
+
+
+def is_hub_id(path: str) -> bool:
+    """Return whether a model is on the Hugging Face hub, as far as its name shows."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith(".") and not Path(path).exists()
+
+
+def training(config: Mapping[str, Any]) -> str:
+    """Name the way of training."""
+    if "algorithm" in config:
+        reward = config.get("custom_reward_function", {}).get("path")
+        judged = "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
+        estimator = config["algorithm"].get("adv_estimator", "an unknown estimator")
+        return f"Reinforcement learning with {estimator}; the reward is {f'`{reward}`' if reward else judged}"
+    return "A reward model" if "center_rewards_coefficient" in config else "Supervised fine-tuning"
+
+
+def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:
+    """Return the first value of each headline metric, and the last up to `step`."""
+    found: dict[str, list[float]] = {}
+    for row in history:
+        shown = {name: row[name] for name in (REWARD, *LEARNT) if name in row}
+        validation = {f"validation, {source}": value for source, value in validation_of(row).items()}
+        for name, value in (shown | validation).items() if row["step"] <= step else ():
+            found.setdefault(name, []).append(value)
+    return [(name, f"{values[0]:.4g}", f"{values[-1]:.4g}") for name, values in found.items()]
+
+
+def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("train_files", "val_files"):
+        if value := config.get("data", {}).get(key):
+            yield f"data.{key}", ", ".join(f"`{file}`" for file in ([value] if isinstance(value, str) else value))
+
+
+def _table(heading: str, titles: Sequence[str], rows: Any) -> str:
+    """Return a table of Markdown below its heading; '' if it has no row."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    rule = f"|{'---|' * len(titles)}"
+    return "\n".join([heading, "", f"| {' | '.join(titles)} |", rule, *lines]) if lines else ""

@@ -1,0 +1,56 @@
+"""The kinds of values that options accept."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megarl.checkpoint.directory import STEP_PREFIX, saved_steps
+
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class Amount(click.ParamType[int]):
+    """A number of bytes, or of bytes per second."""
+
+    name = "amount"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse `80GB`, `79.6GiB` or `45GB/s`."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(UNITS)})(/s)?\s*", value)
+        if not match:
+            self.fail(
+                f"{value!r} is not a number with one of the units {', '.join(UNITS)}: for example 80GB", param, ctx
+            )
+        return int(float(match[1]) * UNITS[match[2]])
+
+
+class MeanLengths(click.ParamType[tuple[int, int]]):
+    """The mean tokens of a prompt and of a response."""
+
+    name = "lengths"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Parse `256,1024`."""
+        numbers = value.split(",")
+        if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) for number in numbers):
+            self.fail(f"{value!r} is not PROMPT,RESPONSE, two numbers of tokens such as 256,1024", param, ctx)
+        return int(numbers[0]), int(numbers[1])
+
+
+class Checkpoint(click.ParamType[Path]):
+    """The directory of a checkpoint, or of a run that has checkpoints."""
+
+    name = "directory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the directory; fail with the checkpoints that there are if it is neither."""
+        path = Path(value)
+        if not saved_steps(path) and not (path / "huggingface" / "config.json").is_file():
+            why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
+            others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))
+            self.fail(f"{path} {why}{f'; {path.parent} has {others}' if others else ''}", param, ctx)
+        return path

@@ -1,0 +1,110 @@
+"""Your own rows: JSON, CSV, parquet or Arrow files, or a saved Hugging Face data set, with columns of any names."""
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megarl.data.messages import prompt_faults
+from megarl.data.prepare.tables import Record, records_of
+
+MOST_VALIDATION_ROWS = 500
+VALIDATION_SHARE = 10
+"""One row of so many is for validation, unless a number or a file is given."""
+PLACE = "{prompt}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this task."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .arrow, or a "
+                        "directory that `Dataset.save_to_disk` wrote")  # fmt: skip
+    parser.add_argument(
+        "--prompt", default="prompt", metavar="COL", help="column of the prompts: texts, or messages {role, content}"
+    )
+    parser.add_argument("--answer", metavar="COL", help="column of the ground truth, which rewards receive")
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="COL", help="column for rewards' extra_info; may be repeated"
+    )
+    parser.add_argument(
+        "--data-source", default="own", metavar="NAME", help="chooses a built-in reward, and names the score"
+    )
+    parser.add_argument(
+        "--template", default=PLACE, metavar="TEXT", help=f"words around a prompt that is a text, with {PLACE} in them"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt that is a text")
+    parser.add_argument("--plain", action="store_true", help="write texts, not messages: for models without a chat")
+    parser.add_argument("--train", type=int, metavar="N", help="most rows to learn from")
+    parser.add_argument(
+        "--val",
+        type=int,
+        metavar="N",
+        help=f"rows for validation, drawn from FILE (default: one in {VALIDATION_SHARE}, at most "
+        f"{MOST_VALIDATION_ROWS})",
+    )
+    parser.add_argument("--val-from", action="append", default=[], metavar="FILE", help="file for validation instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+
+
+def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `train` and `val`.
+
+    Raises:
+        ValueError: files or columns are missing, a prompt is invalid, or a column holds values of several types.
+    """
+    if PLACE not in arguments.template:
+        raise ValueError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
+    if arguments.plain and arguments.system:
+        raise ValueError("--system is a message, and --plain writes texts: leave out --system or --plain")
+    train = list(_rows(arguments, arguments.files, "train"))
+    if arguments.val_from:
+        val = list(_rows(arguments, arguments.val_from, "val"))
+    else:
+        train, val = _divide(train, arguments.val, seed=arguments.seed)
+    return {"train": train[: arguments.train], "val": val} if val else {"train": train[: arguments.train]}
+
+
+def _divide(rows: list[dict[str, Any]], num_val: int | None, *, seed: int) -> tuple[list[Any], list[Any]]:
+    """Divide rows at random into those to learn from and those to validate with; both keep their order."""
+    count = min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION_ROWS) if num_val is None else num_val
+    if not 0 <= count < len(rows):
+        raise ValueError(f"--val {count}: there are {len(rows)} rows, and at least one must be left to learn from")
+    drawn = set(random.Random(seed).sample(range(len(rows)), count))
+    val = [row | {"extra_info": row["extra_info"] | {"split": "val"}} for i, row in enumerate(rows) if i in drawn]
+    return [row for i, row in enumerate(rows) if i not in drawn], val
+
+
+def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> Iterator[dict[str, Any]]:
+    columns = [arguments.prompt, *([arguments.answer] if arguments.answer else []), *arguments.keep]
+    remedies = {arguments.prompt: "--prompt names another", arguments.answer or "": "--answer names another"}
+    kinds: dict[str, type] = {}
+    for index, record in enumerate(records_of(files, columns, remedies)):
+        yield _row(arguments, record, split, index)
+        for name in columns[1:]:
+            if (value := record.values[name]) is not None and kinds.setdefault(name, type(value)) is not type(value):
+                raise ValueError(
+                    f"{record.place}, column {name}: {value!r} is of type {type(value).__name__}, but rows before have "
+                    f"{kinds[name].__name__}: write all values alike, for example as texts"
+                )
+
+
+def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> dict[str, Any]:
+    prompt = record.values[arguments.prompt]
+    for fault in prompt_faults(prompt):
+        raise ValueError(f"{record.place}, column {arguments.prompt}: {fault}")
+    if isinstance(prompt, str):
+        prompt = arguments.template.replace(PLACE, prompt)
+        if not arguments.plain:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            prompt = [*system, {"role": "user", "content": prompt}]
+    elif arguments.plain or arguments.system or arguments.template != PLACE:
+        raise ValueError(
+            f"{record.place}, column {arguments.prompt}: is a list of messages, and --plain, --system and --template "
+            "are for texts: leave them out"
+        )
+    truth = {"style": "rule", "ground_truth": record.values.get(arguments.answer)}
+    return {
+        "data_source": arguments.data_source,
+        "prompt": prompt,
+        **({"reward_model": truth} if arguments.answer else {}),
+        "extra_info": {"split": split, "index": index, **{name: record.values[name] for name in arguments.keep}},
+    }

@@ -1,0 +1,83 @@
+"""Records of a user's own files, whatever their format; a record knows its place for messages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.ipc
+
+from megarl.data.rows import Rows
+from megarl.data.table import DataRow, Wanted
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+ARROW = (".arrow", ".feather")
+
+
+class Record(NamedTuple):
+    """A row, and its place."""
+
+    place: str
+    values: DataRow
+
+
+def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[str, str]) -> Iterator[Record]:
+    """Yield the rows of files and directories in order, with only the columns named.
+
+    Values of a .csv or .tsv file are texts. In a directory that `DatasetDict.save_to_disk` wrote, the split `train`
+    counts.
+
+    Raises:
+        ValueError: a file is missing, cannot be read, is empty or lacks a column.
+    """
+    wanted = Wanted(required=tuple(columns), remedies=remedies)
+    for file in chain.from_iterable(map(_files_of, files)):
+        suffix = Path(file).suffix.lower()
+        if suffix not in (*SEPARATORS, *ARROW):
+            rows = Rows(file, columns=columns, remedies=remedies)
+            yield from (Record(rows.place(number), row) for number, row in enumerate(rows))
+            continue
+        try:
+            table = _read_texts(file, SEPARATORS[suffix]) if suffix in SEPARATORS else _read_arrow(file)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{file} cannot be read as {suffix}: {error}") from error
+        table = table.select(wanted.find(file, table.column_names))
+        if not len(table):
+            raise ValueError(f"{file} is empty: it has columns but no row")
+        found = chain.from_iterable(batch.to_pylist() for batch in table.to_batches())
+        yield from (Record(f"{file}, row {number}", row) for number, row in enumerate(found))
+
+
+def _files_of(name: str) -> list[str]:
+    """Return the files of a saved data set if `name` is a directory, else `name`."""
+    directory = Path(name)
+    if not directory.is_dir():
+        return [name]
+    split = directory / "train"
+    if found := sorted((split if split.is_dir() else directory).glob("*.arrow")):
+        return list(map(str, found))
+    for ending in ("parquet", "jsonl", "json", "csv"):
+        if found := sorted(directory.glob(f"*.{ending}")):
+            return list(map(str, found))
+    raise ValueError(f"{name} has no .arrow file of a saved data set, and no .parquet, .jsonl, .json or .csv file")
+
+
+def _read_texts(file: str, separator: str) -> Any:
+    """Read a table whose values are all texts: a column of answers such as 007 is no column of numbers."""
+    parse = pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+    with pyarrow.csv.open_csv(file, parse_options=parse) as head:
+        names = head.schema.names
+    texts = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    return pyarrow.csv.read_csv(file, parse_options=parse, convert_options=texts)
+
+
+def _read_arrow(file: str) -> Any:
+    """Read an Arrow file in either of its formats: Hugging Face writes the one for streams."""
+    with pa.memory_map(file) as source:
+        try:
+            return pyarrow.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return pyarrow.ipc.open_file(source).read_all()

@@ -1,0 +1,65 @@
+"""Sums over a rank's slice of the logits, and the gradient of the logits: one pass each.
+
+On CUDA a Triton kernel reads every logit once; elsewhere a few operations of torch compute the same.
+"""
+
+import torch
+from torch import Tensor
+
+
+def moments(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return [4, N] float32 for each row z of [N, V] float32 logits: m = max z, sum e^(z-m), sum e^(z-m) z, z_target.
+
+    `targets` [N] int64 are columns. The last number is 0 if there is no such column: another rank has it.
+    """
+    if logits.is_cuda:
+        from megarl.learner import kernels
+
+        return kernels.moments(logits, targets)
+    maximum = logits.amax(-1)
+    exponentials = (logits - maximum[:, None]).exp_()
+    mine = (targets >= 0) & (targets < logits.shape[1])
+    picked = logits.gather(1, targets.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
+    return torch.stack([maximum, exponentials.sum(-1), (exponentials * logits).sum(-1), picked])
+
+
+def merge(moments: Tensor, maximum: Tensor) -> Tensor:
+    """Return [3, N] sums with respect to the [N] maximum over all ranks, which may be added over the ranks."""
+    sums = moments[1:].clone()
+    sums[:2] *= (moments[0] - maximum).exp()
+    return sums
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the [N, V] gradient of the logits; may overwrite the logits.
+
+    With p = softmax(z) and H = -sum p log p:  d log p_t / dz = onehot_t - p  and  dH/dz = -p (log p + H).
+
+    Args:
+        logits: [N, V] float32.
+        targets: [N] int64 columns; a target without a column is another rank's.
+        normalizer: [N] float32, the logarithm of the sum of all exponentials.
+        entropy: [N] float32.
+        grad_log_probs: [N] float32, the gradient of the targets' log-probabilities.
+        grad_entropy: [N] float32, the gradient of the entropies.
+        dtype: of the result.
+    """
+    if logits.is_cuda:
+        from megarl.learner import kernels
+
+        return kernels.gradient(logits, targets, normalizer, entropy, grad_log_probs, grad_entropy, dtype)
+    log_p, slope = logits.sub_(normalizer[:, None]), grad_log_probs[:, None]
+    if grad_entropy.any():  # the loss has an entropy term
+        slope = slope + grad_entropy[:, None] * (log_p + entropy[:, None])
+    grad = log_p.exp_().mul_(-slope)
+    mine = (targets >= 0) & (targets < grad.shape[1])
+    grad.scatter_add_(1, targets.where(mine, 0)[:, None], grad_log_probs.where(mine, 0.0)[:, None])
+    return grad.to(dtype)

@@ -1,0 +1,55 @@
+"""The floating-point operations that a decoder needs, counted from its sizes: two for each multiplication and addition.
+
+Counted are the products of matrices: the weights that a token meets (of the experts only the chosen ones), queries with
+keys and probabilities with values (each token with itself and the tokens before it), and the head. Norms, rotations,
+activations and the optimizer are left out, and so is what recomputation repeats: the count does not depend on how a
+model is run, and is that of model FLOPs utilization (Chowdhery et al. 2022, "PaLM", appendix B).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from megarl.models.architecture import EMBEDDING, HEAD, SCORE, Architecture, hf_shapes
+
+UPDATE = 3
+"""Forward passes that a forward and a backward pass cost: for each product, the gradients of both of its factors."""
+EXPERT = ".experts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens that a model reads."""
+
+    num_tokens: int
+    num_pairs: int  # of a token with itself or an earlier token of its sequence
+    num_outputs: int  # tokens whose logits or value the head computes
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], *, num_outputs: int) -> "Tokens":
+        """Count the tokens of sequences of these lengths."""
+        lengths = list(lengths)
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return cls(num_tokens=sum(lengths), num_pairs=pairs, num_outputs=num_outputs)
+
+
+def forward_flops(architecture: Architecture, tokens: Tokens) -> int:
+    """Return the FLOPs of a forward pass, and of a generation that keeps keys and values of earlier tokens."""
+    a = architecture
+    value_dim = a.latent.v_head_dim if a.latent else a.head_dim
+    pair = 2 * a.num_layers * a.num_attention_heads * (a.head_dim + value_dim)
+    head = 2 * a.hidden_size * (1 if a.scalar_head else a.vocab_size)
+    return 2 * active_weights(a) * tokens.num_tokens + pair * tokens.num_pairs + head * tokens.num_outputs
+
+
+def active_weights(architecture: Architecture) -> int:
+    """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them."""
+    dense = routed = 0
+    for name, shape in hf_shapes(architecture).items():
+        if len(shape) == 2 and name not in (EMBEDDING, HEAD, SCORE):
+            if EXPERT in name:
+                routed += prod(shape)
+            else:
+                dense += prod(shape)
+    experts = architecture.experts
+    return dense + (routed * experts.top_k // experts.num_experts if experts else 0)

@@ -1,0 +1,65 @@
+"""The keys in which a run's configuration differs from the defaults, or from those of other runs."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
+from megarl.config.schema import MANDATORY, Schema
+from megarl.report.read import Run
+from megarl.section import flatten
+
+ROOTS = {"actor_rollout_ref": Config, "center_rewards_coefficient": RewardTrainConfig}  # a key that only it has
+LINK = re.compile(r"\$\{([\w.]+)\}")
+
+
+class Difference(NamedTuple):
+    """A key with its value and its default."""
+
+    key: str
+    value: str
+    default: str
+
+
+def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the keys of a resolved configuration that have another value than their default.
+
+    A key whose default follows another key differs only if it does not follow it.
+    """
+    root = next((root for key, root in ROOTS.items() if key in config), SFTConfig)
+    for key, default in {**Schema.of(root).leaves, **LINKS[root]}.items():
+        try:
+            value, usual = _find(config, key), _follow(config, default)
+        except KeyError:  # a file of another version
+            continue
+        if value != usual:
+            yield Difference(key, str(value), "none" if usual == MANDATORY else str(usual))
+
+
+def names_that_differ(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys whose values differ between runs, with the value of each run; '' if a run lacks the key."""
+    flat = [dict(flatten(run.config)) for run in runs]
+    for key in dict.fromkeys(key for config in flat for key in config):
+        values = [str(config.get(key, "")) for config in flat]
+        if len(set(values)) > 1:
+            yield key, values
+
+
+def _find(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping):
+            raise KeyError(key)
+        node = node[part]
+    return node
+
+
+def _follow(config: Mapping[str, Any], default: Any) -> Any:
+    """Return a default as a file has it, with the values of the keys that it names."""
+    if isinstance(default, tuple):
+        return list(default)
+    if not isinstance(default, str):
+        return default
+    if link := LINK.fullmatch(default):
+        return _find(config, link[1])
+    return LINK.sub(lambda link: str(_find(config, link[1])), default)

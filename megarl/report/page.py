@@ -1,0 +1,109 @@
+"""The page: one HTML file with its data, its style and the library that draws, so that it opens without a network."""
+
+import base64
+import gzip
+import importlib.resources
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megarl.platform.files import write_whole
+from megarl.report.charts import figures
+from megarl.report.differences import from_default, names_that_differ
+from megarl.report.read import Run
+from megarl.report.verdict import faults, remarks, score_of, verdict
+from megarl.tracking.lines import Row
+from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING
+from megarl.tracking.samples import Pair, pairs
+
+MOST_SAMPLES = 6  # in each direction
+
+
+def write_report(runs: Sequence[Run], path: Path) -> None:
+    """Write the report of a run, or of several side by side, completely or not at all. OSError if the disk refuses."""
+    write_whole(path, render(runs).encode(errors="replace"))
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page."""
+    environment = Environment(
+        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    single = runs[0] if len(runs) == 1 else None
+    better, worse = _changes(single) if single else ([], [])
+    return environment.get_template("page.html").render(
+        title=", ".join(run.name for run in runs),
+        written=f"{datetime.now():%Y-%m-%d %H:%M}",
+        runs=[_summary(run) for run in runs],
+        figures=json.dumps(list(figures(runs))).replace("<", "\\u003c"),  # no text can end the script
+        better=better,
+        worse=worse,
+        phases=list(_phases(single)) if single else [],
+        differences=list(from_default(single.config)) if single else [],
+        compared=[] if single else list(names_that_differ(runs)),
+        history=[_event(row) for row in single.history] if single else [],
+        versions=_versions(single) if single else {},
+        library=library(),
+    )
+
+
+@cache
+def library() -> str:
+    """Return plotly.js, compressed: as text, 1.9 MB instead of 4.8 MB."""
+    source = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(source, mtime=0)).decode()
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    score, seconds = score_of(run), sum(value for _, value in run.points(STEP_SECONDS))
+    return {
+        "name": run.name,
+        "directory": str(run.directory.resolve()),
+        "verdict": verdict(run),
+        "ending": run.history[-1].get("event", "") if run.history else "",
+        "is_better": bool(score and score.is_better and not score.is_same),
+        "is_worse": bool(score and not score.is_better and not score.is_same),
+        "remarks": list(remarks(run)),
+        "faults": list(faults(run)),
+        "score": score,
+        "steps": run.last_step,
+        "time": f"{timedelta(seconds=round(seconds))}" if seconds else "",
+    }
+
+
+def _changes(run: Run) -> tuple[list[Pair], list[Pair]]:
+    """Return the samples that improved most from the first to the last validation, and those that got worst."""
+    if len(run.samples) < 2:
+        return [], []
+    found = pairs(run.samples[min(run.samples)], run.samples[max(run.samples)])
+    by_change = sorted(found, key=lambda pair: pair.change)
+    better = [pair for pair in reversed(by_change) if pair.change > 0]
+    return better[:MOST_SAMPLES], [pair for pair in by_change if pair.change < 0][:MOST_SAMPLES]
+
+
+def _phases(run: Run) -> Iterator[dict[str, str]]:
+    """Yield the phases with their time over all steps, the longest first."""
+    total = sum(value for _, value in run.points(STEP_SECONDS))
+    sums = {name: sum(value for _, value in run.points(name)) for name in run.names() if name.startswith(TIMING)}
+    for name, seconds in sorted(sums.items(), key=lambda item: -item[1]):
+        phase = name.removeprefix(TIMING)
+        share = f"{seconds / total:.0%}" if total else ""
+        meaning = PHASES.get(phase, "") if name != STEP_SECONDS else "the whole step"
+        yield {"phase": phase, "meaning": meaning, "seconds": f"{seconds:,.1f}", "share": share}
+
+
+def _event(row: Row) -> dict[str, str]:
+    when = f"{datetime.fromtimestamp(row.get('time', time.time())):%Y-%m-%d %H:%M}"
+    facts = {key: str(row.get(key, "")) for key in ("event", "step", "host", "user", "commit", "command")}
+    return facts | {"time": when}
+
+
+def _versions(run: Run) -> Mapping[str, str]:
+    """Return the versions of the newest process of the run."""
+    return next((row["versions"] for row in reversed(run.history) if isinstance(row.get("versions"), dict)), {})

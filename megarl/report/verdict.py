@@ -1,0 +1,135 @@
+"""The verdict on a run: one sentence on its score, and remarks on what a person should look at. Pure functions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from megarl.report.read import Points, Run
+from megarl.tracking.names import REWARD, validation_of
+
+SAME = 0.01  # a change below this share of the largest score is none
+RECENT = 5  # values that a remark on the end of a curve looks at
+COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The curve that decides the verdict."""
+
+    title: str
+    points: Points  # at least one
+    lower_is_better: bool = False
+
+    @property
+    def first(self) -> float:
+        """The first value."""
+        return self.points[0][1]
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return self.points[-1][1]
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The step and the value of the best, the earliest among equals."""
+        pick = min if self.lower_is_better else max
+        return pick(self.points, key=lambda point: point[1])
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the last value is better than the first."""
+        return (self.last < self.first) if self.lower_is_better else (self.last > self.first)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the last value hardly differs from the first."""
+        return abs(self.last - self.first) <= SAME * max(abs(value) for _, value in self.points)
+
+
+def score_of(run: Run) -> Score | None:
+    """Return the curve that decides the verdict: held-out before training, scores before losses. None without any."""
+    validation = [(row["step"], fmean(scores.values())) for row in run.rows if (scores := validation_of(row))]
+    if validation:
+        return Score(title="validation score", points=validation)
+    for name, title, lower in (
+        ("val/accuracy", "held-out accuracy", False),
+        ("val/loss", "held-out loss", True),
+        (REWARD, "training reward", False),
+        ("reward_model/accuracy", "training accuracy", False),
+        ("sft/loss", "training loss", True),
+    ):
+        if points := run.points(name):
+            return Score(title=title, points=points, lower_is_better=lower)
+    return None
+
+
+def verdict(run: Run) -> str:
+    """Return a sentence: the score at the first and at the last step, and the best."""
+    score = score_of(run)
+    if score is None:
+        return f"{run.name} has recorded no score yet."
+    (first_step, first), (last_step, last) = score.points[0], score.points[-1]
+    if len(score.points) == 1:
+        return f"The {score.title} is {first:.4g} at step {first_step}; there is no second value yet."
+    best_step, best = score.best
+    change = "stayed near" if score.is_same else "rose from" if last > first else "fell from"
+    to = f"{first:.4g} (step {first_step}) and is {last:.4g}" if score.is_same else f"{first:.4g} to {last:.4g}"
+    judged = "no change" if score.is_same else "better" if score.is_better else "worse"
+    return (
+        f"The {score.title} {change} {to} at step {last_step} ({judged}); the best is {best:.4g} at step {best_step}."
+    )
+
+
+def remarks(run: Run) -> Iterator[str]:
+    """Yield what a person should look at, each with its reason."""
+    score = score_of(run)
+    if score and not score.is_same and score.best[0] < score.points[-1][0]:
+        lost = abs(score.best[1] - score.last)
+        if lost > abs(score.best[1] - score.first) / 5:
+            yield f"The {score.title} is worse than at step {score.best[0]}: prefer a checkpoint of that step."
+    entropy = [value for _, value in run.points("actor/entropy")]
+    if len(entropy) > RECENT and fmean(entropy[-RECENT:]) < COLLAPSED * entropy[0]:
+        yield "The entropy has fallen below a tenth of its first value: the policy hardly explores any more."
+    if long := _recent(run, "response_length/clip_ratio", above=LONG):
+        yield f"{long:.0%} of the latest responses reach the length limit: raise data.max_response_length."
+    norms = [value for _, value in run.points("actor/grad_norm") or run.points("grad_norm")]
+    if len(norms) > RECENT and max(norms) > SPIKE * median(norms):
+        yield f"The gradient norm has peaks ({max(norms):.3g}, median {median(norms):.3g}): clip it or lower the rate."
+    mismatch, limit = run.points("training/rollout_mismatch"), run.points("training/rollout_mismatch_limit")
+    if mismatch and limit and mismatch[-1][1] > limit[-1][1] / 2:
+        yield "Engine and trainer disagree by more than half of what stops the run."
+    if failed := _recent(run, "reward/masked_rate", above=0.0) or _recent(run, "reward/error_rate", above=0.0):
+        yield f"The reward failed on {failed:.1%} of the latest responses."
+
+
+def faults(run: Run) -> Iterator[str]:
+    """Yield the faults that the run survived, counted."""
+    for name in run.names():
+        if name.endswith("skipped_updates") and (total := sum(value for _, value in run.points(name))):
+            model = name.rpartition("/")[0] or "model"
+            yield f"{total:g} updates of the {model} were skipped: loss or gradient was not finite"
+    for skip in run.skips:
+        yield (
+            f"step {skip.get('step')}: mini-batch {skip.get('minibatch')} of the {skip.get('model')}: "
+            f"loss {skip.get('loss')}, gradient norm {skip.get('grad_norm')}"
+        )
+    for name, words in (
+        ("reward/error_rate", "had rewards that failed"),
+        ("reward/timeout_rate", "had rewards that took too long"),
+        ("training/rollout_mismatch_left_out", "left samples out because engine and trainer disagreed"),
+        ("archive/failures", "could not write their samples"),
+    ):
+        if steps := [step for step, value in run.points(name) if value > 0]:
+            yield f"{len(steps)} steps {words}, the last at step {steps[-1]}"
+    for name, words in (("checkpoint/failed_saves", "saves failed"), ("checkpoint/mirror_failures", "uploads failed")):
+        if points := run.points(name):
+            yield f"{max(value for _, value in points):g} {words}"
+    for name in run.hangs:
+        yield f"a rank made no progress: {name} has the stacks of all ranks"
+
+
+def _recent(run: Run, name: str, *, above: float) -> float | None:
+    """Return the mean of the latest values of a metric if it is above a number, else None."""
+    values = [value for _, value in run.points(name)][-RECENT:]
+    return mean if values and (mean := fmean(values)) > above else None

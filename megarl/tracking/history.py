@@ -1,0 +1,71 @@
+"""`history.jsonl` in the run's directory: a line when a process begins or ends its part of a run."""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+from megarl.platform.secrets import redact
+from megarl.platform.versions import versions
+from megarl.tracking.lines import Lines
+from megarl.tracking.names import Ending
+
+HISTORY_FILE = "history.jsonl"
+COMMAND = "MEGARL_COMMAND"  # what the user typed, if a launcher started this process
+GIT_S = 5  # most seconds that git may take
+
+
+class History:
+    """A tracker that notes command, code, user and host of each start, and how that part of the run ended.
+
+    A new run replaces the file, and a resumed run adds to it.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
+        self._lines = Lines(run_dir / HISTORY_FILE)
+        self._lines.cut(lambda row: resume_step is not None)
+        self._step = resume_step or 0
+        self._note({"event": "resume" if resume_step else "start", "versions": versions(), **origin()})
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Remember the step."""
+        self._step = step
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Do nothing."""
+
+    def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
+        """Note how this part of the run ended."""
+        self._note({"event": ending})
+        self._lines.close()
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self._lines.append([{"step": self._step, "time": time.time(), **event}])
+
+
+def origin() -> dict[str, str]:
+    """Return the command, user and host of this process, and the commit of the working directory if git knows one."""
+    facts = {"command": redact(os.environ.get(COMMAND) or shlex.join(sys.orig_argv)), "host": socket.gethostname()}
+    try:
+        facts["user"] = getuser()
+    except (KeyError, OSError):  # a container may run under a number without a name
+        facts["user"] = str(os.getuid())
+    return facts | ({"commit": commit} if (commit := _commit()) else {})
+
+
+def _commit() -> str | None:
+    git = shutil.which("git")
+    if git is None:
+        return None
+    try:
+        found = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,43 @@
+"""The FLOPs that the models need in a step, and how much of the devices' peak speed they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.batch import Rollouts
+from megarl.models.architecture import Architecture
+from megarl.models.flops import Tokens, forward_flops
+from megarl.tracking.names import TIMING
+from megarl.training.interfaces import Metrics
+
+TERA = 1e12
+UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The passes of each phase over the samples of a step. A reward model and ReMax's greedy responses are left out."""
+
+    passes: Mapping[str, tuple[Architecture, int]] = field(default_factory=dict)
+    """By phase of the timers: the model, and its forward passes; an update is three."""
+    peak: float | None = None  # FLOP/s of all devices together; None: unknown
+
+    def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
+        """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
+        tokens = Tokens.of(samples.lengths().tolist(), num_outputs=int(samples.mask.sum()))
+        flops = {
+            phase: num_passes * forward_flops(architecture, tokens)
+            for phase, (architecture, num_passes) in self.passes.items()
+            if TIMING + phase in timing
+        }
+        found = {"perf/tflop": sum(flops.values()) / TERA}
+        if self.peak:
+            found |= {
+                name: flops[phase] / timing[TIMING + phase] / self.peak
+                for name, phase in UPDATES.items()
+                if phase in flops
+            }
+        return found
+
+    def utilization(self, tflop: float, seconds: float) -> Metrics:
+        """Return the utilization by a step, generation and all waiting included; nothing if the peak is unknown."""
+        return {"perf/mfu": tflop * TERA / seconds / self.peak} if self.peak else {}

@@ -1,0 +1,131 @@
+"""Check megarl on a machine with GPUs, in stages: does it work, how fast is it, and how fast could it be?
+
+    python scripts/gpu_check.py --out OUT [--stages a,b] [--budget-s 470] [--devices N]
+    python scripts/gpu_check.py --out OUT --rehearse      # every stage, with tiny models on the CPU
+    python scripts/gpu_check.py --page                    # write docs/benchmarks/gpu.md without running anything
+
+Each stage writes OUT/results/STAGE.json and OUT/logs/STAGE.txt. A stage that succeeded is not repeated, so the same
+command continues after its time is over or after a failure. At the end it writes OUT/gpu.md and, unless it rehearses,
+docs/benchmarks/gpu.md. Exit code 1: a stage failed. Exit code 3: stages are left.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the machine may have no installed megarl
+
+from megarl.bench.gpu_page import page  # noqa: E402
+from megarl.bench.gpu_site import Site, write_json  # noqa: E402
+from megarl.bench.gpu_stages import Stage, stages  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+LEFT = 3  # the exit code if stages are left
+BUDGET_S = 470
+PATIENCE = 5  # times the limit of a stage, in a rehearsal
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Run the stages that are left and fit into the time, and write the page."""
+    options = _parser().parse_args(argv)
+    if options.page:
+        PAGE.write_text(page(read(options.out) if options.out else {}, num_devices=options.devices or 1))
+        return 0
+    if options.out is None:
+        raise SystemExit("gpu_check: --out names the directory of the results")
+    chosen = choose(options.stages)
+    num_devices = options.devices or (1 if options.rehearse else count_devices())
+    site = Site(out=options.out.resolve(), num_devices=num_devices, rehearses=options.rehearse)
+    left = run(site, chosen, budget_s=options.budget_s or (math.inf if site.rehearses else BUDGET_S))
+    results = read(site.out)
+    text = page(results, num_devices=num_devices)
+    (site.out / "gpu.md").write_text(text)
+    if not site.rehearses:
+        PAGE.write_text(text)
+    print(text)
+    failed = [stage.name for stage in chosen if stage.name in results and not results[stage.name]["done"]]
+    if failed:
+        print(f"failed: {', '.join(failed)}; see {site.out}/logs", file=sys.stderr)
+        return 1
+    if left:
+        print(f"left: {', '.join(left)}; run the same command again", file=sys.stderr)
+        return LEFT
+    return 0
+
+
+def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
+    """Run the stages that have not succeeded yet, and return the names of those that the time does not suffice for.
+
+    A stage starts only if at least half of its limit is left.
+    """
+    end, left = time.monotonic() + budget_s, []
+    for stage in chosen:
+        path = site.out / "results" / f"{stage.name}.json"
+        if path.exists() and json.loads(path.read_text())["done"]:
+            continue
+        limit_s, remaining_s = stage.limit_s * (PATIENCE if site.rehearses else 1), end - time.monotonic()
+        if remaining_s < limit_s / 2:
+            left.append(stage.name)
+            continue
+        print(f"{stage.name} ...", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        result: dict[str, Any] = {"stage": stage.name, "num_devices": site.num_devices, "rehearsed": site.rehearses}
+        try:
+            result |= {"done": True, "found": stage.run(site, replace(stage, limit_s=int(min(limit_s, remaining_s))))}
+        except (ValueError, OSError, KeyError) as error:  # the next stages may work
+            result |= {"done": False, "error": f"{type(error).__name__}: {error}"}
+        result["seconds"] = time.monotonic() - start
+        write_json(path, result)
+        print(f"{stage.name}: {'done' if result['done'] else 'failed'} in {result['seconds']:.0f} s", file=sys.stderr)
+    return left
+
+
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the results in a directory, in the order of the stages."""
+    paths = {stage.name: out / "results" / f"{stage.name}.json" for stage in stages()}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def choose(names: str | None) -> list[Stage]:
+    """Return the named stages, by default all, in their order. A name may be the beginning of several."""
+    every = stages()
+    if names is None:
+        return every
+    wanted = names.split(",")
+    unknown = [name for name in wanted if not any(stage.name.startswith(name) for stage in every)]
+    if unknown:
+        raise SystemExit(f"gpu_check: no stage {', '.join(unknown)}; there are {', '.join(s.name for s in every)}")
+    return [stage for stage in every if any(stage.name.startswith(name) for name in wanted)]
+
+
+def count_devices() -> int:
+    """Return the number of GPUs that a training may use: a power of two, at most eight."""
+    import torch
+
+    if not (found := torch.cuda.device_count()):
+        raise SystemExit("gpu_check: torch sees no GPU; --rehearse runs every stage on the CPU")
+    return max(size for size in (1, 2, 4, 8) if size <= found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="directory of the results")
+    parser.add_argument("--stages", help="names of stages or their beginnings, separated by commas (default: all)")
+    parser.add_argument(
+        "--budget-s", type=float, help=f"seconds of this call (default: {BUDGET_S}; any, for a rehearsal)"
+    )
+    parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8), help="(default: all GPUs; a rehearsal has one)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md from the results in OUT")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""`megarl chat` without an engine: what is loaded, and what a model is asked."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.chat import converse, loadable, main, typed_lines
+
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "system": None, "plain": False}
+
+
+class Echo:
+    """Responds with what it is asked."""
+
+    def __init__(self, *, has_template: bool) -> None:
+        self.has_template = has_template
+        self.sampling: list[tuple[float, int, int | None]] = []
+
+    def respond(
+        self, prompt: str | Sequence[dict[str, str]], *, temperature: float, max_tokens: int, seed: int | None
+    ) -> str:
+        self.sampling.append((temperature, max_tokens, seed))
+        if isinstance(prompt, str):
+            return f"text {prompt}"
+        return " ".join(f"{message['role']}:{len(message['content'])}" for message in prompt)
+
+
+def test_a_conversation_remembers_until_another_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Echo(has_template=True)
+    converse(model, OPTIONS | {"system": "Be."}, ["abc", "d", "/new", "ef"])
+    assert capsys.readouterr().out.splitlines() == [
+        "system:3 user:3",
+        "system:3 user:3 assistant:15 user:1",
+        "system:3 user:2",
+    ]
+    assert model.sampling == [(0.0, 9, 3)] * 3
+
+
+@pytest.mark.parametrize(("has_template", "plain"), [(False, False), (True, True)])
+def test_texts_are_continued_alone(has_template: bool, plain: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    converse(Echo(has_template=has_template), OPTIONS | {"plain": plain}, ["a", "b"])
+    assert capsys.readouterr().out.splitlines() == ["text a", "text b"]
+
+
+def test_lines_end_with_the_input() -> None:
+    lines = iter(["a", "  ", "b"])
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    assert list(typed_lines(read)) == ["a", "b"]
+
+
+def test_an_exported_model_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+    exported = tmp_path / "run" / "huggingface"
+    exported.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (exported / name).touch()
+    for model in (exported, exported.parent):
+        with loadable(model) as found:
+            assert found == exported
+
+
+def test_what_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is neither an exported model, nor a checkpoint, nor a run" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The command `megarl`: its table, its help, its version, its mistakes, and the completion of shells."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from click.shell_completion import ShellComplete
+
+import megarl
+from megarl.__main__ import main
+from megarl.cli import version
+from megarl.cli.command import parse
+from megarl.cli.commands import COMMANDS, EXPORT, PLAN, TRAIN
+from megarl.cli.commands import megarl as megarl_command
+from megarl.config.faults import ConfigError
+from megarl.evaluate import as_configuration
+from megarl.plan import main as plan
+from megarl.platform.terminal import typed
+from tests.support.programs import ROOT, succeed
+
+HEAVY = "{'torch', 'vllm', 'transformers', 'megatron', 'mlflow'}"
+HELP_OF_ALL = f"""
+import contextlib, io, sys
+from megarl.__main__ import main
+for argv in ([], *([command] for command in {[str(command.name) for command in COMMANDS]}), *{{more}}):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            main([*argv, "--help"])
+        except SystemExit as ending:
+            assert not ending.code, argv
+    print("HELP OF", *argv)
+    print(printed.getvalue())
+assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()
+"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
+    """Return the exit code of a command and all that it prints."""
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    captured = capsys.readouterr()
+    return ending.value.code, captured.out + captured.err
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    more = [["bench", name] for name in ("step", "reshard", "plan", "checkpoint")]
+    more += [["prepare", name] for name in ("countdown", "gsm8k")]
+    printed = succeed(sys.executable, "-c", HELP_OF_ALL.replace("{more}", str(more)), timeout_s=120)
+    for text in printed.split("HELP OF")[2:]:  # the first is that of `megarl` itself
+        assert re.search(r"usage: megarl \w", text, re.IGNORECASE), text
+    for command in COMMANDS:
+        assert re.search(rf"^  {command.name} ", printed, re.MULTILINE)
+
+
+def test_every_command_has_a_module_and_every_module_a_command() -> None:
+    listed = {command.module for command in COMMANDS}
+    assert not [name for name in listed if find_spec(name) is None]
+    files = {path for path in (ROOT / "megarl").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+    own = {f"megarl.{path.stem}" for path in files if path.stem != "__main__"}
+    assert own <= listed
+    assert not [command.name for command in COMMANDS if not command.help]
+
+
+def test_the_version_names_commit_and_engine() -> None:
+    printed = succeed(sys.executable, "-m", "megarl", "--version", timeout_s=60)
+    assert printed.startswith(f"megarl {megarl.__version__}")
+    assert re.search(r"vllm(-cpu)? \d", printed)
+    if (ROOT / ".git").exists():
+        head = succeed("git", "-C", ROOT, "rev-parse", "HEAD", timeout_s=60)
+        assert head.startswith(str(re.search(r"commit (\w+)", printed)[1]))  # type: ignore[index]
+
+
+def test_a_package_in_somebody_elses_checkout_has_no_commit(tmp_path: Path) -> None:
+    inner = tmp_path / "site-packages"
+    inner.mkdir()
+    succeed("git", "-C", tmp_path, "init", "-q", timeout_s=60)
+    assert version.commit(inner) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train", "x.yaml", "--reply", "samples"], "No such option '--reply'. Did you mean '--replay'?"),
+        (["plan", "x.yaml", "--gpu-memory", "80"], "'80' is not a number with one of the units"),
+        (["export"], "Missing argument 'CHECKPOINT'"),
+        (["train"], "Missing argument"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_remedy(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = shown(capsys, *argv)
+    assert code == 2
+    assert words in printed
+
+
+def test_messages_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = shown(capsys, "doctor", "--api-key=Swordf1sh")
+    assert code == 2
+    assert "Swordf1sh" not in printed
+
+
+def test_options_may_stand_among_keys_and_unknown_options_are_left_to_the_configuration() -> None:
+    found = parse(TRAIN, ["a.yaml", "--replay", "samples", "x.y=-1", "--learning_rate", "1e-6", "~z"])
+    assert found == {"configuration": ("a.yaml", "x.y=-1", "--learning_rate", "1e-6", "~z"), "replay": Path("samples")}
+    assert parse(PLAN, ["a.yaml", "--json", "--host-memory=1GB"])["host_memory"] == 10**9
+
+
+def completions(*words: str) -> list[tuple[str, str]]:
+    """Return the kinds and values that complete the last word of a command line."""
+    shell = ShellComplete(megarl_command(version.line), {}, "megarl", "_MEGARL_COMPLETE")
+    return [(item.type, item.value) for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("trai",), ("plain", "train")),
+        (("plan", "--gpu-m"), ("plain", "--gpu-memory")),
+        (("train", "a.yaml", "data.train_f"), ("plain", "data.train_files=")),
+        (("sft", "optim.weight"), ("plain", "optim.weight_decay=")),
+        (("train", "--reply", "trainer.nno"), ("plain", "trainer.nnodes=")),
+        (("verify", ".", "trainer.nno"), ("plain", "trainer.nnodes=")),
+        (("train", "confi"), ("file", "confi")),
+    ],
+)
+def test_shells_complete_commands_options_and_keys(words: tuple[str, ...], expected: tuple[str, str]) -> None:
+    assert expected in completions(*words)
+
+
+def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 10):
+        (tmp_path / "run" / f"global_step_{step}" / "huggingface").mkdir(parents=True)
+    (tmp_path / "run" / "global_step_2" / "huggingface" / "config.json").write_text("{}")
+    for found in ("run", "run/global_step_2"):
+        assert parse(EXPORT, [str(tmp_path / found), "out"])["checkpoint"] == tmp_path / found
+    _, printed = shown(capsys, "export", str(tmp_path / "run" / "global_step_3"), "out")
+    assert f"global_step_3 is no directory; {tmp_path / 'run'} has global_step_2, global_step_10" in printed
+    _, printed = shown(capsys, "export", str(tmp_path), "out")
+    assert f"{tmp_path} is neither a checkpoint nor a run with checkpoints\n" in printed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell: str) -> None:
+    asked = os.environ | {"_MEGARL_COMPLETE": f"{shell}_source", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "megarl"], env=asked, capture_output=True, text=True, check=True)
+    assert "_MEGARL_COMPLETE" in done.stdout
+
+
+def test_a_person_is_shown_the_command_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "megarl"
+    script.write_text("")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(script), "train", "my config.yaml", "a.b=c"])
+    assert typed() == f"{script} train 'my config.yaml' a.b=c"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert typed() == "megarl train 'my config.yaml' a.b=c"
+    monkeypatch.setattr(sys, "argv", ["/here/megarl/train.py", "a.b=c"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "megarl.train", "a.b=c"])
+    assert typed() == "python -m megarl.train a.b=c"
+
+
+def test_both_names_of_a_command_report_a_fault_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    faulty = ["configs/ppo_tinystories.yaml", "trainer.total_training_stepz=3"]
+    code, printed = shown(capsys, "plan", *faulty)
+    assert (plan(faulty), capsys.readouterr().err) == (code, printed)
+    assert code == 2
+    assert "did you mean trainer.total_training_steps?" in printed
+
+
+def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "global_step_3"
+    checkpoint.mkdir(parents=True)
+    for directory in (checkpoint, checkpoint.parent):
+        (directory / "config.yaml").write_text(yaml.safe_dump({"trainer": {"nnodes": 1}}))
+    run_dir = checkpoint.parent
+    assert as_configuration(str(run_dir)) == [
+        str(run_dir / "config.yaml"),
+        f"trainer.default_local_dir={run_dir}",
+        "trainer.resume_mode=auto",
+        "trainer.resume_from_path=null",
+    ]
+    assert as_configuration(str(checkpoint))[1:] == [
+        f"trainer.default_local_dir={run_dir}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={checkpoint}",
+    ]
+    assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
+    with pytest.raises(ConfigError, match=r"has no config.yaml: name a run's directory"):
+        as_configuration(str(tmp_path))

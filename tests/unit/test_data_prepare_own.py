@@ -1,0 +1,198 @@
+"""`megarl prepare own`: a user's rows in every format become the same files, and mistakes name place and remedy."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.checks import data_faults
+from megarl.data.columns import Needs
+from megarl.data.config import DataSection
+from megarl.data.prepare.__main__ import main
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from tests.support.sentencepieces import train_sentencepiece
+
+ROWS = [{"question": f"What is {n} + 1, please?", "solution": f"00{n + 1}", "level": f"l{n % 2}"} for n in range(40)]
+
+
+def jsonl(directory: Path) -> Path:
+    (path := directory / "mine.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+def json_list(directory: Path) -> Path:
+    (path := directory / "mine.json").write_text(json.dumps(ROWS))
+    return path
+
+
+def separated(separator: str, suffix: str) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        with (path := directory / f"mine{suffix}").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]), delimiter=separator)
+            writer.writeheader()
+            writer.writerows(ROWS)
+        return path
+
+    return write
+
+
+def parquet(directory: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(ROWS), path := directory / "mine.parquet")
+    return path
+
+
+def write_stream(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+
+
+def saved_data_set(directory: Path) -> Path:
+    """Write the files of `Dataset.save_to_disk`."""
+    write_stream(directory / "saved" / "data-00000-of-00002.arrow", ROWS[:30])
+    table = pa.Table.from_pylist(ROWS[30:])
+    second = directory / "saved" / "data-00001-of-00002.arrow"
+    with pa.OSFile(str(second), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (directory / "saved" / "state.json").write_text("{}")
+    return directory / "saved"
+
+
+def saved_splits(directory: Path) -> Path:
+    """Write the files of `DatasetDict.save_to_disk`."""
+    write_stream(directory / "splits" / "train" / "data-00000-of-00001.arrow", ROWS)
+    write_stream(directory / "splits" / "test" / "data-00000-of-00001.arrow", ROWS[:1])
+    return directory / "splits"
+
+
+def arrow_file(directory: Path) -> Path:
+    table, path = pa.Table.from_pylist(ROWS), directory / "mine.arrow"
+    with pa.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def own(*options: object, out: Path) -> dict[str, list[dict[str, Any]]]:
+    main(["own", *map(str, options), "--out", str(out)])
+    return {path.stem: pq.read_table(path).to_pylist() for path in out.glob("*.parquet")}
+
+
+COLUMNS = ("--prompt", "question", "--answer", "solution", "--keep", "level")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        jsonl,
+        json_list,
+        separated(",", ".csv"),
+        separated("\t", ".tsv"),
+        parquet,
+        saved_data_set,
+        saved_splits,
+        arrow_file,
+    ],
+)
+def test_every_format_gives_the_same_rows(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    splits = own(write(tmp_path), *COLUMNS, out=tmp_path / "out")
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 36, "val": 4}
+    rows = sorted((row for rows in splits.values() for row in rows), key=lambda row: row["extra_info"]["index"])
+    assert [row["prompt"] for row in rows] == [[{"role": "user", "content": row["question"]}] for row in ROWS]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == [row["solution"] for row in ROWS]
+    assert [row["extra_info"]["level"] for row in rows] == [row["level"] for row in ROWS]
+    assert {row["extra_info"]["split"] for row in splits["val"]} == {"val"}
+
+
+def test_the_files_are_those_of_a_run(tmp_path: Path) -> None:
+    own(jsonl(tmp_path), *COLUMNS, out=tmp_path / "out")
+    model = train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=100)
+    section = DataSection(train_files=str(tmp_path / "out" / "train.parquet"))
+    prompts = PromptDataset(section, section.train_files, load_tokenizer(str(model)), Needs(source=False))
+    assert len(prompts) == 36
+    assert prompts[0].data_source == "own"
+
+
+def test_prompts_may_be_texts_with_words_around(tmp_path: Path) -> None:
+    options = ("--plain", "--template", "Q: {prompt} A:", "--val", 0)
+    splits = own(jsonl(tmp_path), *COLUMNS, *options, out=tmp_path / "out")
+    assert splits.keys() == {"train"}
+    assert splits["train"][3]["prompt"] == "Q: What is 3 + 1, please? A:"
+    chats = own(jsonl(tmp_path), *COLUMNS, "--system", "Be brief.", out=tmp_path / "chats")
+    assert [message["role"] for message in chats["val"][0]["prompt"]] == ["system", "user"]
+
+
+def test_validation_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    splits = own(jsonl(tmp_path), *COLUMNS, "--val-from", parquet(tmp_path), out=tmp_path / "out")
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 40, "val": 40}
+
+
+def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=100)
+    own(jsonl(tmp_path), *COLUMNS, "--tokenizer", model, out=tmp_path / "out")
+    printed = capsys.readouterr().out
+    for number in range(3):
+        assert f"row {number} of train as the model reads it" in printed
+    assert "row 3 of train" not in printed
+    assert "its ground truth: '00" in printed
+    assert "longest of 36 prompts: " in printed
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([{"q": "a"}], (), "has no column 'prompt' (--prompt names another); it has q"),
+        (
+            [{"q": "a"}],
+            ("--prompt", "x", "--answer", "y"),
+            "'x' (--prompt names another), 'y' (--answer names another)",
+        ),
+        ([{"prompt": "a"}, {"prompt": ""}], (), "line 2, column prompt: the text is empty"),
+        (
+            [{"prompt": "a", "n": 1}, {"prompt": "b", "n": "x"}],
+            ("--answer", "n"),
+            "line 2, column n: 'x' is of type str",
+        ),
+        ([{"prompt": "a"}], ("--val", "1"), "--val 1: there are 1 rows, and at least one must be left"),
+        ([{"prompt": "a"}], ("--template", "x"), "--template 'x' has no {prompt}"),
+        ([{"prompt": [{"role": "user", "content": "a"}]}], ("--plain",), "is a list of messages, and --plain"),
+    ],
+)
+def test_mistakes_name_the_place_and_the_remedy(
+    rows: list[Any], options: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "mine.jsonl", *rows)
+    with pytest.raises(SystemExit) as ending:
+        own(file, *options, out=tmp_path / "out")
+    assert ending.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_column_missing_from_a_table_of_texts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = separated(",", ".csv")(tmp_path)
+    with pytest.raises(SystemExit):
+        own(file, out=tmp_path / "out")
+    assert f"{file} has no column 'prompt' (--prompt names another); it has question, solution, level" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        own(tmp_path / "missing.csv", out=tmp_path / "out")
+    assert "missing.csv cannot be read as .csv" in capsys.readouterr().err
+
+
+def test_a_run_that_names_such_files_is_sent_here(tmp_path: Path) -> None:
+    (fault,) = data_faults(DataSection(train_files=str(saved_data_set(tmp_path))))
+    assert "is a directory: name the files in it, or convert a saved data set with `megarl prepare own" in fault.message

@@ -1,0 +1,29 @@
+"""An error that all ranks find is printed by rank 0 alone."""
+
+from torch.distributed import HashStore, TCPStore
+
+from megarl.distributed.place import Launch
+from megarl.distributed.store import is_said
+
+
+def place(rank: int) -> Launch:
+    return Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+
+
+def test_rank_0_speaks_for_all_who_say_the_same() -> None:
+    store = HashStore()
+    assert not is_said(store, "no tokenizer", place(0))
+    assert is_said(store, "no tokenizer", place(1))
+
+
+def test_a_rank_with_an_error_of_its_own_speaks() -> None:
+    store = HashStore()
+    assert not is_said(store, "no tokenizer", place(0))
+    assert not is_said(store, "no device", place(1))
+
+
+def test_a_rank_speaks_if_the_store_has_gone() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    assert not is_said(client, "no tokenizer", place(1))

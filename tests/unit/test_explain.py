@@ -1,0 +1,115 @@
+"""`megarl config`: every key is explained, values name their origin, and a wrong name leads to the right one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config.reference import ROOTS, keys_of, sections_of
+from megarl.config.schema import Schema
+from megarl.explain import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+def shown(capsys: Captured, *argv: str, code: int = 0) -> str:
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (path := tmp_path / "mine.yaml").write_text(yaml.safe_dump({"critic": {"optim": {"lr": 3e-5}}}))
+    return str(path)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_reference_has_every_key_and_section(root: type) -> None:
+    schema = Schema.of(root)
+    assert keys_of(root).keys() == schema.leaves.keys()
+    assert sections_of(root).keys() == schema.sections
+    assert all(key.text for key in keys_of(root).values())
+
+
+def test_a_key_has_type_default_and_meaning(capsys: Captured) -> None:
+    printed = shown(capsys, "critic.optim.lr")
+    assert printed.startswith("critic.optim.lr\n  Peak learning rate")
+    assert "default  1e-05" in printed
+    assert "value" not in printed
+
+
+def test_the_beginning_of_a_name_may_be_left_out(capsys: Captured) -> None:
+    printed = shown(capsys, "optim.lr")
+    assert "actor_rollout_ref.actor.optim.lr\n" in printed
+    assert "critic.optim.lr\n" in printed
+
+
+def test_a_value_names_its_origin(capsys: Captured, config: str) -> None:
+    printed = shown(capsys, "optim.lr", config, "actor_rollout_ref.actor.optim.lr=1e-4", *REQUIRED)
+    assert f"value    3e-05   ({config})" in printed
+    assert "value    0.0001   (command line)" in printed
+    assert "value    fixed   (default)" in shown(capsys, "kl_ctrl.type", config, *REQUIRED)
+
+
+REQUIRED = ("data.train_files=x.parquet", "actor_rollout_ref.model.path=org/x", "critic.model.path=org/x")
+
+
+def test_a_follower_shows_its_value(capsys: Captured) -> None:
+    printed = shown(capsys, "critic.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs=4", *REQUIRED)
+    assert "default  follows actor_rollout_ref.actor.ppo_epochs" in printed
+    assert "value    4   (default)" in printed
+
+
+def test_what_is_written_is_listed(capsys: Captured, config: str) -> None:
+    lines = shown(capsys, config, *REQUIRED, "trainer.nnodes=1").splitlines()
+    assert lines[-1] == "trainer.nnodes = 1   (command line; default 1)"
+    assert f"critic.optim.lr = 3e-05   ({config}; default 1e-05)" in lines
+    assert len(lines) == 5
+
+
+def test_secrets_are_hidden(capsys: Captured) -> None:
+    printed = shown(capsys, *REQUIRED, "trainer.mlflow_tracking_uri=https://ann:Swordf1sh@host")
+    assert "mlflow_tracking_uri" in printed
+    assert "Swordf1sh" not in printed
+
+
+def test_sections_are_listed_and_explained(capsys: Captured) -> None:
+    contents = shown(capsys)
+    assert "algorithm (" in contents
+    section = shown(capsys, "algorithm.*")
+    assert "algorithm.adv_estimator\n" in section
+    assert "sections in it: algorithm.kl_ctrl" in section
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("adv_estimatr", "algorithm.adv_estimator"), ("trainer.nnode", "trainer.nnodes"), ("qqqq", "lists the sections")],
+)
+def test_a_wrong_name_leads_to_the_right_one(name: str, meant: str, capsys: Captured) -> None:
+    assert meant in shown(capsys, name, code=2)
+
+
+def test_the_command_that_knows_the_keys_is_found(capsys: Captured) -> None:
+    assert "model.path\n" in shown(capsys, "model.path", "model.path=org/x", "data.train_files=a", "data.max_length=9")
+    assert "center_rewards_coefficient" in shown(capsys, "center_rewards_coefficient")
+    assert "data.response_key" in shown(capsys, "--of", "sft", "data")
+
+
+def test_faults_follow_what_was_asked(capsys: Captured) -> None:
+    assert "did you mean trainer.nnodes?" in shown(capsys, "optim.lr", *REQUIRED, "trainer.nnode=1", code=2)
+
+
+def test_check_finds_what_the_command_would(capsys: Captured) -> None:
+    printed = shown(capsys, "--check", *REQUIRED, "trainer.n_gpus_per_node=3", code=2)
+    assert "no such file: x.parquet" in printed
+
+
+def test_nothing_heavy_is_imported(config: str) -> None:
+    program = (
+        "import sys; from megarl.explain import main; main(sys.argv[1:]); "
+        "assert not {'torch', 'megatron', 'vllm', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program, "optim.lr", config], check=True)

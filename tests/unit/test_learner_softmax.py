@@ -1,0 +1,76 @@
+"""The sums over logits and the gradient of the logits, by operations of torch and by Triton kernels."""
+
+import pytest
+import torch
+
+from megarl.learner import kernels, softmax
+from tests.support.interpreted import logits_and_targets
+from tests.support.programs import run_python
+
+SIGNATURES = {
+    "moments_of_row": {
+        "logits": "*fp32",
+        "stride": "i32",
+        "targets": "*i64",
+        "found": "*fp32",
+        "num_rows": "i32",
+        "num_columns": "i32",
+        "block": "constexpr",
+    },
+    "gradient_of_block": {
+        "logits": "*fp32",
+        "stride": "i32",
+        "grad": "*bf16",
+        "targets": "*i64",
+        "normalizers": "*fp32",
+        "entropies": "*fp32",
+        "grad_log_probs": "*fp32",
+        "grad_entropies": "*fp32",
+        "num_columns": "i32",
+        "block": "constexpr",
+    },
+}
+
+
+def test_sums_of_a_row_by_hand() -> None:
+    found = softmax.moments(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]))
+    small, middle = torch.tensor([-2.0, -1.0]).exp()
+    expected = torch.stack([torch.tensor(2.0), 1 + small + middle, 2 + middle, torch.tensor(1.0)])
+    torch.testing.assert_close(found[:, 0], expected)
+
+
+def test_slices_merge_into_the_sums_of_the_whole_row() -> None:
+    logits, targets = logits_and_targets()
+    whole = softmax.moments(logits, targets)
+    parts = [softmax.moments(logits[:, first : first + 8], targets - first) for first in (0, 8, 16)]
+    maximum = torch.stack([part[0] for part in parts]).amax(0)
+    merged = torch.stack([softmax.merge(part, maximum) for part in parts]).sum(0)
+    torch.testing.assert_close(merged, whole[1:])
+    assert torch.equal(maximum, whole[0])
+
+
+def test_the_gradient_is_that_of_autograd() -> None:
+    logits, targets = logits_and_targets()
+    logits, targets = logits[[0, 4, 5]].requires_grad_(), targets[[0, 4, 5]]
+    log_p = logits.log_softmax(-1)
+    log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    upstream = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -3.0]])
+    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+    values = (logits.detach().logsumexp(-1), entropy.detach(), upstream[0], upstream[1])
+    found = softmax.gradient(logits.detach().clone(), targets, *values, dtype=torch.float32)
+    torch.testing.assert_close(found, logits.grad)
+
+
+def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_python("-m", "tests.support.interpreted", timeout_s=200).endswith("8 cases agree\n")
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_kernel_compiles_for_hopper(name: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=getattr(kernels, name), signature=SIGNATURES[name], constexprs={"block": kernels.BLOCK})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

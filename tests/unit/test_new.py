@@ -1,0 +1,61 @@
+"""`megarl new`: the commands and files of a new project work as they are written."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.prepare.__main__ import main as prepare
+from megarl.explain import main as config
+from megarl.new.__main__ import DATA, FILES, main
+from tests.support.programs import succeed
+from tests.support.sentencepieces import train_sentencepiece
+from tests.support.tiny import write_checkpoint
+
+SHORT = ("data.max_prompt_length=32", "data.max_response_length=16")  # tokens that the tiny model has room for
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    train_sentencepiece(directory / "tokenizer.model", vocab_size=200)
+    return directory
+
+
+@pytest.mark.parametrize("task", ["own", "countdown"])
+def test_a_new_project_works(
+    task: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "my boxes"
+    assert main([str(project), "--task", task, "--model", str(model)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[:-1] == [str(project / name) for name in ("config.yaml", "README.md", *FILES[task])]
+    monkeypatch.chdir(project)
+    assert "does what its test says" in succeed(sys.executable, "test_reward.py", timeout_s=60, cwd=project)
+    commands = re.findall(r"^```bash\n(.*?)^```", (project / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    data, plan, train, export = map(shlex.split, commands[0].splitlines())
+    assert [command[:2] for command in (plan, train, export)] == [
+        ["megarl", name] for name in ("plan", "train", "export")
+    ]
+    prepare(data[2:])
+    assert "row 2 of train as the model reads it" in capsys.readouterr().out
+    assert pq.read_table("data/train.parquet").num_rows > pq.read_table("data/val.parquet").num_rows > 0
+    assert config(["--check", *train[2:], *SHORT]) == 0
+    assert "no faults" in capsys.readouterr().out
+
+
+def test_every_task_has_a_command_and_files(tmp_path: Path) -> None:
+    assert DATA.keys() == FILES.keys()
+    for task in FILES:
+        assert main([str(tmp_path / task), "--task", task]) == 0
+        assert "path: Qwen/" in (tmp_path / task / "config.yaml").read_text()
+
+
+def test_a_directory_in_use_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").touch()
+    assert main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is not empty: name a new directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,0 +1,104 @@
+"""The least time of a step: by hand for one rank, and by what a split adds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.bench.cases import MODELS
+from megarl.models.architecture import hf_shapes, read_architecture
+from megarl.models.flops import Tokens, forward_flops
+from megarl.planning.planner import Plan, Planner
+from megarl.planning.seconds import Lengths
+from megarl.planning.traffic import Links
+from megarl.platform.peaks import Peaks
+
+PEAKS = Peaks(flops_per_second=790e12, bytes_per_second=4.3e12)
+NVLINK = 400e9
+LENGTHS = Lengths(prompt=256, response=1024)
+
+
+def plan(directory: Path, *overrides: str, model: str = "qwen2.5-0.5b", ranks_per_node: int | None = None) -> Plan:
+    """Plan PPO with 256 prompts of 256 tokens and responses of 1,024 on one device, or as `overrides` say."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODELS[model]))
+    arguments = [
+        *("data.train_files=prompts.parquet", "data.train_batch_size=256"),
+        *("data.max_prompt_length=256", "data.max_response_length=1024"),
+        *(f"actor_rollout_ref.model.path={directory}", f"critic.model.path={directory}"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=256", "trainer.n_gpus_per_node=1"),
+        *("algorithm.use_kl_in_reward=true", "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"),
+        *overrides,
+    ]
+    return Planner(
+        arguments,
+        device_bytes=141 * 10**9,
+        ranks_per_node=ranks_per_node,
+        links=Links(inside=NVLINK, between=45e9),
+        peaks=PEAKS,
+    ).plan()
+
+
+def test_one_rank_by_hand(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    architecture = read_architecture(MODELS["qwen2.5-0.5b"])
+    tokens = Tokens.of([1280] * 256, num_outputs=256 * 1024)
+    policy, value = (forward_flops(one, tokens) for one in (architecture, architecture.with_scalar_head()))
+    seconds, flops = found.time.seconds, PEAKS.flops_per_second
+    for reader, read in (("actor", policy), ("reference", policy), ("critic", value)):
+        assert seconds[f"infer {reader}"] == pytest.approx(read / flops)
+    # Twice weights and two moments in float32, the gradient once, and the bfloat16 weight.
+    weights = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in hf_shapes(architecture).values())
+    optimizer = weights * (2 * 12 + 4 + 2) / PEAKS.bytes_per_second
+    assert seconds["update actor"] == pytest.approx(3 * policy / flops + optimizer, rel=1e-3)
+    # Each token of the responses reads the weights once, and on average the keys and values of 768 tokens.
+    cached = 24 * 2 * 128 * 2 * 768 * 256
+    reading = 1024 * (2 * weights + cached) / PEAKS.bytes_per_second
+    prompts = forward_flops(architecture, Tokens.of([256], num_outputs=1)) * 256 / flops
+    assert seconds["gen"] == pytest.approx(prompts + reading, rel=1e-2)
+    assert found.time.total == pytest.approx(sum(seconds.values()))
+    assert found.time.flops == 6 * policy + 4 * value
+    assert found.time.mfu == pytest.approx(found.time.flops / found.time.total / flops)
+
+
+@pytest.mark.parametrize(("model", "seconds"), [("qwen2.5-0.5b", 4.3), ("qwen2.5-1.5b", 13.5), ("qwen2.5-3b", 26.5)])
+def test_floors_of_a_step_of_ppo(tmp_path: Path, model: str, seconds: float) -> None:
+    """The sizes that are measured on a GPU first; the seconds were estimated apart from this code."""
+    assert plan(tmp_path, model=model).time.total == pytest.approx(seconds, rel=0.15)
+
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+def test_a_split_costs_what_it_sends_and_how_long_it_idles(tmp_path: Path) -> None:
+    four = ["trainer.n_gpus_per_node=4"]
+    apart, tensor, pipeline = (
+        plan(tmp_path, *four, *split).time.seconds["infer reference"]
+        for split in (
+            [],
+            [f"{MEGATRON}.tensor_model_parallel_size=2"],
+            [f"{MEGATRON}.pipeline_model_parallel_size=2"],
+        )
+    )
+    # Two sums of hidden states in each of 24 layers; in each, a rank receives the half it lacks twice.
+    states = 256 // 2 * 1280 * 896 * 2
+    assert tensor - apart == pytest.approx(24 * 2 * 2 * states / 2 / NVLINK)
+    micro_batches = plan(tmp_path, *four, f"{MEGATRON}.pipeline_model_parallel_size=2").workload.models[1].infers
+    assert pipeline / apart == pytest.approx(1 + 1 / micro_batches.num_micro_batches)
+
+
+def test_recomputation_costs_a_third_and_no_utilization(tmp_path: Path) -> None:
+    plain = plan(tmp_path).time
+    again = plan(tmp_path, "actor_rollout_ref.model.enable_gradient_checkpointing=true").time
+    assert again.flops == plain.flops
+    more = again.seconds["update actor"] - plain.seconds["update actor"]
+    assert more == pytest.approx(plain.seconds["infer actor"])
+
+
+def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
+    eight = ["trainer.n_gpus_per_node=8"]
+    inside = plan(tmp_path, *eight).time.seconds["update actor"]
+    between = plan(tmp_path, *eight, ranks_per_node=4).time.seconds["update actor"]
+    states = plan(tmp_path, *eight).memory.states["actor"]
+    moved = (states.gradients + states.weights) * 7 / 8
+    assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))

@@ -1,0 +1,60 @@
+"""The quickstart fits its runs to the machine, hands keys to its commands, and asks for packages before it starts."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megarl.config.load import load_config, load_sft_config
+from megarl.config.root import Config, SFTConfig
+from tests.support.programs import ROOT
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import quickstart  # type: ignore[import-not-found]
+
+    yield quickstart
+    del sys.modules["quickstart"]
+
+
+@pytest.mark.parametrize(("num_devices", "ranks"), [(1, 1), (2, 2), (8, 2)])
+def test_on_cuda_every_process_has_a_device_and_half_precision(
+    quickstart: ModuleType, num_devices: int, ranks: int
+) -> None:
+    with patch.object(torch.cuda, "device_count", lambda: num_devices):
+        keys = quickstart.keys_of_machine("cuda")
+    load = {"world_size": None, "check_paths": False}
+    sft = load_sft_config(["configs/quickstart_sft.yaml", *quickstart.known_to(SFTConfig, keys)], **load)
+    ppo = load_config(["configs/quickstart_ppo.yaml", *quickstart.known_to(Config, keys)], **load)
+    policy = ppo.actor_rollout_ref
+    assert {run.trainer.n_gpus_per_node for run in (sft, ppo)} == {ranks}
+    assert {part.tensor_model_parallel_size for part in (policy.actor.megatron, policy.rollout)} == {ranks}
+    parts = (sft.megatron, policy.actor.megatron, policy.ref.megatron, policy.rollout, ppo.critic.megatron)
+    assert {part.dtype for part in parts} == {"bfloat16"}
+
+
+def test_on_the_cpu_the_configurations_stay_as_they_are(quickstart: ModuleType) -> None:
+    assert quickstart.keys_of_machine("cpu") == {}
+
+
+def test_a_key_goes_to_the_commands_that_know_it(quickstart: ModuleType) -> None:
+    keys = quickstart.read_keys(["trainer.logger=[console]", "optim.lr=0.1", "critic.optim.lr=a=b"])
+    assert quickstart.known_to(SFTConfig, keys) == ["trainer.logger=[console]", "optim.lr=0.1"]
+    assert quickstart.known_to(Config, keys) == ["trainer.logger=[console]", "critic.optim.lr=a=b"]
+    with pytest.raises(SystemExit, match=r"trainer.loger is no key"):
+        quickstart.read_keys(["trainer.loger=console"])
+
+
+def test_a_missing_package_ends_it_at_once(quickstart: ModuleType) -> None:
+    gone = ModuleNotFoundError("No module named 'contourpy'", name="contourpy")
+    with (
+        patch.object(quickstart.importlib, "import_module", side_effect=gone),
+        pytest.raises(SystemExit, match="install contourpy"),
+    ):
+        quickstart.check_packages(loggers="mlflow")
+    quickstart.check_packages(loggers="[console]")

@@ -1,0 +1,243 @@
+"""The report of a run: what is read, what is said, and the page as a real browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.report.__main__ import main
+from megarl.report.charts import running_mean, thin
+from megarl.report.differences import from_default, names_that_differ
+from megarl.report.page import library, render
+from megarl.report.read import Run, read_run
+from megarl.report.tracker import REPORT_FILE, ReportTracker
+from megarl.report.verdict import faults, remarks, score_of, verdict
+from megarl.tracking.history import History
+from megarl.tracking.jsonl import Jsonl, read_jsonl
+from tests.support.runs import config_of, write_run
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def run_with(**metrics: list[float]) -> Run:
+    """Return a run with these curves, from step 1; `__` in a name is a slash."""
+    length = max(map(len, metrics.values()))
+    rows = [
+        {"step": step + 1} | {name.replace("__", "/"): values[step] for name, values in metrics.items()}
+        for step in range(length)
+    ]
+    return Run(directory=Path("r"), rows=rows, samples={}, config={}, history=[], skips=[], hangs=[])
+
+
+def test_files_of_a_run_are_read(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "first"))
+    assert (run.name, run.last_step, sorted(run.samples)) == ("first", 4, [0, 4])
+    assert run.points("critic/score/mean") == [(1, 0.05), (2, 0.1), (3, 0.15), (4, 0.2)]
+    assert run.config["trainer"]["project_name"] == "megarl_examples"
+    assert [row["event"] for row in run.history] == ["start", "finished"]
+
+
+def test_damaged_and_missing_files_leave_their_part_empty(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / "config.yaml").write_text("{")
+    (directory / "history.jsonl").unlink()
+    (directory / "val_generations.jsonl").write_text('{"step": 1}\nhalf a li')
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "critic/sc')
+    run = read_run(directory)
+    assert (run.config, run.history, run.samples, run.last_step) == ({}, [], {}, 4)
+    assert "Plotly" in render([run])
+    (directory / "history.jsonl").touch()
+    (directory / "metrics.jsonl").unlink()
+    assert "has recorded no score yet" in render([read_run(directory)])  # as before the first step
+    with pytest.raises(ValueError, match=r"elsewhere has no metrics.jsonl: name the directory of a run"):
+        read_run(tmp_path / "elsewhere")
+
+
+def test_values_that_are_not_finite_are_no_points() -> None:
+    assert run_with(loss=[1.0, float("nan"), float("inf")]).points("loss") == [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (
+            {"val__test_score__a": [0.1, 0.6, 0.5], "val__test_score__b": [0.3, 0.4, 0.3]},
+            "The validation score rose from 0.2 to 0.4 at step 3 (better); the best is 0.5 at step 2.",
+        ),
+        (
+            {"critic__score__mean": [0.5, 0.25], "val__loss": [2.0, 2.5]},
+            "The held-out loss rose from 2 to 2.5 at step 2 (worse); the best is 2 at step 1.",
+        ),
+        (
+            {"sft__loss": [2.0, 0.5]},
+            "The training loss fell from 2 to 0.5 at step 2 (better); the best is 0.5 at step 2.",
+        ),
+        (
+            {"critic__score__mean": [0.5, 0.9, 0.504]},
+            "The training reward stayed near 0.5 (step 1) and is 0.504 at step 3 (no change); "
+            "the best is 0.9 at step 2.",
+        ),
+        (
+            {"reward_model__accuracy": [0.75]},
+            "The training accuracy is 0.75 at step 1; there is no second value yet.",
+        ),
+        ({"actor__lr": [0.1]}, "r has recorded no score yet."),
+    ],
+)
+def test_the_verdict_is_one_sentence(metrics: dict[str, list[float]], said: str) -> None:
+    assert verdict(run_with(**metrics)) == said
+
+
+def test_the_best_of_a_loss_is_the_least() -> None:
+    score = score_of(run_with(val__loss=[3.0, 1.0, 2.0]))
+    assert score
+    assert (score.best, score.is_better) == ((2, 1.0), True)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"val__test_score__a": [0.0, 1.0, 0.5]}, "worse than at step 2"),
+        ({"actor__entropy": [1.0, 0.5, 0.05, 0.05, 0.05, 0.05, 0.05]}, "entropy has fallen"),
+        ({"response_length__clip_ratio": [0.0, 1.0, 0.5]}, "50% of the latest responses reach the length limit"),
+        ({"actor__grad_norm": [1.0, 1.0, 1.0, 11.0, 1.0, 1.0]}, "peaks (11, median 1)"),
+        ({"training__rollout_mismatch": [6.0], "training__rollout_mismatch_limit": [10.0]}, "disagree"),
+        ({"reward__masked_rate": [0.0, 0.25]}, "reward failed on 12.5% of the latest responses"),
+    ],
+)
+def test_what_a_person_should_look_at(metrics: dict[str, list[float]], said: str) -> None:
+    (found,) = remarks(run_with(**metrics))
+    assert said in found
+
+
+def test_a_run_that_learns_gives_no_remark(tmp_path: Path) -> None:
+    assert list(remarks(read_run(write_run(tmp_path / "run", scores={0: 0.1, 4: 0.5})))) == []
+
+
+def test_faults_are_counted(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / "nonfinite").mkdir()
+    facts = {"model": "actor", "step": 2, "minibatch": 0, "loss": "nan", "grad_norm": "inf"}
+    (directory / "nonfinite" / "step_2_actor_0.json").write_text(json.dumps(facts))
+    (directory / "hang-20260101-000000-1").mkdir()
+    assert list(faults(read_run(directory))) == [
+        "1 updates of the actor were skipped: loss or gradient was not finite",
+        "step 2: mini-batch 0 of the actor: loss nan, gradient norm inf",
+        "a rank made no progress: hang-20260101-000000-1 has the stacks of all ranks",
+    ]
+
+
+def test_a_long_curve_is_drawn_by_means_of_neighbours() -> None:
+    assert thin([(1, 1.0), (2, 3.0), (3, 5.0)], most=2) == [(2, 2.0), (3, 5.0)]
+    assert thin([(1, 1.0)], most=2) == [(1, 1.0)]
+    assert thin([]) == []
+    assert running_mean([(1, 1.0), (2, 2.0)]) == [(1, 1.0), (2, pytest.approx(1.2))]
+
+
+def test_only_keys_that_the_user_changed_differ_from_the_default() -> None:
+    assert [item.key for item in from_default(config_of("algorithm.gamma=0.5"))] == [
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "critic.model.path",
+        "algorithm.gamma",
+        "algorithm.use_kl_in_reward",  # null is resolved
+    ]
+
+
+def test_keys_that_differ_between_runs(tmp_path: Path) -> None:
+    configs = config_of(), config_of("algorithm.gamma=0.5")
+    runs = [read_run(write_run(tmp_path / f"{number}", config=config)) for number, config in enumerate(configs)]
+    assert list(names_that_differ(runs)) == [("algorithm.gamma", ["1.0", "0.5"])]
+
+
+def test_the_report_follows_each_validation_and_the_end(tmp_path: Path) -> None:
+    trackers = Jsonl(tmp_path), History(tmp_path), ReportTracker(tmp_path)
+    page = tmp_path / REPORT_FILE
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        for tracker in trackers:
+            tracker.log(metrics, step=step)
+
+    log({"critic/score/mean": 0.5}, 1)
+    assert not page.exists()
+    log({"critic/score/mean": 0.5, "val/test_score/a": 0.25}, 2)
+    assert "The validation score is 0.25 at step 2" in page.read_text()
+    log({"critic/score/mean": 0.75, "val/loss": 1.0}, 3)
+    for tracker in trackers:
+        tracker.close(ending="stopped")
+    assert "3 steps" in page.read_text()
+    assert "stopped" in page.read_text()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_history_of_a_run_grows_with_its_resumes_and_is_new_with_a_new_run(tmp_path: Path) -> None:
+    first = History(tmp_path)
+    first.log({}, step=3)
+    first.close(ending="stopped")
+    History(tmp_path, resume_step=3).close()
+    rows = read_jsonl(tmp_path / "history.jsonl")
+    assert [(row["event"], row["step"]) for row in rows] == [
+        ("start", 0),
+        ("stopped", 3),
+        ("resume", 3),
+        ("finished", 3),
+    ]
+    assert rows[0]["versions"]["torch"]
+    assert rows[0]["command"]
+    History(tmp_path)
+    assert len(read_jsonl(tmp_path / "history.jsonl")) == 1
+
+
+def test_the_command_writes_one_page_for_several_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / name, scores={0: 0.1, 4: score}) for name, score in (("one", 0.2), ("two", 0.3))]
+    main([str(runs[0])])
+    assert capsys.readouterr().out == f"{runs[0] / REPORT_FILE}\n"
+    monkeypatch.chdir(tmp_path)
+    main(list(map(str, runs)))
+    page = (tmp_path / REPORT_FILE).read_text()
+    assert "<td>one</td>" in page
+    assert "rose from 0.1 to 0.3" in page
+    with pytest.raises(SystemExit, match="megarl: .*nowhere has no metrics.jsonl"):
+        main([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+def test_a_browser_draws_every_chart_without_an_error_or_a_request(tmp_path: Path) -> None:
+    """The page forbids requests (Content-Security-Policy), so the browser would report one as an error."""
+    main([str(write_run(tmp_path / "run"))])
+    dom, errors = browse(tmp_path / "run" / REPORT_FILE)
+    assert errors == []
+    assert 'data-drawn="true"' in dom
+    titles = re.findall(r"<figcaption>([\w ]+)<", dom)
+    assert {"Validation score", "Training reward", "KL", "Entropy", "Gradient norms", "Time by phase"} <= {*titles}
+    lines = re.findall(r'class="js-line" d="M[^"]*L', dom)  # with two points at least
+    assert len(lines) >= len(titles)
+    assert "of step 4" in dom
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+def test_a_browser_would_report_an_error_and_a_request(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    text = render([read_run(write_run(tmp_path / "run"))]).replace(library(), "")
+    page.write_text(text.replace("<body>", '<body><img src="http://127.0.0.1:9/a.png">'))
+    dom, errors = browse(page)
+    assert "The charts cannot be drawn" in dom
+    assert any("violates the following Content Security Policy" in error for error in errors)
+    assert any("Uncaught" in error for error in errors)
+
+
+def browse(page: Path) -> tuple[str, list[str]]:
+    """Return the document after its scripts have run, and the lines of the console."""
+    assert BROWSER
+    profile = page.parent / "profile"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    return shown.stdout, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]

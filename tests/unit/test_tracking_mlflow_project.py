@@ -1,0 +1,87 @@
+"""MLflow for all runs of a project: one store, and what it says about each run."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megarl.tracking.mlflow_place import create_database, database_of
+from megarl.tracking.run_id import RUN_ID_FILE
+from tests.support.trackers import mlflow_client as client
+from tests.support.trackers import tracker_of
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_runs_that_start_together_make_one_database(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for creation in [pool.submit(create_database, tmp_path / "p" / "mlflow.db") for _ in range(2)]:
+            creation.result()
+    assert [path.name for path in (tmp_path / "p").iterdir()] == ["mlflow.db"]
+
+
+def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(tmp_path: Path) -> None:
+    data = tmp_path / "train.parquet"
+    data.write_bytes(b"rows")
+    params = {"data": {"train_files": [str(data)], "val_files": None}, "model": {"path": "models/small"}}
+    for name in ("first", "second"):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        (run_dir / "report.html").write_text(name)
+        begun = tracker_of("mlflow", run_dir, project="project", experiment=name, params=params)
+        begun.log({"val/test_score/a": 0.25, "val/test_score/b": 0.75, "critic/score/mean": 0.1}, step=1)
+        begun.log({"actor/ppo_kl": 0.5, "timing_s/step": 2.0}, step=1)
+        begun.close()
+    store = client(tmp_path)
+    (experiment,) = [found for found in store.search_experiments() if found.name == "project"]
+    runs = store.search_runs([experiment.experiment_id])
+    assert {run.info.run_name for run in runs} == {"first", "second"}
+    run = store.get_run((tmp_path / "first" / RUN_ID_FILE).read_text())
+    heads = {name: run.data.metrics[name] for name in ("val/score", "train/reward", "train/kl", "time/step")}
+    assert heads == {"val/score": 0.5, "train/reward": 0.1, "train/kl": 0.5, "time/step": 2.0}
+    tags = run.data.tags
+    assert tags["megarl.run_dir"] == str(tmp_path / "first")
+    assert tags["mlflow.source.name"] in tags["mlflow.note.content"]
+    assert tags["mlflow.user"]
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.tags[0].value) == ("train.parquet", "training")
+    assert str(data) in given.dataset.source
+    (model,) = run.inputs.model_inputs
+    logged = store.get_logged_model(model.model_id)
+    assert (logged.name, logged.tags["path"]) == ("small", "models/small")
+    page = store.download_artifacts(run.info.run_id, "report.html", str(tmp_path / "first"))
+    assert Path(page).read_text() == "first"
+    assert [file.path for file in store.list_artifacts(run.info.run_id)] == ["report.html"]  # no other file is there
+
+
+def test_a_validation_is_shown_beside_the_first(tmp_path: Path) -> None:
+    files = tracker_of("jsonl", tmp_path / "run")
+    both = [files, tracker_of("mlflow", tmp_path / "run")]
+    for step, score in ((0, 0.0), (2, 0.5), (4, 1.0)):
+        for each in both:
+            each.log_table("val/generations", [{"prompt": "1 1", "response": f"of {step}", "score": score}], step=step)
+    for each in both:
+        each.close()
+    store = client(tmp_path)
+    run_id = (tmp_path / "run" / RUN_ID_FILE).read_text()
+    table = json.loads(Path(store.download_artifacts(run_id, "val/before_and_now.json", str(tmp_path))).read_text())
+    assert table["columns"] == ["step", "prompt", "before", "now", "score before", "score now"]
+    assert table["data"] == [[2, "1 1", "of 0", "of 2", 0.0, 0.5], [4, "1 1", "of 0", "of 4", 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("place", ["own", "shared"])
+def test_a_run_with_a_store_of_its_own_keeps_it_and_none_is_put_where_everybody_writes(
+    tmp_path: Path, place: str
+) -> None:
+    run_dir = tmp_path / "p" / "run"
+    run_dir.mkdir(parents=True)
+    assert database_of(run_dir) == tmp_path / "p" / "mlflow.db"
+    if place == "own":
+        (run_dir / "mlflow.db").touch()
+    else:
+        run_dir.parent.chmod(0o1777)
+    assert database_of(run_dir) == run_dir / "mlflow.db"

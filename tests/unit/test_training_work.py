@@ -1,0 +1,34 @@
+"""The FLOPs of a step are those of its phases, and utilization is their share of the peak."""
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.bench.cases import MODELS
+from megarl.models.architecture import read_architecture
+from megarl.models.flops import Tokens, forward_flops
+from megarl.training.work import Work
+from tests.support.records import answer, prompts
+
+SIZES = read_architecture(MODELS["llama-1m"])
+PASSES = {"gen": 1, "old_log_prob": 1, "update_actor": 3, "update_critic": 6}
+WORK = Work(passes={phase: (SIZES, passes) for phase, passes in PASSES.items()}, peak=4e12)
+SAMPLES = answer(prompts([4, 6]), [3, 1, 2, 2])
+FORWARD = forward_flops(SIZES, Tokens.of([7, 5, 8, 8], num_outputs=8)) / 1e12
+
+
+def test_only_phases_that_ran_are_counted() -> None:
+    warm_up = {"timing_s/gen": 9.0, "timing_s/old_log_prob": 1.0, "timing_s/update_critic": 2.0}
+    assert WORK.metrics(SAMPLES, warm_up) == {
+        "perf/tflop": pytest.approx(8 * FORWARD),
+        "perf/mfu/critic": pytest.approx(6 * FORWARD / 2.0 / 4.0),
+    }
+    later = warm_up | {"timing_s/update_actor": 0.5}
+    assert WORK.metrics(SAMPLES, later)["perf/mfu/actor"] == pytest.approx(3 * FORWARD / 0.5 / 4.0)
+    assert WORK.utilization(11.0, 2.0) == {"perf/mfu": 11.0 / 2.0 / 4.0}
+
+
+def test_without_a_known_peak_there_is_no_utilization() -> None:
+    unknown = replace(WORK, peak=None)
+    assert unknown.metrics(SAMPLES, {"timing_s/update_actor": 1.0}) == {"perf/tflop": pytest.approx(3 * FORWARD)}
+    assert unknown.utilization(1.0, 1.0) == {}
