@@ -72,14 +72,21 @@ def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
     return {"max_cudagraph_capture_size": min(section.max_num_seqs, MOST_GRAPHED)}
 
 
-def cache_argument(
+def cpu_arguments(
     section: RolloutSection,
     shapes: Mapping[str, tuple[int, ...]],
     num_key_value_heads: int,
     num_sequences: int,
     max_model_len: int,
-) -> dict[str, int]:
-    """Return the size of the KV cache of an engine on CPU, in bytes, as an argument of `vllm.LLM`."""
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for the CPU alone: the bytes of the KV cache, and that no prompt is cut.
+
+    vLLM 0.32 sets back the generator of a request whose prompt two engine steps share, which torch cannot do on CPU. A
+    prompt must be cut if it may be longer than an engine step.
+    """
     bytes_per_token = cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads)
     num_bytes = cpu_cache_bytes(section, bytes_per_token, num_sequences=num_sequences, max_model_len=max_model_len)
-    return {"kv_cache_memory_bytes": num_bytes}
+    return {
+        "kv_cache_memory_bytes": num_bytes,
+        "enable_chunked_prefill": max_model_len > section.max_num_batched_tokens,
+    }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
 from megarl.rollout import patches, segments
-from megarl.rollout.arguments import cache_argument, is_eager, llm_arguments
+from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
@@ -94,8 +94,8 @@ class RolloutEngine:
             patches.name_channels(prefix if segments.may_spin() else None)
             patches.rotate_heads_correctly()
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
-            cache = cache_argument(section, shapes, num_key_value_heads, sequences, max_model_len)
-            arguments = cache | arguments
+            own = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len)
+            arguments = own | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
         with self._compilation():
