@@ -210,7 +210,7 @@ def test_samples_are_kept_and_a_replay_learns_bit_for_bit_the_same(
     again = metrics_of(run_dir / "replay")
     assert list(again) == [1, 2, 3]
     for step, metrics in again.items():
-        not_learning = ("val/", "reward/", "archive/", "training/rollout_mismatch")  # a replay has no gate
+        not_learning = ("val/", "reward/", "archive/", "rollout/", "training/rollout_mismatch")  # no engine, no gate
         expected = {name: value for name, value in original[step].items() if not name.startswith(not_learning)}
         expected["reward/masked_rate"] = original[step]["reward/masked_rate"]
         assert metrics == expected, f"step {step}"
@@ -350,7 +350,8 @@ def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_res
     for step, metrics in metrics_of(run_dir).items():
         counts = {name: metrics[f"train/num_groups_{name}"] for name in ("kept", "alike", "surplus")}
         assert counts["kept"] == 8
-        assert sum(counts.values()) == 8 * metrics["train/num_gen_batches"]
+        judged, batches = sum(counts.values()), metrics["train/num_gen_batches"]
+        assert 8 * (batches - 1) < judged <= 8 * batches  # of the last batch only as many as were needed
         assert metrics["train/num_gen_batches"] > 1  # the responses to a third of the problems always score alike
         of = {name: (metrics[f"critic/{name}/min"], metrics[f"critic/{name}/max"]) for name in ("score", "baselines")}
         assert 0.0 <= of["baselines"][0] <= of["baselines"][1]
