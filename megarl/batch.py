@@ -135,7 +135,7 @@ class Rollouts(Prompts):
         used, places = self.groups[samples].unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
         mask = self.mask[samples]
-        in_prompt = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)[places]
+        in_prompt = self._prompt_lengths()[samples]
         lengths = in_prompt + mask.sum(-1)
         positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         of_prompt = positions < in_prompt.repeat_interleave(lengths)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.checkpoint.directory import saved_steps, step_of_name
+from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
 from megarl.cli.command import parse
 from megarl.cli.commands import CHAT
 from megarl.platform.secrets import guard_output, redact
 from megarl.reshard.headers import has_weights
 
-EXPORTED = "huggingface"
 ANEW = "/new"
 
 
@@ -56,7 +55,7 @@ def loadable(model: Path) -> Iterator[Path]:
     Raises:
         ValueError: `model` is neither an exported model, nor a checkpoint, nor a run, or its export fails.
     """
-    for directory in (model, model / EXPORTED):
+    for directory in (model, model / HUGGINGFACE):
         if (directory / "config.json").is_file() and has_weights(directory):
             yield directory
             return

@@ -16,13 +16,13 @@ from megarl.config.faults import ConfigError
 from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together, wait_for_all
-from megarl.distributed.launch import COMMAND, Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
 from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.determinism import decide_determinism
 from megarl.platform.device import decide_device
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import outlive_readers
+from megarl.platform.terminal import COMMAND, outlive_readers
 from megarl.platform.versions import running
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection

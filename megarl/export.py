@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import indent
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
+from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
 from megarl.distributed.launch import Launch
@@ -53,7 +54,7 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.models.source import Source
 
     checkpoint = intact_checkpoint(arguments.checkpoint)
-    source = Source.read(ModelSection(path=str(checkpoint / "huggingface")))
+    source = Source.read(ModelSection(path=str(checkpoint / HUGGINGFACE)))
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False
     )
@@ -106,7 +107,7 @@ def intact_checkpoint(path: Path) -> Path:
 
     if latest := find_checkpoint(path, mode="auto", path=None):
         return latest
-    if not (path / "huggingface" / "config.json").is_file():
+    if not (path / HUGGINGFACE / "config.json").is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no huggingface/config.json")
     if damage := find_damage(path):
         raise ValueError(f"{path} is damaged: {damage}")

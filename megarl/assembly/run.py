@@ -28,10 +28,11 @@ from megarl.assembly.sampling import (
     training_prompts,
     validation_prompts,
 )
+from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
-from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
+from megarl.checkpoint.store import CheckpointStore
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.data.prompts import PromptStream

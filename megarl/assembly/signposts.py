@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.checkpoint.directory import STEP_PREFIX, saved_steps
-from megarl.checkpoint.huggingface import EXPORT_DIRECTORY
+from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
 from megarl.config.root import Config, RewardTrainConfig, SupervisedConfig
 from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.jsonl import METRICS_FILE, table_file
@@ -37,7 +36,7 @@ def signposts(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tup
 def _commands(
     config: Config | SupervisedConfig, run_dir: Path, ending: Ending, *, has_checkpoint: bool
 ) -> Iterator[tuple[str, str]]:
-    model = run_dir / EXPORT_DIRECTORY
+    model = run_dir / HUGGINGFACE
     if isinstance(config, Config):
         if has_checkpoint:
             yield "evaluate", f"megarl evaluate {run_dir}"

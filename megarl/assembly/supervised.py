@@ -5,9 +5,10 @@ from pathlib import Path
 from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
 from megarl.assembly.resume import ResumePoint
 from megarl.checkpoint import manifest
-from megarl.checkpoint.huggingface import EXPORT_DIRECTORY, export_model
+from megarl.checkpoint.directory import HUGGINGFACE
+from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
-from megarl.checkpoint.store import HUGGINGFACE, CheckpointStore
+from megarl.checkpoint.store import CheckpointStore
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
@@ -37,7 +38,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     with occupy(run_dir):
         learner = _learn(config, launch, source, tokenizer, lessons)
         if learner:
-            export_model(learner, source, tokenizer, run_dir / EXPORT_DIRECTORY, launch)
+            export_model(learner, source, tokenizer, run_dir / HUGGINGFACE, launch)
 
 
 def _learn(
@@ -49,7 +50,7 @@ def _learn(
     resume_point = ResumePoint.find(config)
     if resume_point.is_at(last_step):
         finish_records(config, launch, resume_point, last_step=last_step)
-        if together(lambda: is_exported(run_dir / EXPORT_DIRECTORY, resume_point))[0]:
+        if together(lambda: is_exported(run_dir / HUGGINGFACE, resume_point))[0]:
             return None
     if launch.rank == 0:
         print(lessons.batches.first_as_read(resume_point.state.step))

@@ -17,9 +17,10 @@ from megarl.platform.small_files import Damage, read_bytes
 
 CONFIG_FILE = "config.yaml"
 """The configuration of a run, in its directory and in each checkpoint."""
+HUGGINGFACE = "huggingface"
+"""The exported model, in the directory of a supervised run and in each checkpoint."""
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_PREFIX = "global_step_"
-CONFIG_FILE = "config.yaml"  # of the run and of each checkpoint
 
 
 def saved_steps(directory: Path) -> list[int]:

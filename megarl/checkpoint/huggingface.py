@@ -13,8 +13,6 @@ from megarl.models.source import Source
 from megarl.platform.files import explained
 from megarl.reshard.files import export
 
-EXPORT_DIRECTORY = "huggingface"
-"""The subdirectory of a supervised run's directory with its exported model."""
 POLICY_ROLE: tuple[str, Literal["policy"]] = ("actor", "policy")
 VALUE_ROLE: tuple[str, Literal["value"]] = ("reward_model", "value")
 """Name of a model in checkpoints, and its role."""

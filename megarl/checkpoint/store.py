@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, run_blocking
 from megarl.checkpoint.contents import RNG
-from megarl.checkpoint.directory import STEP_PREFIX, latest_step, name_latest, publish, remove, saved_steps
+from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, latest_step, name_latest, publish, remove, saved_steps
 from megarl.checkpoint.failures import Failures, require_space, with_write_errors
 from megarl.checkpoint.manifest import STATE_FILE, sealing
 from megarl.checkpoint.mirror import Mirror
@@ -46,8 +46,6 @@ from megarl.models.architecture import hf_shapes
 from megarl.platform.files import explained, remedy, write_whole
 
 logger = logging.getLogger(__name__)
-
-HUGGINGFACE = "huggingface"
 
 
 class CheckpointStore:

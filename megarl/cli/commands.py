@@ -216,8 +216,8 @@ CONFIG = Command(
     module="megarl.explain",
     section=PLANS,
     text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "
-    "section, or lists the sections. With a configuration it also shows the value of a key and where it is written, "
-    "or, without a name, all values that are written. A name may lack its beginning: `optim.lr`. Exit code 2: there is "
+    "section, or lists the sections. With a configuration it also shows the value of a key and the place that sets it, "
+    "or, without a name, all values that are set. A name may lack its beginning: `optim.lr`. Exit code 2: there is "
     "no such key, or the configuration is faulty.",
     example="megarl config algorithm.adv_estimator\nmegarl config optim.lr configs/ppo_countdown.yaml\n"
     "megarl config --check configs/ppo_countdown.yaml trainer.n_gpus_per_node=2",

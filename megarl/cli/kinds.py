@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from megarl.checkpoint.directory import STEP_PREFIX, saved_steps
+from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -49,7 +49,7 @@ class Checkpoint(click.ParamType[Path]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
         path = Path(value)
-        if not saved_steps(path) and not (path / "huggingface" / "config.json").is_file():
+        if not saved_steps(path) and not (path / HUGGINGFACE / "config.json").is_file():
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
             others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))
             self.fail(f"{path} {why}{f'; {path.parent} has {others}' if others else ''}", param, ctx)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
+from megarl.platform.small_files import Damage, naming, open_file
 
 PART_BYTES = 64 << 20
 """Approximate size of the parts of larger row groups; each part is read separately."""
@@ -18,6 +19,21 @@ ROWS_PER_GROUP = 4096
 """Rows per group of the files that `write_rows` writes."""
 _BATCH_ROWS, _BATCH_BYTES = 1024, 1 << 20  # decoded at a time, at most
 _BUFFER_BYTES = 4 << 20  # fetched at a time of each column, of a row group in parts
+
+
+def read_own(path: Path, what: str) -> Any:
+    """Return the table in a file that megarl wrote, with its checksums verified.
+
+    Raises:
+        Damage: the file is missing or damaged; `what` names its content.
+    """
+    with naming(path):
+        file = open_file(path)
+    try:
+        with file:
+            return pq.ParquetFile(file, page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise Damage(path, f"cannot be read as {what}: {error}") from error
 
 
 @dataclass(frozen=True)

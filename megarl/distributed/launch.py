@@ -27,15 +27,13 @@ from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
 from megarl.platform.device import on_cuda
 from megarl.platform.processes import die_with_parent, follow_parent
-from megarl.platform.terminal import typed
+from megarl.platform.terminal import COMMAND, typed
 
-__all__ = ["COMMAND", "Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
+__all__ = ["Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
 
 LINGER_S = 1.0
 MEETING_S = 1800.0
 """Seconds that ranks look for rank 0 if they know its address only from a file of the run."""
-COMMAND = "MEGARL_COMMAND"
-"""The variable with the command that a person typed to start the ranks of this host without a launcher."""
 
 
 def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> tuple[str, int]:

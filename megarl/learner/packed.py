@@ -96,7 +96,7 @@ def _laid_out(tokens: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
         used: [S] int64, tokens of each sequence.
         lengths: [S] int64, places of each sequence in the row; zeros fill the places behind its tokens.
     """
-    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    _, position = places_of(lengths, 0, 1)
     row = torch.zeros_like(position)
     row[position < used.repeat_interleave(lengths)] = tokens
     return row

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+COMMAND = "MEGARL_COMMAND"
+"""The variable with the command that a person typed to start the ranks of this host without a launcher."""
 PROGRAM = "megarl"
 """The name of the installed script."""
 

@@ -125,8 +125,8 @@ CHARTS = (
     Chart(title="Throughput", expect="Level.", metrics=("perf/throughput",), unit="tokens/s per rank"),
     Chart(
         title="Memory of the first rank",
-        expect="Level after the first steps: it is the peak so far. Steady growth of the host's is a leak.",
-        metrics=("perf/host_memory_gb", "perf/device_memory_gb"),
+        expect="Level after the first steps: the host's is the peak so far, and its steady growth is a leak.",
+        metrics=("perf/max_host_memory_gb", "perf/max_memory_allocated_gb"),
         unit="GB",
     ),
 )

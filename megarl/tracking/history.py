@@ -1,11 +1,9 @@
 """`history.jsonl` in the run's directory: a line when a process begins or ends its part of a run."""
 
 import os
-import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from getpass import getuser
@@ -13,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import COMMAND, typed
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.lines import Lines
 from megarl.tracking.names import Ending
 
 HISTORY_FILE = "history.jsonl"
-COMMAND = "MEGARL_COMMAND"  # what the user typed, if a launcher started this process
 GIT_S = 5  # most seconds that git may take
 
 
@@ -64,7 +62,7 @@ class History:
 
 def origin() -> dict[str, str]:
     """Return the command, user and host of this process, and the commit of the working directory if git knows one."""
-    facts = {"command": redact(os.environ.get(COMMAND) or shlex.join(sys.orig_argv)), "host": socket.gethostname()}
+    facts = {"command": redact(os.environ.get(COMMAND) or typed()), "host": socket.gethostname()}
     try:
         facts["user"] = getuser()
     except (KeyError, OSError):  # a container may run under a number without a name

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Prompt, Rollouts, Scored
+from megarl.data.parquet import read_own
 from megarl.distributed.exchange import together
 from megarl.platform.files import remedy, replacing
-from megarl.platform.small_files import Damage, naming, open_file
+from megarl.platform.small_files import Damage
 from megarl.training.archive_schema import COLUMNS, PROMPT_COLUMNS, SAMPLE_COLUMNS, arrow_schema, check
 
 logger = logging.getLogger(__name__)
@@ -149,13 +150,7 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
 
 def _read(path: Path) -> Any:
     """Return the table in a file, with every value checked. Raises Damage."""
-    with naming(path):
-        file = open_file(path)
-    try:
-        with file:
-            table = pq.ParquetFile(file, page_checksum_verification=True).read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise Damage(path, f"cannot be read as samples of a run: {error}") from error
+    table = read_own(path, "samples of a run")
     check(table, file=path)
     return table
 

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.batch import Generation, Group, Prompt
-from megarl.platform.small_files import Damage, naming, open_file
+from megarl.data.parquet import read_own
+from megarl.platform.small_files import Damage
 
 CARRIED_FILE = "carried.parquet"
+CONTENT = "unfinished samples of a run"
 SCHEMA = pa.schema(
     [
         ("group", pa.int64()),  # the same for all samples of a prompt, which are neighbours
@@ -56,15 +58,9 @@ def read(path: Path, prompt_of: Callable[[int], Prompt]) -> tuple[Group, ...]:
         Damage: the file is missing or damaged.
         ValueError: the data set has other prompts than when the file was written.
     """
-    with naming(path):
-        file = open_file(path)
-    try:
-        with file:
-            table = pq.ParquetFile(file, page_checksum_verification=True).read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise Damage(path, f"cannot be read as unfinished samples of a run: {error}") from error
+    table = read_own(path, CONTENT)
     if not table.schema.equals(SCHEMA):
-        raise Damage(path, f"cannot be read as unfinished samples of a run: its columns are {table.column_names}")
+        raise Damage(path, f"cannot be read as {CONTENT}: its columns are {table.column_names}")
     groups = dict[int, list[dict[str, Any]]]()
     for row in table.to_pylist():
         groups.setdefault(row["group"], []).append(row)

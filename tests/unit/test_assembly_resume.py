@@ -16,8 +16,8 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config
 from megarl.config.report import own_code
 from megarl.config.root import Config
-from megarl.distributed.launch import COMMAND
 from megarl.entry import how_to_resume
+from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.report.__main__ import main
-from megarl.report.charts import running_mean, thin
+from megarl.report.charts import CHARTS, running_mean, thin
 from megarl.report.differences import from_default, names_that_differ
 from megarl.report.page import library, render
 from megarl.report.read import Run, read_run
@@ -17,9 +17,15 @@ from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.report.verdict import faults, remarks, score_of, verdict
 from megarl.tracking.history import History
 from megarl.tracking.jsonl import Jsonl, read_jsonl
+from megarl.tracking.metrics import describe
 from tests.support.runs import config_of, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def test_every_metric_of_a_chart_is_recorded_by_a_run() -> None:
+    names = [name for chart in CHARTS for name in chart.metrics if not name.endswith("/")]
+    assert [name for name in names if describe(name) is None] == []
 
 
 def run_with(**metrics: list[float]) -> Run:
