@@ -13,7 +13,7 @@ help:
 	@echo "make test-unit    tests within one process"
 	@echo "make test-ranks   tests of ranks that work together"
 	@echo "make test-e2e     tests of whole commands"
-	@echo "make test-long    demonstrations, benchmarks, models that learn, and test-newest"
+	@echo "make test-long    what takes minutes: demonstrations, benchmarks, many lives of a job, and test-newest"
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
 	@echo "make clean        remove environments and caches; keep what users made"

@@ -9,13 +9,16 @@ from importlib import import_module
 
 import pytest
 
-from megarl.platform.device import decide_device
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-decide_device("cpu")
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Decide the device before the first test module asks. The process that only distributes tests imports no torch."""
+    if isinstance(collector, pytest.Session):
+        import_module("megarl.platform.device").decide_device("cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

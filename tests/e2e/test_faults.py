@@ -49,6 +49,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.long
 def test_ranks_killed_in_every_phase_leave_no_trace(workspace: Workspace, tmp_path: Path) -> None:
     """Torchrun starts the first two lives of the job; each later life is a job of its own."""
     expected, found = tmp_path / "expected", tmp_path / "found"

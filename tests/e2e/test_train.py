@@ -293,6 +293,7 @@ def test_evaluate_scores_the_checkpoint_of_a_run_under_another_split(
     assert (found["step"], found["val/test_score/countdown/bare"]) == (3, pytest.approx(score))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 def test_open_mpi_runs_grpo_with_two_engines(workspace: Workspace, tmp_path: Path) -> None:
     succeed(

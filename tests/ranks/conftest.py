@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.ranks import RankPool
+if TYPE_CHECKING:
+    from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def pool() -> "Iterator[RankPool]":
     """Processes for worlds of any size."""
+    from tests.support.ranks import RankPool  # slow, also for the process that only distributes the tests
+
     with RankPool() as pool:
         yield pool
 

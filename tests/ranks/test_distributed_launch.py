@@ -33,11 +33,6 @@ def lines_of_ranks(*processes: subprocess.Popen[str]) -> list[str]:
     return sorted(lines)
 
 
-@EVERY_LAUNCHER
-def test_two_ranks_meet(command: list[str]) -> None:
-    assert lines_of_ranks(start(command)) == MEETING
-
-
 def test_two_tasks_of_a_slurm_step_meet() -> None:
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -66,9 +61,10 @@ def test_launch_scripts(script: str, ranks: dict[str, str]) -> None:
 
 
 @EVERY_LAUNCHER
-def test_a_rank_that_fails_fails_the_job_and_is_heard(command: list[str]) -> None:
+def test_two_ranks_meet_and_one_that_fails_fails_the_job_and_is_heard(command: list[str]) -> None:
     process = start(command, "fail=1")
     stdout, stderr = process.communicate(timeout=120)
+    assert sorted(line for line in stdout.splitlines() if line.startswith("rank")) == MEETING
     assert process.returncode == 1
     assert "ValueError: rank 1 was asked to fail" in stderr + stdout
 
