@@ -79,10 +79,10 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
 def interpreter(version: str) -> str:
     """Return the path of an interpreter of this version that runs. Skip the test if there is none."""
     known = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
-    for candidate in filter(None, known):
+    for candidate in map(str, filter(None, known)):
         probe = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False)
         if probe.stdout.startswith(f"Python {version}."):
-            return str(candidate)
+            return candidate
     pytest.skip(f"there is no Python {version} here (apt-get install python{version}, or pyenv install {version})")
 
 
