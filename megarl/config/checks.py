@@ -239,10 +239,10 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
         yield Fault(path=key, message=f"no such file: {path}: {remedy}")
 
 
-def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
+def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterator[Fault]:
     """Check that optional packages are installed, and that MLflow or a plug-in of it knows the server's scheme."""
     for name in ("tensorboard", "wandb"):
-        if name in trainer.logger and find_spec(name) is None:
+        if check_packages and name in trainer.logger and find_spec(name) is None:
             yield Fault(
                 path="trainer.logger",
                 message=f"the package {name} is not installed: pip install 'megarl[{name}]', or leave {name} out",

@@ -332,11 +332,12 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
     "trainer.resume_from_path",
     "trainer.default_hdfs_dir",
     "trainer.mlflow_tracking_uri",
+    "trainer.logger",
 )
 def _records(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
-    yield from tracking_faults(config.trainer)
+    yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
 
 
 @rule(f"{ACTOR}.optim", "critic.optim")
