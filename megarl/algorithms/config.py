@@ -138,8 +138,8 @@ class CustomEstimatorSection:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, by name."""
     needs: list[Need] = field(default_factory=list)
-    """What the run computes for the function besides: values of a critic, groups of the responses to one prompt,
-    baselines, the scores of greedy responses."""
+    """Further tensors that the function takes: values of a critic, groups of the responses to one prompt, or baselines,
+    the scores of greedy responses."""
 
 
 @section

@@ -194,7 +194,7 @@ def _taken(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[
 
 
 def _mask(draw: torch.Generator) -> Tensor:
-    """Draw a mask of responses, one of them full, one empty, and one with a gap."""
+    """Draw a mask of responses: the first has a gap, the second is empty, and the others are ragged."""
     size, length = (int(torch.randint(4, 9, (), generator=draw)) for _ in range(2))
     lengths = torch.randint(1, length + 1, (size,), generator=draw)
     lengths[:2] = torch.tensor([length, 0])

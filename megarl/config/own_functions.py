@@ -1,4 +1,4 @@
-"""What a run gives to an estimator or a policy loss of the user, and why a function cannot take it. No torch here.
+"""The call of a user's estimator or policy loss, and the reasons why a function cannot be called so. No torch here.
 
 A function is called with keywords: those of the arguments below that it takes, and its `kwargs`.
 """
@@ -67,6 +67,6 @@ class Call:
             else:
                 yield (
                     f"{self.key}.name",
-                    f"{self} has a parameter {name}, for which there is no value: give it a default or a value in "
+                    f"{self} has a parameter {name} without a value: give {name} a default, or a value in "
                     f"{self.key}.kwargs (the run gives {', '.join(self.arguments)})",
                 )

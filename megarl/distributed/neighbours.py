@@ -1,7 +1,7 @@
 """Whether hosts can train together: names, interfaces, ports, InfiniBand, the shared directory, and clocks.
 
-The same program runs once on every host. The hosts meet at a store of torch on the first host, as ranks do. What a host
-finds becomes rows; nothing here raises because of another host.
+The same program runs once on every host. The hosts meet at a store of torch on the first host, as ranks do. The
+findings of a host become rows; nothing here raises because of another host.
 """
 
 import json
@@ -54,8 +54,8 @@ def place_of(hosts: Sequence[str], launch: Launch | None) -> int:
     """Return the place of this host among `hosts`: the launcher's number of it, else the place of its name.
 
     Raises:
-        ValueError: fewer than two hosts are named, this host is not one of them, or the launcher has started another
-            number of them.
+        ValueError: `hosts` has fewer than two names or lacks this host, or the launcher has started another number of
+            processes.
     """
     if len(hosts) < 2:
         raise ValueError(f"--hosts names only {', '.join(hosts)}: name the hosts of a job, with commas between them")
@@ -70,7 +70,7 @@ def place_of(hosts: Sequence[str], launch: Launch | None) -> int:
     own = {entry.address for known in psutil.net_if_addrs().values() for entry in known}
     found = [place for place, host in enumerate(hosts) if host in own or _short(host) == _short(name)]
     if len(found) != 1:
-        raise ValueError(f"--hosts names {', '.join(hosts)}, and this host, {name}, is not exactly one of them")
+        raise ValueError(f"--hosts names {', '.join(hosts)}, but this host, {name}, must be there once")
     return found[0]
 
 

@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / name, root / "clone" / name)
     build = [UV, "build", "--wheel", "--out-dir", root / "dist", root / "clone"]
     run(*build, cwd=root, timeout_s=NETWORK_S, environ=sources())
-    [built] = (root / "dist").iterdir()
+    [built] = (root / "dist").glob("*.whl")
     return built
 
 

@@ -1,4 +1,4 @@
-"""What a host finds about the hosts of a job; two hosts that meet are in tests/ranks/test_distributed_hosts.py."""
+"""The findings of a host about the hosts of its job; two hosts that meet are in tests/ranks/test_distributed_hosts.py."""
 
 import socket
 import socketserver
@@ -38,8 +38,8 @@ def test_the_place_is_that_of_the_launcher_or_of_the_name() -> None:
     [
         (("a",), None, "--hosts names only a: name the hosts of a job"),
         (("a", "b"), launch(0, 4, 1), "--hosts names 2, but the launcher started 4 processes, 1 on this host"),
-        (("a", "b"), None, f"and this host, {HERE}, is not exactly one of them"),
-        ((HERE, "127.0.0.1"), None, "is not exactly one of them"),
+        (("a", "b"), None, f"but this host, {HERE}, must be there once"),
+        ((HERE, "127.0.0.1"), None, "must be there once"),
     ],
 )
 def test_a_host_that_has_no_place_is_refused(hosts: tuple[str, ...], started: Launch | None, fault: str) -> None:
@@ -50,7 +50,7 @@ def test_a_host_that_has_no_place_is_refused(hosts: tuple[str, ...], started: La
 def test_the_command_refuses_such_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["--hosts", "no.such.invalid,other.invalid"])
-    assert "is not exactly one of them" in capsys.readouterr().err
+    assert "must be there once" in capsys.readouterr().err
 
 
 def rows(findings: list[Finding], verdict: str) -> dict[str, tuple[str, str]]:

@@ -104,7 +104,7 @@ def test_every_fault_of_both_functions_is_found_before_anything_starts(tmp_path:
     assert found.keys() == {f"{ESTIMATOR}.{name}" for name in ("needs", "kwargs", "name")} | {f"{LOSS}.kwargs"}
     assert found[f"{ESTIMATOR}.kwargs"] == "scores is an argument that the run gives: leave it out"
     assert found[f"{ESTIMATOR}.needs"].startswith("estimate of ")
-    assert "has a parameter extra, for which there is no value" in found[f"{ESTIMATOR}.name"]
+    assert "has a parameter extra without a value" in found[f"{ESTIMATOR}.name"]
     assert found[f"{LOSS}.kwargs"] == f"loss of {path} does not take beta: leave it out, or add a parameter beta"
     assert faults(tmp_path, *named, f"{ESTIMATOR}.path=absent.py")[f"{ESTIMATOR}.path"].startswith("no such file")
 
@@ -125,7 +125,10 @@ def test_needs_decide_about_critic_and_greedy_responses(example: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("from megarl.algorithms.losses import ppo_clip as compute_policy_loss", "has a parameter clip_low, for which"),
+        (
+            "from megarl.algorithms.losses import ppo_clip as compute_policy_loss",
+            "has a parameter clip_low without",
+        ),
         ("import absent_package\ndef compute_policy_loss(): ...", "fails to load: ModuleNotFoundError"),
         (
             "def compute_policy_loss(log_probs): return log_probs.sum()",
