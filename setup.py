@@ -19,7 +19,7 @@ def write_commit(directory: str) -> None:
         Path(directory, COMMIT_FILE).write_text(commit)
 
 
-class BuildWithCommit(build_py):
+class BuildWithCommit(build_py):  # type: ignore[misc]
     """Builds the package, with its commit."""
 
     def run(self) -> None:
@@ -29,7 +29,7 @@ class BuildWithCommit(build_py):
             write_commit(self.build_lib)
 
 
-class SourceWithCommit(sdist):
+class SourceWithCommit(sdist):  # type: ignore[misc]
     """Builds the source distribution, with its commit."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:

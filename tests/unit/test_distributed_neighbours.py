@@ -1,4 +1,4 @@
-"""The findings of a host about the hosts of its job; two hosts that meet are in tests/ranks/test_distributed_hosts.py."""
+"""The findings of a host about the hosts of its job; tests/ranks/test_distributed_hosts.py has two that meet."""
 
 import socket
 import socketserver
