@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     typed = parse(CHAT, argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
     try:
-        with loadable(typed["model"]) as directory:
+        with loadable(typed["model"]) as directory, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of vLLM, about torch: nothing for a person who chats
             from megarl.rollout.talk import Talker  # imports torch
 
             talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])

@@ -13,18 +13,18 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
+import click
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.command import parse
+from megarl.cli.command import complain, parse
 from megarl.cli.commands import DOCTOR
+from megarl.platform.finding import Finding, Verdict
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
 
@@ -45,16 +45,6 @@ PATCHING = ("megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.
 MIN_SHM_GIB = 1
 # Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
 SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A row of the table: the subject, the finding and, unless all is well, advice."""
-
-    name: str
-    found: str
-    advice: str = ""
-    verdict: Literal["good", "note", "fault"] = "good"
 
 
 def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
@@ -89,7 +79,7 @@ def torch_findings(torch: ModuleType) -> list[Finding]:
             advice = (
                 "torch is a CUDA build but sees no device: check nvidia-smi and CUDA_VISIBLE_DEVICES, or " + REINSTALL
             )
-        verdict: Literal["good", "note", "fault"] = "fault" if torch.version.cuda else "note" if gpu_driver else "good"
+        verdict: Verdict = "fault" if torch.version.cuda else "note" if gpu_driver else "good"
         return [*rows, Finding("CUDA devices", "none", advice, verdict)]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -223,6 +213,8 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
 def main(argv: Sequence[str] = ()) -> int:
     """Print the tables. Return 1 if training cannot work here, else 0."""
     typed = parse(DOCTOR, argv)
+    if typed["hosts"]:
+        return _examine_hosts(tuple(typed["hosts"].split(",")), typed["port"], typed["directory"])
     packages = package_findings(_version, _requires)
     sections = [packages]
     try:
@@ -246,7 +238,7 @@ def main(argv: Sequence[str] = ()) -> int:
         tool_findings(shutil.which),
         shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
     ]
-    _print(sections)
+    _print("megarl doctor", sections)
     if patches := declared():
         Console().print(patch_table(patches))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
@@ -313,8 +305,34 @@ def _maps_of_live_processes() -> list[str]:
     return texts
 
 
-def _print(sections: Sequence[Sequence[Finding]]) -> None:
-    table = Table("what", "found", "advice", title="megarl doctor")
+def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
+    """Print what the hosts lack to train together, on the first host; return 1 if they lack anything, else 0."""
+    from megarl.distributed.neighbours import Circle, examine, place_of
+    from megarl.distributed.place import detect
+
+    launch = detect(os.environ)
+    if launch and launch.local_rank:
+        return 0  # one process for each host
+    try:
+        circle = Circle(hosts=hosts, mine=place_of(hosts, launch), port=port, directory=directory)
+    except ValueError as error:
+        complain(click.UsageError(str(error)))
+    found = examine(circle, print)
+    if circle.mine == 0 or len(found) == 1:
+        for host, findings in found.items():
+            _print(f"megarl doctor on {host}", [findings])
+    faults = sum(finding.verdict == "fault" for findings in found.values() for finding in findings)
+    if circle.mine == 0:
+        Console().print(
+            f"[red]These hosts cannot train together: {faults} fault(s), remedies above."
+            if faults
+            else f"[green]These {len(hosts)} hosts can train together."
+        )
+    return 1 if faults else 0
+
+
+def _print(title: str, sections: Sequence[Sequence[Finding]]) -> None:
+    table = Table("what", "found", "advice", title=title)
     styles = {"good": "", "note": "yellow", "fault": "bold red"}
     for section in sections:
         for finding in section:

@@ -35,14 +35,14 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     return torch.where(is_last, scores[:, None], 0.0) - kl_coef * masked(kl, mask)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Estimate advantages by GAE (Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 16).
 
     `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`, and `t + 1` is the next
     *unmasked* token: masked tokens are skipped, whatever their values. After the last token `V = A = 0`.
 
     Args:
-        rewards: `[B, T]`.
+        token_rewards: `[B, T]`.
         values: `[B, T]` estimates of the state before token `t`.
         mask: `[B, T]` bool.
         gamma: discount per token.
@@ -51,7 +51,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     Returns:
         Advantages `[B, T]` and returns `A + V` `[B, T]`, the critic's target.
     """
-    rewards, values = masked(rewards, mask), masked(values, mask)
+    rewards, values = masked(token_rewards, mask), masked(values, mask)
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     columns = []
     for t in reversed(range(mask.shape[1])):

@@ -2,16 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from megarl.section import Bound, CountFromZero, Fraction, Length, Weight, section
 
 AdvantageEstimator = Literal[
-    "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "grpo_passk"
+    "gae",
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "custom",
 ]
-LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov"]
+LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
+Need = Literal["values", "groups", "baselines"]
+NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
 KLEstimator = Literal[SampledKL, "full"]
@@ -38,7 +49,9 @@ ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
     "opo": Estimator(compares=True),
     "gpg": Estimator(compares=True),
     "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
+    "custom": Estimator(reads=tuple(f"custom_estimator.{name}" for name in ("path", "name", "kwargs", "needs"))),
 }
+"""The needs of an estimator of the user are in the configuration: see `AlgorithmSection.estimator`."""
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 LOSS_READS: Mapping[LossMode, tuple[str, ...]] = {
@@ -48,6 +61,7 @@ LOSS_READS: Mapping[LossMode, tuple[str, ...]] = {
     "gpg": (),
     "clip_cov": (*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
     "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    "custom": tuple(f"policy_loss.{name}" for name in ("path", "name", "kwargs")),
 }
 """The keys of `actor_rollout_ref.actor` that a policy loss reads and not all policy losses read."""
 K3: tuple[KLEstimator, ...] = ("low_var_kl", "k3")
@@ -113,12 +127,30 @@ class RolloutCorrectionSection:
 
 
 @section
+class CustomEstimatorSection:
+    """`algorithm.custom_estimator.*`: an advantage estimator of the user, for `adv_estimator=custom`."""
+
+    path: str | None = None
+    """Python file that defines the estimator."""
+    name: str = "compute_advantages"
+    """Name of the function. Of the tensors token_rewards, scores, mask and those of `needs` it takes what it names, and
+    returns advantages, or advantages and the returns that a critic learns."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the function, by name."""
+    needs: list[Need] = field(default_factory=list)
+    """Further tensors that the function takes: values of a critic, groups of the responses to one prompt, or baselines,
+    the scores of greedy responses."""
+
+
+@section
 class AlgorithmSection:
     """`algorithm.*`: from scores to advantages."""
 
     adv_estimator: AdvantageEstimator = "gae"
-    """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), or a
-    comparison of the responses to one prompt (all others)."""
+    """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), a
+    function of the user (custom), or a comparison of the responses to one prompt (all others)."""
+    custom_estimator: CustomEstimatorSection = field(default_factory=CustomEstimatorSection)
+    """An advantage estimator of the user."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 1.0
@@ -145,6 +177,9 @@ class AlgorithmSection:
     @property
     def estimator(self) -> Estimator:
         """Return the needs of `adv_estimator`."""
+        if self.adv_estimator == "custom":
+            critic, compares, greedy = (name in self.custom_estimator.needs for name in NEEDS)
+            return Estimator(critic=critic, compares=compares, greedy=greedy)
         return ESTIMATORS[self.adv_estimator]
 
 
@@ -153,7 +188,15 @@ class PolicyLossSection:
     """`actor_rollout_ref.actor.policy_loss.*`: the policy loss."""
 
     loss_mode: LossMode = "vanilla"
-    """vanilla = the clipped surrogate of PPO with dual clip; docs/algorithms.md describes all losses."""
+    """vanilla = the clipped surrogate of PPO with dual clip; custom = a function of the user; docs/algorithms.md
+    describes all losses."""
+    path: str | None = None
+    """custom: Python file that defines the loss."""
+    name: str = "compute_policy_loss"
+    """custom: name of the function. Of the tensors log_probs, old_log_probs, advantages and mask it takes what it
+    names, and returns a PolicyLoss."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """custom: further arguments of the function, by name."""
     clip_cov_ratio: Fraction = 0.0002
     """clip_cov: share of the tokens that get no gradient."""
     clip_cov_lb: Covariance = 1.0

@@ -53,6 +53,33 @@ class PolicyLoss:
     clip_frac_lower: Tensor  # 0-dim: number of tokens held by the dual clip
     ppo_kl: Tensor  # 0-dim: sum of old_log_probs - log_probs
 
+    @classmethod
+    def of(
+        cls,
+        losses: Tensor,
+        log_ratio: Tensor,
+        mask: Tensor,
+        *,
+        clip_frac: Tensor | None = None,
+        clip_frac_lower: Tensor | None = None,
+    ) -> Self:
+        """Sum the losses of tokens.
+
+        Args:
+            losses: `[b, T]`; what is outside the mask does not count.
+            log_ratio: `[b, T]`, log_probs - old_log_probs, zero outside the mask.
+            mask: `[b, T]` bool.
+            clip_frac: 0-dim, the number of tokens with a clipped ratio; None: no ratio is clipped.
+            clip_frac_lower: 0-dim, the number of tokens held by a dual clip; None: there is none.
+        """
+        none = torch.zeros((), dtype=torch.int64, device=mask.device)
+        return cls(
+            sums=masked(losses, mask).sum(-1),
+            clip_frac=none if clip_frac is None else clip_frac,
+            clip_frac_lower=none if clip_frac_lower is None else clip_frac_lower,
+            ppo_kl=-log_ratio.detach().sum(),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
@@ -95,7 +122,7 @@ def ppo_clip(
     ceiling = -advantages * clip_c
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
     held = (advantages < 0) & (pessimistic > ceiling)
-    return _policy_loss(losses, log_ratio, mask, clip_frac=clipped.sum(), clip_frac_lower=held.sum())
+    return PolicyLoss.of(losses, log_ratio, mask, clip_frac=clipped.sum(), clip_frac_lower=held.sum())
 
 
 def gspo(
@@ -121,7 +148,7 @@ def gspo(
     of_sequence = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     ratio = bounded_exp(of_sequence.detach() + tokens - tokens.detach())
     losses, clipped = _clipped(ratio, masked(advantages, mask), clip_low, clip_high)
-    return _policy_loss(losses, log_ratio, mask, clip_frac=clipped.sum())
+    return PolicyLoss.of(losses, log_ratio, mask, clip_frac=clipped.sum())
 
 
 def cispo(
@@ -144,7 +171,7 @@ def cispo(
     log_ratio = log_probs - masked(old_log_probs, mask)
     ratio = bounded_exp(log_ratio.detach())
     weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return _policy_loss(-weights * advantages * log_probs, log_ratio, mask, clip_frac=(weights != ratio).sum())
+    return PolicyLoss.of(-weights * advantages * log_probs, log_ratio, mask, clip_frac=(weights != ratio).sum())
 
 
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
@@ -158,7 +185,7 @@ def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tens
     """
     log_probs = masked(log_probs, mask)
     log_ratio = log_probs - masked(old_log_probs, mask)
-    return _policy_loss(-masked(advantages, mask) * log_probs, log_ratio, mask)
+    return PolicyLoss.of(-masked(advantages, mask) * log_probs, log_ratio, mask)
 
 
 def clip_cov(
@@ -187,7 +214,7 @@ def clip_cov(
     log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
     pessimistic, clipped = _clipped(bounded_exp(log_ratio), masked(advantages, mask), clip_low, clip_high)
     chosen = chosen & mask
-    return _policy_loss(pessimistic.masked_fill(chosen, 0.0), log_ratio, mask, clip_frac=(clipped | chosen).sum())
+    return PolicyLoss.of(pessimistic.masked_fill(chosen, 0.0), log_ratio, mask, clip_frac=(clipped | chosen).sum())
 
 
 def kl_cov(
@@ -208,7 +235,7 @@ def kl_cov(
     """
     log_ratio = masked(log_probs, mask) - masked(old_log_probs, mask)
     losses = -masked(advantages, mask) * bounded_exp(log_ratio) + kl_coef * masked(log_ratio.abs(), chosen & mask)
-    return _policy_loss(losses, log_ratio, mask)
+    return PolicyLoss.of(losses, log_ratio, mask)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
@@ -216,23 +243,6 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
-
-
-def _policy_loss(
-    losses: Tensor,
-    log_ratio: Tensor,
-    mask: Tensor,
-    *,
-    clip_frac: Tensor | None = None,
-    clip_frac_lower: Tensor | None = None,
-) -> PolicyLoss:
-    none = torch.zeros((), dtype=torch.int64, device=mask.device)
-    return PolicyLoss(
-        sums=masked(losses, mask).sum(-1),
-        clip_frac=none if clip_frac is None else clip_frac,
-        clip_frac_lower=none if clip_frac_lower is None else clip_frac_lower,
-        ppo_kl=-log_ratio.detach().sum(),
-    )
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float) -> ValueLoss:

@@ -16,6 +16,7 @@ from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
+from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Updates
 from megarl.training.skips import Skips
@@ -41,15 +42,17 @@ class Models:
     critic: Model[Any] | None
 
 
-def make_models(config: Config, source: Source, tokenizer: Tokenizer, *, last_step: int) -> Models:
-    """Build the models that the configuration needs. `tokenizer` is the policy's.
+def make_models(
+    config: Config, source: Source, tokenizer: Tokenizer, *, own_loss: OwnLoss | None, last_step: int
+) -> Models:
+    """Build the models that the configuration needs. `tokenizer` is the policy's, `own_loss` the user's, if chosen.
 
     Raises what `make_critic` and `make_reference` do.
     """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
     reference = make_reference(config, source, mesh, tokenizer)
     anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
-    actor = make_actor(config, source, mesh, anchor, supervision, last_step=last_step)
+    actor = make_actor(config, source, mesh, anchor, supervision, own_loss, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
@@ -60,11 +63,13 @@ def make_actor(
     mesh: Mesh,
     reference: Learner | None,
     supervision: Supervision | None,
+    own_loss: OwnLoss | None,
     *,
     last_step: int,
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    objective = ActorObjective(actor, horizon=config.data.max_response_length, own=own_loss)
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -82,7 +87,7 @@ def make_actor(
         against=reference if config.kl_of_reward == "full" else None,
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
-            _updates(config, "actor", actor, ActorObjective(actor, horizon=config.data.max_response_length)),
+            _updates(config, "actor", actor, objective),
             prepare=partial(mark, section=actor),
             against=reference if config.kl_of_loss == "full" else None,
             extra_terms=supervision.terms if supervision else None,

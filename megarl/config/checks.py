@@ -5,6 +5,7 @@ Each check yields `Fault`s. `where` is the dotted path of the checked section.
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.faults import Fault
@@ -238,8 +239,14 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
         yield Fault(path=key, message=f"no such file: {path}: {remedy}")
 
 
-def tracking_faults(trainer: TrainerSection) -> Iterator[Fault]:
-    """Check that MLflow, or an installed plug-in of it, knows the scheme of the tracking server."""
+def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterator[Fault]:
+    """Check that optional packages are installed, and that MLflow or a plug-in of it knows the server's scheme."""
+    for name in ("tensorboard", "wandb"):
+        if check_packages and name in trainer.logger and find_spec(name) is None:
+            yield Fault(
+                path="trainer.logger",
+                message=f"the package {name} is not installed: pip install 'megarl[{name}]', or leave {name} out",
+            )
     scheme, separator, _ = (trainer.mlflow_tracking_uri or "").partition("://")
     kind = scheme.partition("+")[0]
     if not separator or kind in MLFLOW_SCHEMES:

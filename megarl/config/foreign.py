@@ -139,7 +139,7 @@ FOREIGN_KEYS = (
     ("*rollout_n", "write actor_rollout_ref.rollout.n"),
     ("*data_loader_seed", "write data.seed"),
     ("critic.shuffle", "write actor_rollout_ref.actor.shuffle"),
-    ("critic.enable", "follows from algorithm.adv_estimator: gae has a critic, the others have none"),
+    ("critic.enable", "follows from algorithm.adv_estimator: gae has a critic, and so has custom if it needs values"),
     ("*actor.tau_*", _NOT + "see actor_rollout_ref.actor.policy_loss.loss_mode"),
     ("*loss_scale_factor", "is data.max_response_length, with loss_agg_mode=seq-mean-token-sum-norm"),
     ("*use_prefix_grouper", _NOT + "prompts are computed once for each of their responses"),

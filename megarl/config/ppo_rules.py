@@ -83,8 +83,8 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
     if needs_critic and not critic.path:
         yield Fault(
             path="critic.model.path",
-            message=f"algorithm.adv_estimator=gae trains a critic: name the checkpoint it starts from "
-            f"(for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
+            message=f"algorithm.adv_estimator={config.algorithm.adv_estimator} trains a critic: name the checkpoint it "
+            f"starts from (for example {policy.path}), or choose adv_estimator=grpo or another that needs none",
         )
     if facts.check_paths:
         yield from model_faults(policy, f"{POLICY}.path")
@@ -332,11 +332,12 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
     "trainer.resume_from_path",
     "trainer.default_hdfs_dir",
     "trainer.mlflow_tracking_uri",
+    "trainer.logger",
 )
 def _records(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
-    yield from tracking_faults(config.trainer)
+    yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
 
 
 @rule(f"{ACTOR}.optim", "critic.optim")

@@ -12,6 +12,7 @@ from rich.table import Table
 from megarl.config.checks import world_size
 from megarl.config.load import written_keys
 from megarl.config.mesh_checks import data_parallel_size
+from megarl.config.own_functions import ESTIMATOR, LOSS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.config.unread import unread
 from megarl.platform.secrets import redacted
@@ -26,6 +27,8 @@ TOKENIZERS = {
 }
 """Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
+OWN_FILES = ("custom_reward_function.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
+"""The keys of files of the user; `name` in the same section is the function."""
 IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
 """Endings of the arguments of vLLM that name modules to import."""
 
@@ -113,8 +116,8 @@ def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
             found[key] = f"what comes with {' and '.join([model, *others])}"
         elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:
             found[key] = _modules(value)
-        elif key == "custom_reward_function.path" and value:
-            found[key] = provenance(Path(value), leaves["custom_reward_function.name"])
+        elif key in OWN_FILES and value:
+            found[key] = provenance(Path(value), leaves[f"{section}.name"])
     return redacted(found)
 
 

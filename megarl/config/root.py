@@ -75,7 +75,7 @@ class Config:
     actor_rollout_ref: ActorRolloutRefSection
     """The policy."""
     critic: CriticSection = field(default_factory=CriticSection)
-    """The value model of adv_estimator=gae."""
+    """The value model of adv_estimator=gae, or of an estimator of the user that needs values."""
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """Advantages and the KL penalty."""
     reward_model: RewardModelSection = field(default_factory=RewardModelSection)

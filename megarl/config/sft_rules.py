@@ -69,12 +69,13 @@ def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     "trainer.resume_from_path",
     "trainer.default_hdfs_dir",
     "trainer.mlflow_tracking_uri",
+    "trainer.logger",
     "optim",
 )
 def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
-    yield from tracking_faults(config.trainer)
+    yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
     yield from schedule_faults(config.optim, "optim")
 
 

@@ -135,7 +135,12 @@ def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
 UNTRAINED = ("use_distributed_optimizer", "grad_offload", "optimizer_offload")
 
 PPO_ROWS: tuple[Row, ...] = (
-    _with("critic.*", ESTIMATOR, *(name for name, estimator in ESTIMATORS.items() if estimator.critic)),
+    Row(
+        keys=("critic.*",),
+        read=lambda config: config.has_critic,
+        only=f"`{ESTIMATOR}` is `gae`, or is `custom` and `custom_estimator.needs` has `values`",
+        because=(ESTIMATOR,),
+    ),
     *_arm_rows("algorithm", ESTIMATOR, {name: estimator.reads for name, estimator in ESTIMATORS.items()}),
     Row(
         keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),

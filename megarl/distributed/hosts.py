@@ -58,7 +58,7 @@ def resolve(host: str) -> list[str]:
     until = time.monotonic() + REPORT_INTERVAL_S
     while True:
         try:
-            return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+            return addresses_of(host)
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until:
                 raise ValueError(
@@ -66,6 +66,11 @@ def resolve(host: str) -> list[str]:
                     "the node a NodeAddr that resolves"
                 ) from None
         time.sleep(_ROUND_S)
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses that `host` has now. Raises OSError or UnicodeError if it has none."""
+    return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
 
 
 def is_loopback(address: str) -> bool:
@@ -203,7 +208,7 @@ def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
             break
         seat = Seat(**json.loads(store.get(_seat(rank))))
         address = route_to(seat.address) if seat.host != mine.host and seat.address else ""
-    if name := _interface_of(address):
+    if name := interface_of(address):
         for variable in INTERFACES:
             os.environ.setdefault(variable, name)
     else:
@@ -220,7 +225,8 @@ def describe_failure(error: Exception, host: str, port: int) -> str:
     )
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's network interface that has `address`; None if none has."""
     interfaces, plain = psutil.net_if_addrs().items(), address.partition("%")[0]
     names = [name for name, known in interfaces if plain in (entry.address.partition("%")[0] for entry in known)]
     return names[0] if names else None

@@ -48,7 +48,7 @@ class CriticModelSection(ModelSection):
     """`critic.model.*`: the checkpoint of the critic; a scalar head replaces the head of a language model."""
 
     path: str = ""
-    """Hugging Face directory, its URI or Hugging Face id; required and read only if algorithm.adv_estimator is gae."""
+    """Hugging Face directory, its URI or Hugging Face id; required and read only if the run has a critic."""
     tokenizer_path: str | None = None
     """Tokenizer that the critic was trained with; null = the policy's. If they differ, the critic reads the policy's
     text in its own tokens."""

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,7 +12,7 @@ from megarl.config.model_files import model_faults
 from megarl.config.root import Config
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
-from megarl.models.hub import place_of, read_model
+from megarl.models.hub import config_place, read_model
 from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
@@ -181,14 +180,4 @@ def architecture_of(section: CheckpointSection) -> Architecture:
     Raises:
         ValueError: there is no such file, or it describes a model that megarl does not know.
     """
-    place = place_of(section.path)
-    if isinstance(place, Path) and not place.is_dir():
-        from huggingface_hub import hf_hub_download  # half a second that local models need not wait
-
-        try:
-            place = Path(hf_hub_download(section.path, "config.json")).parent
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{section.path} is no local directory, and as a Hugging Face id it failed: {error}"
-            ) from error
-    return read_model(place, section.override_config)[1]
+    return read_model(config_place(section.path), section.override_config)[1]

@@ -28,6 +28,7 @@ from megarl.algorithms.masked import masked, masked_mean, masked_moments
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.batch import Experience, Scored
 from megarl.training.interfaces import Metrics
+from megarl.training.own import OwnEstimator
 
 
 def estimate(
@@ -40,6 +41,7 @@ def estimate(
     algorithm: AlgorithmSection,
     kl_coef: float | None,
     exact_kl: Tensor | None = None,
+    own: OwnEstimator | None = None,
 ) -> tuple[Experience, Metrics]:
     """Compute advantages and returns of a full batch, with metrics.
 
@@ -53,13 +55,14 @@ def estimate(
         algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
         exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, other settings estimate the KL.
+        own: the user's estimator; `adv_estimator=custom` needs it.
     """
     mask = scored.mask
     kl = torch.zeros(mask.shape)
     if kl_coef is not None:
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
     rewards = token_rewards(response_rewards(scored, algorithm.overlong_buffer), kl, mask, kl_coef=kl_coef or 0.0)
-    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm)
+    advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm, own)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(
         Experience,
@@ -117,6 +120,7 @@ def _advantages(
     groups: Tensor,
     mask: Tensor,
     algorithm: AlgorithmSection,
+    own: OwnEstimator | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `[B, T]` advantages of the configured estimator, and returns, which are zero without a critic."""
     scores, by_std = rewards.sum(-1), algorithm.norm_adv_by_std_in_grpo
@@ -143,6 +147,13 @@ def _advantages(
             return gpg(scores, groups, mask), no_returns
         case "grpo_passk":
             return grpo_passk(scores, groups, mask, normalize_by_std=by_std), no_returns
+        case "custom":
+            assert own is not None, "an estimator of the user that nothing has loaded"
+            given = {"token_rewards": rewards, "scores": scores, "groups": groups, "mask": mask}
+            given |= {} if values is None else {"values": values}
+            given |= {} if baselines is None else {"baselines": baselines}
+            advantages, *more = own(given)
+            return advantages, more[0] if more else no_returns
         case unknown:
             assert_never(unknown)
 

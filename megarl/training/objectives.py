@@ -35,7 +35,9 @@ from megarl.algorithms.losses import (
 )
 from megarl.algorithms.masked import masked
 from megarl.batch import Experience, Marked, Preferences, Rollouts
+from megarl.config.own_functions import LOSS_ARGUMENTS
 from megarl.config.policy import ActorSection, CriticSection
+from megarl.training.own import OwnLoss
 
 Contribution = tuple[Tensor, dict[str, Tensor]]
 
@@ -46,12 +48,13 @@ class ActorObjective:
 
     section: ActorSection
     horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
+    own: OwnLoss | None = None  # the user's policy loss; `loss_mode=custom` needs it
 
     def __call__(self, outputs: PolicyOutputs, micro: Experience, totals: Totals) -> Contribution:
         """Return loss and metrics of the policy on `micro`."""
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
-        pg = policy_loss(outputs, micro, section)
+        pg = policy_loss(outputs, micro, section, self.own)
         pg_loss = mean(pg.sums)
         entropy_mean = mean(entropy(outputs.entropy, micro.mask))
         loss = pg_loss
@@ -80,7 +83,9 @@ def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection)
     return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type, k3_bound=section.kl_loss_k3_bound)
 
 
-def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> PolicyLoss:
+def policy_loss(
+    outputs: PolicyOutputs, micro: Experience, section: ActorSection, own: OwnLoss | None = None
+) -> PolicyLoss:
     """Return the loss of type `policy_loss.loss_mode` for a mini-batch that `mark` has prepared."""
     old_log_probs = outputs.log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     tensors = (outputs.log_probs, old_log_probs, micro.advantages * micro.weights, micro.mask)
@@ -102,6 +107,9 @@ def policy_loss(outputs: PolicyOutputs, micro: Experience, section: ActorSection
         case "kl_cov":
             assert isinstance(micro, Marked), "a mini-batch without its choice of tokens"
             return kl_cov(*tensors, chosen=micro.marked, kl_coef=settings.ppo_kl_coef)
+        case "custom":
+            assert own is not None, "a policy loss of the user that nothing has loaded"
+            return own(dict(zip(LOSS_ARGUMENTS, tensors, strict=True)))
         case unknown:
             assert_never(unknown)
 

@@ -1,5 +1,6 @@
 """`megarl chat` without an engine: what is loaded, and what a model is asked."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,26 @@ def test_an_exported_model_is_loaded_from_where_it_is(tmp_path: Path) -> None:
 def test_what_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert f"{tmp_path} is neither an exported model, nor a checkpoint, nor a run" in capsys.readouterr().err
+
+
+def test_what_libraries_announce_to_programmers_does_not_reach_a_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Announcing:
+        has_template = False
+
+        def __init__(self, model_dir: Path, *, trust_remote_code: bool) -> None:
+            warnings.warn("this name goes away", FutureWarning, stacklevel=1)
+
+        def respond(self, prompt: object, **sampling: object) -> str:
+            warnings.warn("so does this", FutureWarning, stacklevel=1)
+            return "4"
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("megarl.rollout.talk.Talker", Announcing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main([str(tmp_path), "--prompt", "2 + 2 ="]) == 0
+    assert capsys.readouterr().out == "4\n"
+    assert not told

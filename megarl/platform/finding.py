@@ -1,0 +1,16 @@
+"""A row of the tables that `megarl doctor` prints."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["good", "note", "fault"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row of the table: the subject, the finding and, unless all is well, advice."""
+
+    name: str
+    found: str
+    advice: str = ""
+    verdict: Verdict = "good"

@@ -1,0 +1,78 @@
+"""A function of a user's file: its signature without running the file, and the function."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from megarl.platform.functions import load_function, signature_in, takes, unmet
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_signature_is_read_without_running_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "1 / 0\ndef f(a: Unknown, /, b=Unknown, *rest, c, d=1 / 0, **more) -> Unknown: ...\n")
+    signature = signature_in(path, "f")
+    assert signature is not None
+    assert str(signature) == "(a, /, b=None, *rest, c, d=None, **more)"
+    with pytest.raises(ValueError, match=r"own\.py fails to load: ZeroDivisionError"):
+        load_function(path, "f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from elsewhere import f\n",
+        "from elsewhere import *\n",
+        "f = g = print\n",
+        "@wrapped\ndef f(): ...\n",
+        "if True:\n    def f(): ...\n",
+        "def f(): ...\ndef f(a): ...\n",
+    ],
+)
+def test_a_function_that_only_running_the_file_shows_has_no_known_signature(tmp_path: Path, text: str) -> None:
+    assert signature_in(write(tmp_path, text), "f") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("def f(:\n", r"own\.py is not a Python file that loads: SyntaxError"),
+        ("\0", r"own\.py is not a Python file that loads: "),
+        ("def g(): ...\ndef h(): ...\n", r"own\.py has no function 'f'; it has g, h$"),
+        ("", r"own\.py has no function 'f'; it has none$"),
+    ],
+)
+def test_a_file_without_the_function_is_refused_before_and_when_it_runs(tmp_path: Path, text: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        signature_in(write(tmp_path, text), "f")
+    with pytest.raises(ValueError, match=r"own\.py (has no function 'f'; it has|fails to load: )"):
+        load_function(tmp_path / "own.py", "f")
+
+
+def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("def f(): ...\n")
+    for name in ("own.txt", "absent.py"):
+        with pytest.raises(ValueError, match=rf"{name} is not a Python file: name a file that ends with .py"):
+            load_function(tmp_path / name, "f")
+
+
+def test_a_loaded_file_may_have_what_looks_its_module_up(tmp_path: Path) -> None:
+    text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(): return A(b=3)\n"
+    assert load_function(write(tmp_path, text), "f")().b == 3
+
+
+def test_which_keywords_a_function_takes_and_lacks() -> None:
+    def strict(a, /, b, *, c, d=1): ...  # type: ignore[no-untyped-def]
+
+    def free(b, *rest, **more): ...  # type: ignore[no-untyped-def]
+
+    signature = inspect.signature(strict)
+    assert [name for name in "abcde" if takes(signature, name)] == ["b", "c", "d"]
+    assert unmet(signature, {"a", "b"}) == ["a", "c"]
+    assert takes(inspect.signature(free), "anything")
+    assert unmet(inspect.signature(free), set()) == ["b"]
