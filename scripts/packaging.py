@@ -1,13 +1,12 @@
-"""Records the commit of the checkout in built packages, for `megarl --version`; all else is in pyproject.toml."""
+"""Commands of setuptools that record the commit of the checkout in built packages, for `megarl --version`."""
 
 import subprocess
 from pathlib import Path
 
-from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 COMMIT_FILE = Path("megarl", "commit.txt")
 
 
@@ -36,6 +35,3 @@ class SourceWithCommit(sdist):  # type: ignore[misc]
         """Copy the files, then write the commit."""
         super().make_release_tree(base_dir, files)
         write_commit(base_dir)
-
-
-setup(cmdclass={"build_py": BuildWithCommit, "sdist": SourceWithCommit})
