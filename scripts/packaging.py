@@ -18,7 +18,7 @@ def write_commit(directory: str) -> None:
         Path(directory, COMMIT_FILE).write_text(commit)
 
 
-class BuildWithCommit(build_py):  # type: ignore[misc]
+class BuildWithCommit(build_py):
     """Builds the package, with its commit."""
 
     def run(self) -> None:
@@ -28,7 +28,7 @@ class BuildWithCommit(build_py):  # type: ignore[misc]
             write_commit(self.build_lib)
 
 
-class SourceWithCommit(sdist):  # type: ignore[misc]
+class SourceWithCommit(sdist):
     """Builds the source distribution, with its commit."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
