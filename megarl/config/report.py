@@ -15,7 +15,7 @@ from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.config.unread import unread
 from megarl.platform.secrets import redacted
-from megarl.rewards.rules import provenance
+from megarl.rewards.custom import provenance
 from megarl.section import flatten
 
 TOKENIZERS = {

@@ -64,7 +64,7 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
             "not accept data_source, extra_info as a keyword and needs k, which",
         ),
         ("def f(data_source, /, **others): ...", "f needs data_source, which is not given"),
-        ("async def f(**others): ...", "f is asynchronous"),
+        ("async def f(prompt, **others): ...", f"f needs prompt, which is not given: the call is {CALL}"),
         ("def g(): ...\nimport os.path as h\nx, *y = 1, 2", "has no function 'f'; it has g, x, y"),
         ("", "has no function 'f'; it has none"),
         ("def f(", "fails to load: SyntaxError"),
@@ -78,7 +78,7 @@ def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: s
     found = fault_in_file(path, "f")
     assert found is not None and fault in found
     with pytest.raises(ValueError, match=r"^custom_reward_function\."):
-        Rules(path=str(path), name="f").load()
+        Rules(path=str(path), name="f").check()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: s
         "from judges import f",
         "from judges import *",
         "f = partial(g, 1)",
-        "class f:\n    def __new__(cls, **others): ...",
+        "class f:\n    def __new__(cls, **others): ...\n    def __call__(self, **others): ...",
         "if fast:\n    def f(prompt): ...",
         "def f(prompt): ...\ndef f(**others): ...",
         "globals()['f'] = print",
@@ -108,11 +108,11 @@ def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
         path.write_text(body.format("**others" if works else "prompt"))
         assert fault_in_file(path, "f") is None
         if works:
-            Rules(path=str(path), name="f").load()
+            Rules(path=str(path), name="f").check()
         else:
             with pytest.raises(
                 ValueError, match="f does not accept data_source.* and needs prompt, which is not given"
             ):
-                Rules(path=str(path), name="f").load()
+                Rules(path=str(path), name="f").check()
     path.write_text("f = max")  # C code without a signature
-    Rules(path=str(path), name="f").load()
+    Rules(path=str(path), name="f").check()
