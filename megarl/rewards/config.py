@@ -52,8 +52,8 @@ class JudgeSection:
     """Greatest score; a greater number is no verdict."""
     api_key_variable: str | None = None
     """Environment variable that holds the server's key; null = the server needs none."""
-    request: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
-    """Further fields of each request."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, such as {max_tokens: 512}; temperature is 0 unless it is given."""
     attempt_s: Seconds = 60.0
     """Seconds that one request may take. reward_model.timeout_s limits all requests for a response together."""
     num_attempts: Count = 4

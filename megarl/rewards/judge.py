@@ -62,7 +62,12 @@ class Judge:
             question = self.template.format(**arguments)
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise VerdictError(f"{KEY}.template does not fit the row: {type(error).__name__}: {error}") from None
-        body = {**self.request, "model": self.model, "messages": [{"role": "user", "content": question}]}
+        body = {
+            "temperature": 0.0,
+            **self.request,
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+        }
         kept = self._kept(body)
         reply = await asyncio.to_thread(_read, kept) if kept else None
         if reply is not None:

@@ -67,7 +67,7 @@ def outcomes(server: JudgeServer) -> Mapping[str, ScoringResult]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_API_KEY", KEY)
         texts = [*SCORES, *FAULTS]
-        judge = ALONE | {"api_key_variable": "JUDGE_API_KEY"}
+        judge = ALONE | {"api_key_variable": "JUDGE_API_KEY", "request": {"max_tokens": 9}}
         with pool_of(server, judge) as pool:
             return dict(zip(texts, asked(pool, *texts), strict=True))
 
@@ -95,7 +95,7 @@ def test_requests_are_of_the_form_that_servers_know_and_wait_as_long_as_they_are
         "model": "wise",
         "messages": [{"role": "user", "content": "Score: 0.25"}],
         "temperature": 0.0,
-        "max_tokens": 512,
+        "max_tokens": 9,
     }
     first, second = server.times["limits-once Score: 0.5"]
     assert second - first >= 2.0
