@@ -5,8 +5,8 @@ The ground truth of each row is its response. Any finite score passes. Rewards t
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
@@ -40,11 +40,10 @@ def try_reward(config: Config) -> Iterator[str]:
     if section is None or not section.trial_rows:
         return
     key = "custom_reward_function" if custom.path else "reward_model"
-    try:
-        rows = list(islice(_rows(config, section), section.trial_rows))
+    with _fault_of("data.train_files"):
+        rows = list(_rows(config, section))
+    with _fault_of(key):
         pool = make_pool(section, custom)
-    except ValueError as error:
-        raise ConfigError([Fault(path=key, message=str(error))]) from error
     try:
         results = _results(pool, section, rows)
     finally:
@@ -58,6 +57,15 @@ def try_reward(config: Config) -> Iterator[str]:
         remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
         raise ConfigError([Fault(path=key, message=f"{message}: {remedy}") for message in said[:NUM_SHOWN]])
     yield from said[:NUM_SHOWN]
+
+
+@contextmanager
+def _fault_of(key: str) -> Iterator[None]:
+    """Turn a ValueError into a fault of a key."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([Fault(path=key, message=str(error))]) from error
 
 
 def _rows(config: Config, section: RulesSection) -> Iterator[_Row]:
