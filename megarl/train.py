@@ -20,6 +20,7 @@ from megarl.distributed.exchange import together
 from megarl.distributed.launch import Launch, detect
 from megarl.distributed.signals import Stopped, graceful_stop
 from megarl.entry import run
+from megarl.platform.secrets import redact
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.config import TrainerSection
 
@@ -74,7 +75,7 @@ def _checked_arguments(argv: Sequence[str], *, world_size: int | None) -> Argume
     is_first = place is None or (place.rank == 0 and COMMAND not in os.environ)  # else the launcher has done it
     if is_first and not arguments.replay:
         for remark in try_reward(arguments.config):
-            print(f"note: {remark}")
+            print(redact(f"note: {remark}"))
     return arguments
 
 
