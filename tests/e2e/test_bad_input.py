@@ -189,13 +189,13 @@ def test_a_reward_that_always_raises_is_found_before_ranks_meet(workspace: Works
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_):\n    raise KeyError('answer')\n")
     argv = arguments(
-        *(workspace, tmp_path / "run", "trainer.n_gpus_per_node=1", "reward_model.trial_rows=3"),
+        *(workspace, tmp_path / "run", "trainer.n_gpus_per_node=1", "reward_model.trial_rows=1"),
         f"custom_reward_function.path={reward}",
     )
     job = Job(1, main, argv, log=tmp_path / "train")
     codes, output = job.end_alone(timeout_s=300), job.printed()
     assert codes == [2], output
-    assert "3 faults in the configuration:" in output
+    assert "1 fault in the configuration:" in output
     assert "train.parquet, row 0: the reward fails if the response is \"{'target'" in output
     assert "KeyError: 'answer': mend the reward or the row" in output
     assert not (tmp_path / "run").exists()
