@@ -1,5 +1,6 @@
 """Reinforcement learning: `megarl train CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -14,10 +15,13 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
+from megarl.config.trial import try_reward
 from megarl.distributed.exchange import together
-from megarl.distributed.launch import Launch
+from megarl.distributed.launch import Launch, detect
 from megarl.distributed.signals import Stopped, graceful_stop
 from megarl.entry import run
+from megarl.platform.secrets import redact
+from megarl.platform.terminal import COMMAND
 from megarl.tracking.config import TrainerSection
 
 
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     run(
         "megarl.train",
         argv,
-        read_arguments,
+        _checked_arguments,
         train,
         remarks=lambda arguments, argv: chain(
             unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
@@ -58,6 +62,21 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     if replay and not replay.exists():
         raise ConfigError([Fault(path="--replay", message=f"no such file or directory: {replay}")])
     return Arguments(load_config(typed["configuration"], world_size=world_size), replay)
+
+
+def _checked_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
+    """Return what `read_arguments` does, after a trial of the reward in the first process of the job.
+
+    Raises:
+        ConfigError: as `read_arguments` does, or the reward fails.
+    """
+    arguments = read_arguments(argv, world_size=world_size)
+    place = detect(os.environ)
+    is_first = place is None or (place.rank == 0 and COMMAND not in os.environ)  # else the launcher has done it
+    if is_first and not arguments.replay:
+        for remark in try_reward(arguments.config):
+            print(redact(f"note: {remark}"))
+    return arguments
 
 
 def train(arguments: Arguments, launch: Launch) -> None:

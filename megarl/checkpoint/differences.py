@@ -11,7 +11,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl.rewards.rules import DIGEST
+from megarl.rewards.custom import DIGEST
 
 
 class Effect(Enum):
@@ -114,6 +114,10 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("critic.*", Effect.CURVE, "the critic's loss"),
     ("algorithm.*", Effect.CURVE, "the algorithm"),
     ("reward_model.num_workers", Effect.NONE, "how many responses are scored at once"),
+    ("reward_model.concurrency", Effect.NONE, "how many responses are scored at once"),
+    ("reward_model.trial_rows", Effect.NONE, "how many rows the reward is tried on before the run"),
+    ("reward_model.judge.api_key_variable", Effect.NONE, "where the judge's key is"),
+    ("reward_model.judge.cache", Effect.NONE, "where the judge's replies are kept"),
     ("reward_model.*", Effect.CURVE, _REWARD),
     ("custom_reward_function.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),

@@ -17,7 +17,7 @@ def line() -> str:
 
 
 def built_from(package: Path) -> str | None:
-    """Return the commit that a built package records (see scripts/packaging.py); None in a checkout."""
+    """Return the commit that a built package records (see scripts/record_commit.py); None in a checkout."""
     file = package / "commit.txt"
     return file.read_text().strip() if file.exists() else None
 

@@ -18,7 +18,7 @@ from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
 from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.rules import CUSTOM, rule_names
+from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import engine_faults
 from megarl.tracking.config import TrainerSection
@@ -200,23 +200,33 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:
-    """Check that the weights name existing rules, and that the user's own rule has a weight."""
+    """Check that the weights name existing rules, and that the user's own rule and the judge have a weight."""
     key, weights = "reward_model.weights", section.weights
+    own = {
+        CUSTOM: (custom.path, "custom_reward_function.path"),
+        JUDGE: (section.judge.url, "reward_model.judge.url"),
+    }
     if weights is None:
+        if custom.path and section.judge.url:
+            yield Fault(
+                path=key,
+                message=f"lets {custom.path} score alone, so that the judge at {section.judge.url} is never asked: "
+                f"weigh both, as in {{{CUSTOM}: 1.0, {JUDGE}: 0.5}}, or remove one",
+            )
         return
     if not weights:
         yield Fault(path=key, message="is empty, so there is no score: name rules, or leave the key out")
     for name in weights:
         if name not in rule_names():
             yield Fault(path=key, message=f"there is no rule {name!r}: choose from {', '.join(rule_names())}")
-    if CUSTOM in weights and custom.path is None:
-        yield Fault(path=key, message=f"{CUSTOM} is the function in custom_reward_function.path: name its file")
-    if CUSTOM not in weights and custom.path is not None:
-        yield Fault(
-            path=key,
-            message=f"leaves out {CUSTOM}, so that {custom.path} is never called: give it a weight, or remove "
-            "custom_reward_function.path",
-        )
+    for name, (place, its_key) in own.items():
+        if name in weights and place is None:
+            yield Fault(path=key, message=f"{name} is what {its_key} names: set it")
+        if name not in weights and place is not None:
+            yield Fault(
+                path=key,
+                message=f"leaves out {name}, so that {place} is never called: give it a weight, or remove {its_key}",
+            )
 
 
 def file_faults(file: str, key: str, remedy: str = "give data files that exist") -> Iterator[Fault]:

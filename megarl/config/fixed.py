@@ -49,8 +49,9 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str | None], ...] = (
     ("*optim.optimizer_impl", ("torch.optim",), "the optimizer is Megatron-Core's AdamW: remove it"),
     (
         "reward_model.reward_manager",
-        ("naive",),
-        "the row's data source, custom_reward_function or reward_model.weights say what is called: write naive",
+        ("naive", "batch"),
+        "the row's data source, custom_reward_function or reward_model.weights say what is called: write naive, or "
+        "batch with a function that takes lists",
     ),
     (
         "reward_model.launch_reward_fn_async",

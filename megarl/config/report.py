@@ -16,7 +16,7 @@ from megarl.config.own_functions import ESTIMATOR, LOSS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.config.unread import unread
 from megarl.platform.secrets import redacted
-from megarl.rewards.rules import provenance
+from megarl.rewards.custom import provenance
 from megarl.section import flatten
 
 TOKENIZERS = {

@@ -1,14 +1,17 @@
 """Rules of rewards and of the neural reward model; each fault names its remedy."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.checks import length_faults, reward_faults
 from megarl.config.faults import Fault
+from megarl.config.judge_checks import judge_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.ppo_rules import LAYERS, MESH, POLICY, REWARD, follower_cut
 from megarl.config.root import MODEL_SCORE, Config, RewardModelSection
 from megarl.config.rule import Facts, Rule, rule
+from megarl.rewards.rules import CUSTOM, JUDGE
 from megarl.rewards.signature import fault_in_file
 
 
@@ -27,11 +30,14 @@ def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
             path=key,
             message=f"gives the reward model no weight: add {MODEL_SCORE}: 1.0, or set {REWARD}.enable=false",
         )
-    elif section.enable and not section.rules and custom.path:
+    elif section.enable and not section.rules and (custom.path or section.judge.url):
+        other, name, place = custom.path, CUSTOM, "custom_reward_function.path"
+        if not other:
+            other, name, place = section.judge.url, JUDGE, f"{REWARD}.judge.url"
         yield Fault(
             path=key,
-            message=f"lets the reward model score alone, so that {custom.path} is never called: weigh both, as in "
-            f"{{{MODEL_SCORE}: 1.0, custom: 0.5}}, or remove custom_reward_function.path",
+            message=f"lets the reward model score alone, so that {other} is never called: weigh both, as in "
+            f"{{{MODEL_SCORE}: 1.0, {name}: 0.5}}, or remove {place}",
         )
     elif section.rules:
         yield from reward_faults(section.rules, custom)
@@ -41,8 +47,21 @@ def _weights(config: Config, facts: Facts) -> Iterator[Fault]:
 def _custom_function(config: Config, facts: Facts) -> Iterator[Fault]:
     custom = config.custom_reward_function
     path = Path(custom.path or "")
-    if facts.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name)):
+    if facts.check_paths and path.is_file() and (fault := fault_in_file(path, custom.name, custom.reward_kwargs)):
         yield Fault(path="custom_reward_function.name", message=fault)
+
+
+@rule(f"{REWARD}.judge", f"{REWARD}.timeout_s")
+def _judge(config: Config, facts: Facts) -> Iterator[Fault]:
+    section = config.reward_model
+    if section.judge.url:
+        yield from judge_faults(section.judge, f"{REWARD}.judge", environ=os.environ if facts.check_paths else None)
+    if section.judge.url and section.timeout_s < section.judge.attempt_s:
+        yield Fault(
+            path=f"{REWARD}.timeout_s",
+            message=f"{section.timeout_s:g} s for one response are less than {REWARD}.judge.attempt_s="
+            f"{section.judge.attempt_s:g} for one request: raise the former to the time of several requests",
+        )
 
 
 @rule(f"{REWARD}.timeout_s", "trainer.phase_timeout_s")
@@ -99,6 +118,7 @@ def _reward_model_cut(config: Config, facts: Facts) -> Iterator[Fault]:
 REWARD_RULES: tuple[Rule[Config], ...] = (
     _weights,
     _custom_function,
+    _judge,
     _reward_time,
     _reward_model,
     _reward_model_cut,

@@ -4,7 +4,7 @@ A key is read unless a row that names it denies that.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
@@ -13,6 +13,7 @@ from megarl.algorithms.config import ESTIMATORS, K3, LOSS_READS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.learner.config import OptimSection
 from megarl.platform.secrets import redact
+from megarl.rewards.config import JudgeSection
 from megarl.section import flatten
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -241,7 +242,8 @@ PPO_ROWS: tuple[Row, ...] = (
     Row(
         keys=(
             *(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "max_memory_gb", "on_failure")),
-            *("reward_model.default_score", "data.return_raw_chat", "data.return_raw_input_ids"),
+            *(f"reward_model.{name}" for name in ("default_score", "concurrency", "trial_rows")),
+            *("data.return_raw_chat", "data.return_raw_input_ids"),
         ),
         read=_scores_by_rules,
         only="rules score the responses",
@@ -249,10 +251,16 @@ PPO_ROWS: tuple[Row, ...] = (
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
     Row(
-        keys=("custom_reward_function.name",),
+        keys=("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
         read=lambda config: config.custom_reward_function.path is not None,
         only="`custom_reward_function.path` is set",
         because=("custom_reward_function.path",),
+    ),
+    Row(
+        keys=tuple(f"reward_model.judge.{key.name}" for key in fields(JudgeSection) if key.name != "url"),
+        read=lambda config: config.reward_model.judge.url is not None,
+        only="`reward_model.judge.url` is set",
+        because=("reward_model.judge.url",),
     ),
     _with("data.truncation", "data.filter_overlong_prompts", False),
     Row(

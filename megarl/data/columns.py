@@ -14,7 +14,8 @@ from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.rewards import answers_of
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.configured import make_rules
+from megarl.rewards.rules import known_data_source
 from megarl.rewards.wire import pack
 
 REWARD_MODEL, EXTRA_INFO = "reward_model", "extra_info"
@@ -36,7 +37,7 @@ class Needs:
         """Return the columns that the given rules read; None: a reward model scores alone."""
         if section is None:
             return cls(source=False, ground_truth=False)
-        by_source = Rules(path=custom.path, name=custom.name, weights=section.weights).reads_data_source()
+        by_source = make_rules(section, custom).reads_data_source()
         judges = any(answers_of(name) for name in section.weights or ())
         return cls(source=by_source, ground_truth=by_source or judges)
 

@@ -1,8 +1,23 @@
 """The sections of the configuration for rewards."""
 
-from typing import Literal
+from dataclasses import field
+from typing import Any, Literal
 
-from megarl.section import Bound, Count, Score, Seconds, section
+from megarl.section import Bound, Count, CountFromZero, Score, Seconds, section
+
+JUDGE_TEMPLATE = """Judge the response to a question.
+
+Question:
+{prompt}
+
+Reference answer (may be empty):
+{ground_truth}
+
+Response:
+{solution_str}
+
+How good is the response, from 0 (useless or wrong) to 1 (complete and right)? Reason briefly. End with a line that
+says `Score: ` and the number."""
 
 
 @section
@@ -12,7 +27,40 @@ class CustomRewardSection:
     path: str | None = None
     """Python file that defines the function; null = the built-in reward of each row's data source."""
     name: str = "compute_score"
-    """Name of the function: f(data_source, solution_str, ground_truth, extra_info) -> float."""
+    """Name of the function: f(data_source, solution_str, ground_truth, extra_info) -> float. It may be asynchronous, or
+    take lists (data_sources, solution_strs, ground_truths, extra_infos), or be a class with a method like that."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the function, or the arguments of the class's constructor."""
+
+
+@section
+class JudgeSection:
+    """`reward_model.judge.*`: a language model behind a server that gives responses a number."""
+
+    url: str | None = None
+    """Base of an OpenAI-compatible server, such as http://host:8000/v1; null = no judge."""
+    model: str = ""
+    """Name of the model on the server."""
+    template: str = JUDGE_TEMPLATE
+    """The question to the judge: a text with {prompt}, {solution_str} (the response), {ground_truth}, {data_source} or
+    {extra_info[KEY]}. Write other braces twice."""
+    pattern: str = r"[Ss]core:\W*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group: its last match in the judge's reply is the score."""
+    lowest: Score = 0.0
+    """Least score; a smaller number is no verdict."""
+    highest: Score = 1.0
+    """Greatest score; a greater number is no verdict."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the server's key; null = the server needs none."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, such as {max_tokens: 512}; temperature is 0 unless it is given."""
+    attempt_s: Seconds = 60.0
+    """Seconds that one request may take. reward_model.timeout_s limits all requests for a response together."""
+    num_attempts: Count = 4
+    """Most requests for a response: another follows, later and later, if the server is away, busy, fails or sends no
+    chat completion."""
+    cache: str | None = None
+    """Directory that keeps the judge's replies, so that nothing is asked twice; null = replies are not kept."""
 
 
 @section
@@ -20,11 +68,17 @@ class RulesSection:
     """`reward_model.*`, without the model: the rewards of a response, and the limits for computing them."""
 
     weights: dict[str, Score] | None = None
-    """Rules whose weighted sum is the score, by name: a built-in rule, `custom` for the custom function, `data_source`
-    for the rule of the row's data source, or `model` for the reward model. Null = the model if it is enabled, else the
-    custom function if there is one, else the rule of the row's data source."""
+    """Rules whose weighted sum is the score, by name: a built-in rule, `custom` for the custom function, `judge` for
+    the judge, `data_source` for the rule of the row's data source, or `model` for the reward model. Null = the model if
+    it is enabled, else the custom function if there is one, else the judge if there is one, else the rule of the row's
+    data source."""
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    """A language model behind a server."""
     num_workers: Count = 4
     """Most processes on each rank that call rules; they start when they are needed."""
+    concurrency: Count = 64
+    """Most responses that one process handles at once. An asynchronous function and the judge work on that many, and a
+    batch function receives up to that many. Other rules handle one at a time."""
     timeout_s: Seconds = 10.0
     """Seconds that rules may take for one response; after that their process is killed."""
     max_memory_gb: Bound = 8.0
@@ -34,3 +88,6 @@ class RulesSection:
     ignore it (mask), it gets default_score (score), or the run stops (stop)."""
     default_score: Score = 0.0
     """Score of such a response with on_failure=score."""
+    trial_rows: CountFromZero = 10
+    """Rows that the rules are tried on before a training run starts, each with its ground truth as the response;
+    0 = none."""

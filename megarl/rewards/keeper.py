@@ -3,7 +3,8 @@
 Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). The keeper is small
 and has one thread, so it can fork its worker; it calls no reward itself. Invariants:
 
-- Every request gets a reply, within its time limit and a little more.
+- Every request gets a reply, within its time limit and a little more. A request for several responses may get an empty
+  one: then each response is to be tried alone, because the call failed and the cause may be any of them.
 - Between two requests the keeper has no descendants except the worker and the processes that the worker started while
   it loaded its rules.
 - When the keeper ends, it leaves no descendants. (After SIGKILL, only the worker is sure to end with it.)
@@ -24,7 +25,8 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from megarl.platform.secrets import redact
-from megarl.rewards.rules import Rules, is_number
+from megarl.rewards.results import is_number
+from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
 
@@ -36,7 +38,10 @@ CLEAN_S = 5.0
 """Seconds to wait for the end of processes that a reward left running, before the next reward is called."""
 MAX_PROCESSES = 64
 """Most descendants of one keeper, its worker included."""
+CANCEL_S = 2.0
+"""Seconds, after the limit, in which a call for several responses may end those that are late."""
 MAX_REPLY_BYTES = 1 << 16
+"""Most bytes of the reply for one response."""
 _POLL_S = 0.1
 _PIECE = 1 << 16  # the capacity of a pipe
 _TAIL = 1 << 14  # bytes of the output that are kept
@@ -76,36 +81,47 @@ class Worker:
 class Keeper:
     """Runs one worker at a time, and replaces a worker that is lost."""
 
-    def __init__(self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int) -> None:
+    def __init__(
+        self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int, num_together: int
+    ) -> None:
         self._rank = rank
         self._rules = rules
         self._timeout_s = timeout_s
         self._max_memory = max_memory
+        self._num_together = num_together
         self._worker: Worker | None = None
         self._is_lost = False
         self._ids = count()
-        self._begun = 0.0  # when the worker began with the current response
+        self._begun = 0.0  # when the worker began with the current request
 
-    def judge(self, arguments: Any) -> dict[str, Any]:
-        """Return `numbers` and `pred` of one response, or `fault` and `detail`; always the `seconds` it took."""
-        reply = self._try(arguments)
-        if self._is_lost and reply["fault"] == "error":  # an earlier response or another process may be the cause
+    def judge(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
+
+        The list is empty if the call for several responses failed: each has to be tried alone.
+        """
+        replies = self._try(samples)
+        if self._is_lost and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
             self.end(within_s=CLEAN_S)
-            reply = self._try(arguments)
-        return reply
+            replies = self._try(samples)
+        return replies
 
-    def _try(self, arguments: Any) -> dict[str, Any]:
+    def _try(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         self._begun = time.monotonic()
         try:
-            reply = self._ask(self._worker or self._start(), arguments)
+            replies = self._ask(self._worker or self._start(), samples)
         except WorkerLost as lost:
             self._is_lost = True
-            reply = {"fault": lost.fault, "detail": str(lost)}
+            replies = [{"fault": lost.fault, "detail": str(lost)}]
         seconds = time.monotonic() - self._begun
-        if "fault" in reply and self._worker:
+        if len(replies) != len(samples):
+            return []
+        if self._worker and any("fault" in reply for reply in replies):
             self._worker.drain()
-            reply["detail"] += _last_lines(self._worker.printed)
-        return reply | {"seconds": seconds}
+            printed = _last_lines(self._worker.printed)
+            replies = [
+                reply | {"detail": reply["detail"] + printed} if "fault" in reply else reply for reply in replies
+            ]
+        return [reply | {"seconds": seconds} for reply in replies]
 
     def clean(self) -> None:
         """End an unsound worker, and every process that the last response left running."""
@@ -135,7 +151,14 @@ class Keeper:
             try:
                 ours.close()
                 self._rank.close()
-                serve(theirs, printed, self._rules, max_memory=self._max_memory, keeper=keeper)
+                serve(
+                    theirs,
+                    printed,
+                    self._rules,
+                    timeout_s=self._timeout_s,
+                    max_memory=self._max_memory,
+                    keeper=keeper,
+                )
             except Exception:
                 sys.excepthook(*sys.exc_info())  # the warning shows these last lines
             finally:
@@ -144,7 +167,8 @@ class Keeper:
         os.close(printed)
         os.set_blocking(output, False)
         ours.settimeout(START_S)
-        worker = Worker(pid=pid, connection=ours, inbox=Inbox(ours, max_bytes=MAX_REPLY_BYTES), output=output)
+        inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._num_together)
+        worker = Worker(pid=pid, connection=ours, inbox=inbox, output=output)
         self._worker = worker
         reply = self._wait(worker, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
         if "ready" not in reply:
@@ -152,28 +176,29 @@ class Keeper:
         worker.loaded = frozenset([pid, *descendants()])
         return worker
 
-    def _ask(self, worker: Worker, arguments: Any) -> dict[str, Any]:
+    def _ask(self, worker: Worker, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
         unstarted = WorkerLost("error", f"its process did not start with it in {START_S:g} s")
         try:
-            worker.connection.sendall(encode({"id": number, "arguments": arguments}))
+            worker.connection.sendall(encode({"id": number, "samples": samples}))
         except TimeoutError:
             raise unstarted from None
         except OSError:
             raise WorkerLost("error", _how_it_ended(worker.pid)) from None
         reply = self._wait(worker, unstarted, START_S)
+        late_detail = f"it took longer than reward_model.timeout_s={self._timeout_s:g}"
         if reply == {"id": number, "begun": True}:
             self._begun = time.monotonic()
-            late = WorkerLost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
-            reply = self._wait(worker, late, self._timeout_s)
+            limit_s = self._timeout_s + (CANCEL_S if self._num_together > 1 else 0.0)
+            reply = self._wait(worker, WorkerLost("timeout", late_detail), limit_s)
         match reply:
             case {"id": found, "error": str(detail)} if found == number:
-                return {"fault": "error", "detail": detail}
-            case {"id": found, "numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
-                if found == number and all(isinstance(value, float) and is_number(value) for value in numbers.values()):
-                    return {"numbers": numbers, "pred": pred}
-        raise WorkerLost("error", "its process sent an invalid reply")
+                return [{"fault": "error", "detail": detail}]
+            case {"id": found, "results": list(results)} if found == number and len(results) == len(samples):
+                return [_checked(result, late_detail) for result in results]
+        raise _invalid()
 
     def _wait(self, worker: Worker, late: WorkerLost, seconds: float) -> dict[str, Any]:
         """Return the worker's next message. Raises `late` if it takes longer than `seconds`."""
@@ -199,6 +224,23 @@ class Keeper:
             if now > next_look:
                 _look_at(worker)
                 next_look = now + _POLL_S
+
+
+def _checked(result: Any, late_detail: str) -> dict[str, Any]:
+    """Return the reply for a response. Raises WorkerLost if the worker sent something else."""
+    match result:
+        case {"late": True}:
+            return {"fault": "timeout", "detail": late_detail}
+        case {"error": str(detail)}:
+            return {"fault": "error", "detail": detail}
+        case {"numbers": {"score": float()} as numbers, "pred": str() | None as pred}:
+            if all(isinstance(value, float) and is_number(value) for value in numbers.values()):
+                return {"numbers": numbers, "pred": pred}
+    raise _invalid()
+
+
+def _invalid() -> WorkerLost:
+    return WorkerLost("error", "its process sent an invalid reply")
 
 
 def _read(worker: Worker) -> None:

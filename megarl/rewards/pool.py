@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.rewards.keeper import CLEAN_S, START_S, UNHEARD
-from megarl.rewards.rules import Numbers, Rules
+from megarl.rewards.results import Numbers
+from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
 
 MAX_KEEPERS = 2
@@ -49,6 +50,17 @@ class WorkerLimits:
     num_workers: int  # at the same time
     timeout_s: float
     max_memory: int  # bytes of private memory of one process
+    num_together: int = 1  # responses that a process handles at once
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """A response that waits for a process."""
+
+    since: float  # by `time.monotonic`
+    arguments: Any
+    result: Future[ScoringResult]
+    is_alone: bool  # a call for it and others has failed
 
 
 class Pool:
@@ -57,7 +69,7 @@ class Pool:
     def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._rules = rules
         self._limits = limits
-        self._waiting = deque[tuple[float, Any, Future[ScoringResult]]]()
+        self._waiting = deque[_Task]()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -66,7 +78,7 @@ class Pool:
         """Call the rules as soon as a process is free, with arguments that `wire.pack` made."""
         future: Future[ScoringResult] = Future()
         with self._changed:
-            self._waiting.append((time.monotonic(), arguments, future))
+            self._waiting.append(_Task(time.monotonic(), arguments, future, is_alone=False))
             self._changed.notify()
         self._grow()
         return future
@@ -99,7 +111,7 @@ class Pool:
     def _grow(self) -> None:
         """Start a process if there is none, or if the processes cannot keep up."""
         with self._changed:
-            late = self._waiting and time.monotonic() - self._waiting[0][0] > PATIENCE_S
+            late = self._waiting and time.monotonic() - self._waiting[0].since > PATIENCE_S
             if not self._threads or (late and len(self._threads) < self._limits.num_workers):
                 # the kernel ends a keeper together with the thread that started it, so each keeper has its own thread
                 self._threads.append(threading.Thread(target=self._work, name="rewards", daemon=True))
@@ -107,34 +119,55 @@ class Pool:
 
     def _work(self) -> None:
         keeper = None
-        while task := self._next():
-            _, arguments, future = task
-            keeper, result = self._judge(keeper, arguments)
-            future.set_result(result)
+        while tasks := self._next():
+            keeper, results = self._judge(keeper, [task.arguments for task in tasks])
+            if len(results) == len(tasks):
+                for task, result in zip(tasks, results, strict=True):
+                    task.result.set_result(result)
+            else:
+                with self._changed:
+                    self._waiting.extendleft(replace(task, is_alone=True) for task in reversed(tasks))
+                    self._changed.notify_all()
         if keeper:
             keeper.close()
 
-    def _judge(self, keeper: "_Keeper | None", arguments: Any) -> "tuple[_Keeper | None, ScoringResult]":
-        """Return the keeper for the next response, and the result of this one; replace a keeper that has ended once."""
+    def _judge(self, keeper: "_Keeper | None", samples: Sequence[Any]) -> "tuple[_Keeper | None, list[ScoringResult]]":
+        """Return the keeper for the next request, and the results of this one; replace a keeper that has ended once.
+
+        There are no results if the call for several responses failed, and each has to be tried alone.
+        """
         failures = list[str]()
         while len(failures) < MAX_KEEPERS:
             try:
                 keeper = keeper or _Keeper(self._rules, self._limits)
-                return keeper, keeper.judge(arguments)
+                return keeper, keeper.judge(samples)
             except Exception as error:  # a caller waits for the result, whatever the error
                 failures.append(f"{type(error).__name__}: {error}")
                 if keeper:
                     keeper.close()
                 keeper = None
+                if len(samples) > 1:
+                    return None, []
                 if not isinstance(error, EOFError | ConnectionError):  # it hangs, and has used its time
                     break
         detail = f"the process that watches over rewards failed ({failures[-1]})"
-        return None, ScoringResult(seconds=0.0, fault="error", detail=detail)
+        return None, [ScoringResult(seconds=0.0, fault="error", detail=detail)]
 
-    def _next(self) -> tuple[float, Any, Future[ScoringResult]] | None:
+    def _next(self) -> list[_Task]:
+        """Wait for responses that a process can handle at once, and take them; none if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            return None if self._closed else self._waiting.popleft()
+            if self._closed:
+                return []
+            tasks = [self._waiting.popleft()]
+            while (
+                not tasks[0].is_alone
+                and len(tasks) < self._limits.num_together
+                and self._waiting
+                and not self._waiting[0].is_alone
+            ):
+                tasks.append(self._waiting.popleft())
+            return tasks
 
 
 class _Keeper:
@@ -143,7 +176,7 @@ class _Keeper:
     def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
-        self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES)
+        self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES * limits.num_together)
         with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
@@ -152,13 +185,18 @@ class _Keeper:
                 env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # a signal to the rank's group must leave the keeper time to clean up
             )
-        settings = {"rules": asdict(rules), "timeout_s": limits.timeout_s, "max_memory": limits.max_memory}
+        settings = {
+            "rules": asdict(rules),
+            "timeout_s": limits.timeout_s,
+            "max_memory": limits.max_memory,
+            "num_together": limits.num_together,
+        }
         self._connection.sendall(encode(settings))
 
-    def judge(self, arguments: Any) -> ScoringResult:
-        """Return the result of one response. OSError, EOFError or ValueError if the keeper itself is lost."""
-        self._connection.sendall(encode(arguments))
-        return ScoringResult(**self._inbox.wait())
+    def judge(self, samples: Sequence[Any]) -> list[ScoringResult]:
+        """Return what `keeper.Keeper.judge` does. OSError, EOFError or ValueError if the keeper itself is lost."""
+        self._connection.sendall(encode(samples))
+        return [ScoringResult(**result) for result in self._inbox.wait()]
 
     def close(self) -> None:
         """Hang up; the keeper then ends its descendants and itself."""

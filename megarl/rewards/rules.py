@@ -1,75 +1,65 @@
-"""Loads the reward functions that a configuration names, and reads their results. Workers import it: no torch here."""
+"""Puts the rules of a configuration together. Workers import it: no torch here."""
 
-import hashlib
-import importlib.util
-import math
-import re
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from pathlib import Path
-from reprlib import Repr
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from megarl.platform.secrets import READ_CHARACTERS, beginning
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
+from megarl.rewards.calls import GroupReward, Outcome, concurrently, one_by_one
+from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
-from megarl.rewards.signature import fault_of, missing
+from megarl.rewards.results import RuleResult, is_number
+from megarl.rewards.signature import Form
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
-Numbers = dict[str, float]
-"""`score`, perhaps `acc`, and further numbers that a reward reports of a response."""
 
-
-class RuleResult(NamedTuple):
-    """The result of the rules for a response."""
-
-    numbers: Numbers
-    pred: str | None  # the extracted answer, '' if the response has none; None: the rules extract none
-
-
-DATA_SOURCE, CUSTOM = "data_source", "custom"
-MAX_NUMBERS = 16
-"""Most numbers besides `score` and `acc` that are kept of a mapping."""
-MAX_PRED = 512
-"""Most characters of an answer that are kept."""
-DIGEST = "SHA-256: "
-"""The prefix of a digest in a description of a file."""
-_NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
-_MAX_NAME = 64
-_SHOWN_CHARACTERS = 100
-_GIANTS = Repr()
-_GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
+DATA_SOURCE, CUSTOM, JUDGE = "data_source", "custom", "judge"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The functions that make the score of a response."""
+    """The rules that make the score of a response."""
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # its further arguments
+    judge: Mapping[str, Any] | None = None  # the fields of a `Judge`
     weights: Mapping[str, float] | None = None  # of the rules that are summed; None: one rule alone
 
-    def load(self) -> Callable[..., RuleResult]:
-        """Return the reward, with the arguments of a `RewardFn`.
+    def check(self) -> Form:
+        """Run the custom file, and return the form of its function.
 
-        Raises ValueError if the custom file does not load or has no such function.
+        Raises ValueError if the file does not load, or has no such function.
         """
-        custom = None if self.path is None else _load_custom(Path(self.path), self.name)
+        form = check_custom(Path(self.path), self.name, self.kwargs) if self.path else Form()
+        return Form(is_batch=form.is_batch, is_async=form.is_async or self.judge is not None)
+
+    def load(self) -> GroupReward:
+        """Return the reward. Raises ValueError as `check` does, and if the constructor of a class fails."""
+        known: dict[str, GroupReward] = {name: one_by_one(partial(_judge, name)) for name in REWARDS}
+        known[DATA_SOURCE] = one_by_one(_judge_by_data_source)
+        if self.path:
+            known[CUSTOM] = load_custom(Path(self.path), self.name, self.kwargs)
+        if self.judge:
+            from megarl.rewards.judge import Judge  # imports httpx
+
+            known[JUDGE] = concurrently(Judge(**self.judge))
         if self.weights is None:
-            alone = custom or _judge_by_data_source
-            return lambda **arguments: as_rule_result(alone(**arguments))
-        known: dict[str, Any] = {name: partial(_judge, name) for name in REWARDS}
-        known |= {DATA_SOURCE: _judge_by_data_source, CUSTOM: custom}
+            return known[CUSTOM if self.path else JUDGE if self.judge else DATA_SOURCE]
         parts = {name: known[name] for name in self.weights}
-        return lambda **arguments: self._sum({name: as_rule_result(part(**arguments)) for name, part in parts.items()})
+
+        def judge(samples: Sequence[Mapping[str, Any]], deadline: float) -> list[Outcome]:
+            judged = {name: part(samples, deadline) for name, part in parts.items()}
+            return [self._sum({name: judged[name][place] for name in parts}) for place in range(len(samples))]
+
+        return judge
 
     def warm_up(self, data_source: str) -> None:
         """Import the modules that built-in rules import at their first call: no response should pay for that."""
@@ -82,32 +72,32 @@ class Rules:
 
     def reads_data_source(self) -> bool:
         """Return whether the row's data source picks a rule."""
-        return self.path is None if self.weights is None else DATA_SOURCE in self.weights
+        return not (self.path or self.judge) if self.weights is None else DATA_SOURCE in self.weights
 
-    def _sum(self, parts: Mapping[str, RuleResult]) -> RuleResult:
+    def _sum(self, parts: Mapping[str, Outcome]) -> Outcome:
+        """Return the weighted sum for a response, or the first error of its parts."""
         assert self.weights is not None
-        first = next(iter(parts.values())).numbers
-        score = sum(weight * parts[name].numbers["score"] for name, weight in self.weights.items())
+        found = dict[str, RuleResult]()
+        for name, part in parts.items():
+            if isinstance(part, Exception):
+                return part
+            found[name] = part
+        first = next(iter(found.values())).numbers
+        score = sum(weight * found[name].numbers["score"] for name, weight in self.weights.items())
         if not is_number(score):
-            raise TypeError(f"the weighted sum of the scores is {score}, which is not a finite number in float32")
-        numbers = {name: number for part in parts.values() for name, number in part.numbers.items()}
+            return TypeError(f"the weighted sum of the scores is {score}, which is not a finite number in float32")
+        numbers = {name: number for part in found.values() for name, number in part.numbers.items()}
         numbers |= {
-            **{name: part.numbers["score"] for name, part in parts.items()},
+            **{name: part.numbers["score"] for name, part in found.items()},
             "score": score,
             "acc": first.get("acc", first["score"]),
         }
-        return RuleResult(numbers, next((part.pred for part in parts.values() if part.pred is not None), None))
-
-
-def provenance(path: Path, name: str) -> str:
-    """Describe a custom function: its name, its file and 12 hex digits of the file's SHA-256."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "it is not here"
-    return f"{name} of {path.absolute()} ({DIGEST}{digest})"
+        return RuleResult(numbers, next((part.pred for part in found.values() if part.pred is not None), None))
 
 
 def rule_names() -> list[str]:
     """Return the names that `weights` may have."""
-    return [DATA_SOURCE, CUSTOM, *sorted(REWARDS)]
+    return [DATA_SOURCE, CUSTOM, JUDGE, *sorted(REWARDS)]
 
 
 def known_data_source(name: str) -> RewardFn:
@@ -130,78 +120,3 @@ def _judge(name: str, /, **arguments: Any) -> Mapping[str, Any]:
     answer_in = answers_of(name)
     pred = answer_in(arguments["solution_str"]) if answer_in else None
     return {"score": known_data_source(name)(**arguments), "pred": pred}
-
-
-def as_rule_result(result: Any) -> RuleResult:
-    """Convert the return value of a reward; TypeError as for `as_numbers`. A long answer is cut at its end."""
-    pred = result.get("pred") if isinstance(result, Mapping) else None
-    answer = beginning(pred, MAX_PRED).encode(errors="replace").decode() if isinstance(pred, str) else None
-    return RuleResult(as_numbers(result), answer)
-
-
-def as_numbers(result: Any) -> Numbers:
-    """Return the numbers in the return value of a reward; other values of a mapping are ignored.
-
-    Raises TypeError if the score, or `acc` if given, is not a finite number in float32.
-    """
-    values = result if isinstance(result, Mapping) else {"score": result}
-    if not is_number(values.get("score")) or not is_number(values.get("acc", 0.0)):
-        raise TypeError(
-            f"a reward returns a finite number or a dict with such a 'score', not {_shown(result)} (as float32)"
-        )
-    numbers = {name: float(values[name]) for name in ("score", "acc") if name in values}
-    for name, number in _others(values):
-        if len(numbers) == MAX_NUMBERS + 2:
-            break
-        numbers.setdefault(name, number)
-    return numbers
-
-
-def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        if isinstance(key, str) and is_number(value):
-            yield _NOT_IN_NAMES.sub("_", key[:_MAX_NAME]), float(value)
-
-
-def _shown(result: Any) -> str:
-    try:
-        return beginning(_GIANTS.repr(result), _SHOWN_CHARACTERS)
-    except ValueError:  # Python does not write integers of thousands of digits
-        return "an integer of too many digits"
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number that is finite in float32: scores are float32 on the rank."""
-    try:
-        return isinstance(value, Real) and math.isfinite(c_float(float(value)).value)
-    except OverflowError:  # an integer beyond float64
-        return False
-
-
-def _load_custom(path: Path, name: str) -> RewardFn:
-    module = _load_module(path)
-    reward = getattr(module, name, None)
-    if not callable(reward):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(f"custom_reward_function.name: {missing(path, name, own)}")
-    if fault := fault_of(reward, path, name):
-        raise ValueError(f"custom_reward_function.name: {fault}")
-    loaded: RewardFn = reward
-    return loaded
-
-
-def _load_module(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"custom_reward_function.path: no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"custom_reward_function.path: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything; the message names the file
-        raise ValueError(
-            f"custom_reward_function.path: {path} fails to load: {type(error).__name__}: {error}"
-        ) from error
-    return module

@@ -21,7 +21,8 @@ from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
+from megarl.rewards.configured import make_pool, make_rules
+from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.wire import pack
 
@@ -63,14 +64,7 @@ class RuleScorer:
         cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
     ) -> "RuleScorer":
         """Make the configured reward. Raises ValueError if the custom file does not define its function."""
-        rules = Rules(path=custom.path, name=custom.name, weights=section.weights)
-        rules.load()  # only to find its faults before anything else starts
-        limits = WorkerLimits(
-            num_workers=section.num_workers,
-            timeout_s=section.timeout_s,
-            max_memory=int(section.max_memory_gb * 1e9),
-        )
-        return cls(rules=rules, pool=Pool(rules, limits), decode=decode, section=section)
+        return cls(rules=make_rules(section, custom), pool=make_pool(section, custom), decode=decode, section=section)
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response on this rank; `score` will find it. Never raises."""
@@ -120,6 +114,7 @@ class RuleScorer:
         try:
             arguments = pack(
                 {
+                    "prompt": prompt.text,
                     "data_source": prompt.data_source,
                     "solution_str": text,
                     "ground_truth": prompt.ground_truth,

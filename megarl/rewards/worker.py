@@ -1,4 +1,6 @@
-"""A process that calls rewards, one response after another, until its keeper ends it.
+"""A process that calls rewards, one request after another, until its keeper ends it.
+
+A request holds one response, or several for a reward that takes several at once.
 
 The bound on memory is the only safeguard here against the rewards: they may do anything to this process, and the keeper
 does not rely on it.
@@ -8,19 +10,23 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
-from megarl.rewards.rules import RuleResult, Rules
+from megarl.rewards.calls import Arguments, GroupReward, Outcome, TooLateError
+from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
 
 
-def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: int, keeper: int) -> NoReturn:
+def serve(
+    connection: socket.socket, output: int, rules: Rules, *, timeout_s: float, max_memory: int, keeper: int
+) -> NoReturn:
     """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
@@ -37,10 +43,11 @@ def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: i
     inbox, process = Inbox(connection, max_bytes=sys.maxsize), os.getpid()
     while True:
         request = inbox.wait()
-        arguments = unpack(request["arguments"])
-        rules.warm_up(arguments["data_source"])
+        samples = unpack(request["samples"])
+        for arguments in samples:
+            rules.warm_up(arguments["data_source"])
         connection.sendall(encode({"id": request["id"], "begun": True}))  # its time limit starts now
-        reply, is_sound = _call(reward, arguments)
+        reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
         if os.getpid() != process:  # a reward forked, and this is the copy
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -56,12 +63,21 @@ def _restore_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _call(reward: Callable[..., RuleResult], arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _call(reward: GroupReward, samples: Sequence[Arguments], deadline: float) -> tuple[dict[str, Any], bool]:
     """Call a reward; return the reply, and whether this process can continue."""
     try:
-        return reward(**arguments)._asdict(), True
+        return {"results": [_as_reply(outcome) for outcome in reward(samples, deadline)]}, True
     except BaseException as error:  # sys.exit is a failure too
         return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
+
+
+def _as_reply(outcome: Outcome) -> dict[str, Any]:
+    match outcome:
+        case TooLateError():
+            return {"late": True}
+        case Exception():
+            return {"error": _describe(outcome)}
+    return outcome._asdict()
 
 
 def _describe(error: BaseException) -> str:

@@ -35,6 +35,7 @@ def arguments(workspace: Workspace, run_dir: Path, *more: str) -> list[str]:
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=2",
         "algorithm.adv_estimator=grpo",
+        "reward_model.trial_rows=0",
         "trainer.n_gpus_per_node=2",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={run_dir}",
@@ -181,6 +182,22 @@ def test_bad_files_are_named_before_any_engine_starts(
     assert ending.value.code.startswith("megarl: rank 0: ")
     assert message in ending.value.code
     assert "Swordf1sh" not in ending.value.code
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_always_raises_is_found_before_ranks_meet(workspace: Workspace, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_):\n    raise KeyError('answer')\n")
+    argv = arguments(
+        *(workspace, tmp_path / "run", "trainer.n_gpus_per_node=1", "reward_model.trial_rows=1"),
+        f"custom_reward_function.path={reward}",
+    )
+    job = Job(1, main, argv, log=tmp_path / "train")
+    codes, output = job.end_alone(timeout_s=300), job.printed()
+    assert codes == [2], output
+    assert "1 fault in the configuration:" in output
+    assert "train.parquet, row 0: the reward fails if the response is \"{'target'" in output
+    assert "KeyError: 'answer': mend the reward or the row" in output
     assert not (tmp_path / "run").exists()
 
 

@@ -112,6 +112,7 @@ def test_secrets_and_code_that_are_planted(
         f"+actor_rollout_ref.rollout.engine_kwargs.hf_token={HUB}",
         "algorithm.adv_estimator=grpo",
         f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward_model.trial_rows=0",
         "trainer.n_gpus_per_node=1",
         "trainer.logger=[console,jsonl,mlflow]",
         f"trainer.default_local_dir={run_dir}",

@@ -57,6 +57,7 @@ def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.max_num_seqs=64",
         f"custom_reward_function.path={workspace.reward}",
+        "reward_model.trial_rows=0",
         "trainer.n_gpus_per_node=2",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={run_dir}",

@@ -225,9 +225,18 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
         (
             ["reward_model.weights.maths=1"],
             "reward_model.weights",
-            "no rule 'maths': choose from data_source, custom, countdown, ",
+            "no rule 'maths': choose from data_source, custom, judge, countdown, ",
         ),
-        (["reward_model.weights.custom=1"], "reward_model.weights", "name its file"),
+        (["reward_model.weights.custom=1"], "reward_model.weights", "what custom_reward_function.path names: set it"),
+        (["reward_model.weights.judge=1"], "reward_model.weights", "what reward_model.judge.url names: set it"),
+        (
+            [
+                "custom_reward_function.path=scripts/rewards/sentiment.py",
+                "custom_reward_function.reward_kwargs={depth: 3}",
+            ],
+            "custom_reward_function.name",
+            "does not accept depth as a keyword",
+        ),
         (
             ["reward_model.weights.math=1", "custom_reward_function.path=pyproject.toml"],
             "reward_model.weights",

@@ -107,6 +107,12 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.adv_estimator=custom", "algorithm.custom_estimator={path: mine.py, needs: [values]}"],
         ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],
     ),
+    "custom_reward_function.reward_kwargs={a: 1}": (["custom_reward_function.path=mine.py"], []),
+    "reward_model.concurrency=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
+    "reward_model.judge.model=other": (
+        ["reward_model.judge.url=http://h/v1", "reward_model.judge.model=m", "reward_model.timeout_s=100"],
+        [],
+    ),
     "data.truncation=left": ([], ["data.filter_overlong_prompts=true"]),
     "data.seed=2": ([], ["data.shuffle=false", f"{ACTOR}.shuffle=false"]),
     "data.val_batch_size=2": ([VAL], []),
@@ -141,7 +147,7 @@ ALWAYS = {
         sync.check_every sync.logprob_warn sync.logprob_stop partial.enable""",
     "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
         mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
-    "reward_model": "weights enable",
+    "reward_model": "weights enable judge.url",
     "custom_reward_function": "path",
     "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
         val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path

@@ -155,6 +155,29 @@ def test_a_file_that_cannot_be_checked_is_named_without_its_password(
     assert capsys.readouterr().out.startswith("scheme://***@host cannot be opened")
 
 
+def test_the_reward_of_a_checked_file_is_checked_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", '{"prompt": "1+1="}\n')
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "class Judge:\n    def __init__(self, depth): ...\n    def compute_score_batch(self, texts): ...\n"
+    )
+    checked = ["prepare", "--check", str(tmp_path / "rows.jsonl"), "--custom-reward-function", str(reward)]
+    for arguments, message in (
+        ([], f"{reward} has no function 'compute_score'; it has Judge"),
+        (["--custom-reward-name", "Judge"], "the constructor of Judge needs depth: give it in custom_reward_function"),
+        (
+            ["--custom-reward-name", "Judge", "--reward-kwarg", "depth"],
+            "Judge.compute_score_batch does not accept data_sources, solution_strs, ground_truths, extra_infos as",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", [*checked, *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        assert message in capsys.readouterr().out
+
+
 def test_gsm8k_sources_that_are_none_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

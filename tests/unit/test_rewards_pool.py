@@ -21,7 +21,8 @@ import pytest
 from megarl.platform.processes import descendants
 from megarl.rewards.keeper import _TAIL, MAX_PROCESSES, _last_lines
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
-from megarl.rewards.rules import MAX_NUMBERS, Rules
+from megarl.rewards.results import MAX_NUMBERS
+from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack, unpack
 from tests.support.hostile_rewards import SECRET, counts_the_escaped
 from tests.support.programs import ROOT

@@ -17,7 +17,8 @@ from megarl.batch import Rollouts, Scored
 from megarl.platform.secrets import READ_CHARACTERS, redact
 from megarl.rewards.config import RulesSection
 from megarl.rewards.pool import ScoringResult
-from megarl.rewards.rules import MAX_PRED, Rules, as_numbers, as_rule_result, known_data_source
+from megarl.rewards.results import MAX_PRED, RuleResult, as_numbers, as_rule_result
+from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, first_failures, metrics_of
 from megarl.training.reward_model import ModelScorer
 from tests.support.records import answer, prompts
@@ -29,15 +30,22 @@ ROW: dict[str, Any] = {
 }
 
 
+def judged(rules: Rules, text: str) -> RuleResult:
+    """Return the result of a response to `ROW`, as the process of the rules computes it."""
+    (outcome,) = rules.load()([ROW | {"solution_str": text}], math.inf)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
 def custom(tmp_path: Path, source: str, **changes: Any) -> Rules:
     (tmp_path / "mine.py").write_text(source)
     return Rules(path=str(tmp_path / "mine.py"), **changes)
 
 
 def test_the_data_source_picks_the_built_in_reward() -> None:
-    reward = Rules().load()
     texts = ("<answer>3+5</answer>", "<answer>5 - 3</answer>", "nothing", "<answer>5+3</answer>")
-    found = [reward(**ROW, solution_str=text) for text in texts]
+    found = [judged(Rules(), text) for text in texts]
     assert [verdict.numbers["score"] for verdict in found] == [1.0, 0.1, 0.0, 1.0]
     assert [verdict.pred for verdict in found] == ["3+5", "5-3", "", "5+3"]
 
@@ -48,8 +56,8 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, ground_truth["target"], extra_info["split"]) == ("countdown", 8, "train")
     return len(solution_str)
 """
-    reward = custom(tmp_path, source, name="by_length").load()
-    assert reward(**ROW, solution_str="nothing") == ({"score": 7.0}, None)
+    reward = custom(tmp_path, source, name="by_length")
+    assert judged(reward, "nothing") == ({"score": 7.0}, None)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +77,8 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
 def test_return_values_of_common_scripts_are_accepted(
     body: str, verdict: tuple[dict[str, float], str | None], tmp_path: Path
 ) -> None:
-    reward = custom(tmp_path, f"def compute_score(**_):\n    {body}\n").load()
-    assert reward(**ROW, solution_str="") == verdict
+    reward = custom(tmp_path, f"def compute_score(**_):\n    {body}\n")
+    assert judged(reward, "") == verdict
 
 
 @pytest.mark.parametrize("result", ["good", None, float("nan"), float("inf"), {"score": "1"}, {"accuracy": 1}, {}])
@@ -114,13 +122,13 @@ def test_a_weighted_sum_is_finite_in_float32_or_a_fault(parts: list[tuple[float,
     rules = Rules(weights={str(place): weight for place, (weight, _) in enumerate(parts)})
     results = {str(place): as_rule_result(score) for place, (_, score) in enumerate(parts)}
     total = sum(weight * score for weight, score in parts)
+    outcome = rules._sum(results)
     if math.isfinite(torch.tensor(total, dtype=torch.float32)):
-        assert rules._sum(results).numbers["score"] == total
+        assert isinstance(outcome, RuleResult) and outcome.numbers["score"] == total
     else:
-        with pytest.raises(
-            TypeError, match="the weighted sum of the scores is .*, which is not a finite number in float"
-        ):
-            rules._sum(results)
+        assert isinstance(outcome, TypeError)
+        assert "the weighted sum of the scores is " in str(outcome)
+        assert "which is not a finite number in float" in str(outcome)
 
 
 def test_a_weighted_model_score_beyond_float32_is_named() -> None:
@@ -163,21 +171,21 @@ def test_a_bounded_piece_of_a_giant_response_is_searched_for_secrets(monkeypatch
 def test_rules_are_summed_with_their_weights_and_the_first_gives_the_accuracy(tmp_path: Path) -> None:
     source = "def compute_score(**_):\n    return {'score': 3, 'acc': 0.5, 'calls': 2}\n"
     weights = {"data_source": 1.0, "format": 0.25, "custom": -0.5}
-    reward = custom(tmp_path, source, weights=weights).load()
+    reward = custom(tmp_path, source, weights=weights)
     right = "<think>so</think><answer>3+5</answer>"
     numbers = {
         **{"data_source": 1.0, "format": 1.0, "custom": 3.0, "calls": 2.0},
         **{"score": 1.0 + 0.25 - 1.5, "acc": 1.0},
     }
-    assert reward(**ROW, solution_str=right) == (numbers, "3+5")
-    assert reward(**ROW, solution_str="<answer>5-3</answer>").numbers["acc"] == 0.1
-    first = custom(tmp_path, source, weights={"custom": 1.0, "format": 1.0}).load()
-    assert first(**ROW, solution_str=right) == (
+    assert judged(reward, right) == (numbers, "3+5")
+    assert judged(reward, "<answer>5-3</answer>").numbers["acc"] == 0.1
+    first = custom(tmp_path, source, weights={"custom": 1.0, "format": 1.0})
+    assert judged(first, right) == (
         {"custom": 3.0, "format": 1.0, "calls": 2.0, "score": 4.0, "acc": 0.5},
         None,
     )
-    named = Rules(weights={"format": 1.0, "countdown": 1.0}).load()
-    assert named(**ROW, solution_str=right).pred == "3+5"
+    named = Rules(weights={"format": 1.0, "countdown": 1.0})
+    assert judged(named, right).pred == "3+5"
 
 
 def test_only_rules_that_ask_for_it_read_the_data_source() -> None:

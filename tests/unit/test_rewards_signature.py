@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.rules import Rules
-from megarl.rewards.signature import ARGUMENTS, fault_in_file, fault_of
+from megarl.rewards.signature import ARGUMENTS, Form, fault_in_file, fault_of
 
 NAMES = [*ARGUMENTS, "prompt", "tokens"]
 
@@ -64,7 +64,19 @@ CALL = "f(data_source=..., solution_str=..., ground_truth=..., extra_info=...)"
             "not accept data_source, extra_info as a keyword and needs k, which",
         ),
         ("def f(data_source, /, **others): ...", "f needs data_source, which is not given"),
-        ("async def f(**others): ...", "f is asynchronous"),
+        ("async def f(prompt, **others): ...", f"f needs prompt, which is not given: the call is {CALL}"),
+        (
+            "def f(solution_strs, k): ...",
+            "f does not accept data_sources, ground_truths, extra_infos as a keyword and needs k, which is not given",
+        ),
+        ("class f: ...", "the class f has none of the methods __call__, compute_score, compute_score_batch: define"),
+        (
+            "class f:\n    def __init__(self, k): ...\n    def __call__(self, **_): ...",
+            "constructor of f needs k: give",
+        ),
+        ("class f:\n    def __call__(self, text): ...", "f.__call__ does not accept data_source, solution_str"),
+        ("class f:\n    async def compute_score(self, k, **_): ...", "f.compute_score needs k, which is not given"),
+        ("class f:\n    def compute_score_batch(self, k): ...", "f.compute_score_batch does not accept data_sources"),
         ("def g(): ...\nimport os.path as h\nx, *y = 1, 2", "has no function 'f'; it has g, x, y"),
         ("", "has no function 'f'; it has none"),
         ("def f(", "fails to load: SyntaxError"),
@@ -78,7 +90,7 @@ def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: s
     found = fault_in_file(path, "f")
     assert found is not None and fault in found
     with pytest.raises(ValueError, match=r"^custom_reward_function\."):
-        Rules(path=str(path), name="f").load()
+        Rules(path=str(path), name="f").check()
 
 
 @pytest.mark.parametrize(
@@ -88,17 +100,76 @@ def test_a_fault_is_the_same_from_the_file_and_on_the_rank(source: str, fault: s
         "from judges import f",
         "from judges import *",
         "f = partial(g, 1)",
-        "class f:\n    def __new__(cls, **others): ...",
+        "class f:\n    def __new__(cls, **others): ...\n    def __call__(self, **others): ...",
         "if fast:\n    def f(prompt): ...",
         "def f(prompt): ...\ndef f(**others): ...",
         "globals()['f'] = print",
         "def __getattr__(name): ...",
         "for f in judges: pass",
+        "class f(Base): ...",
+        "@dataclass\nclass f:\n    k: int\n    def __call__(self, **others): ...",
+        "class f:\n    __call__ = compute_score = print",
     ],
 )
 def test_faults_that_only_running_the_file_shows_are_left_to_the_ranks(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     assert fault_in_file(tmp_path / "mine.py", "f") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("def f(**_): ...", Form()),
+        ("async def f(solution_str, **_): ...", Form(is_async=True)),
+        ("def f(solution_strs, **_): ...", Form(is_batch=True)),
+        (
+            "def f(data_sources=None, solution_strs=None, ground_truths=None, extra_infos=None): ...",
+            Form(is_batch=True),
+        ),
+        ("def compute_score_batch(**_): ...\nf = compute_score_batch", Form()),  # by its own name alone
+        ("class f:\n    def compute_score_batch(self, **_): ...", Form(is_batch=True)),
+        ("class f:\n    async def __call__(self, **_): ...\n    def compute_score(self): ...", Form(is_async=True)),
+        ("class C:\n    async def __call__(self, **_): ...\nf = C()", Form(is_async=True)),
+        ("class B:\n    async def compute_score(self, **_): ...\nclass f(B): ...", Form(is_async=True)),
+        ("class f:\n    @staticmethod\n    def __call__(solution_strs, **_): ...", Form(is_batch=True)),
+        ("from functools import partial\nasync def g(k, **_): ...\nf = partial(g, k=1)", Form(is_async=True)),
+    ],
+)
+def test_a_reward_has_a_form(source: str, form: Form, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    assert fault_in_file(path, "f") is None
+    assert Rules(path=str(path), name="f").check() == form
+
+
+def test_further_arguments_go_to_the_function_or_to_the_constructor(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    for source, fault in (
+        ("def f(k, **_): ...", None),
+        ("def f(data_source, solution_str, ground_truth, extra_info): ...", "f does not accept k as a keyword"),
+        ("class f:\n    def __init__(self, k): ...\n    def __call__(self, **_): ...", None),
+        (
+            "class f:\n    def __call__(self, **_): ...",
+            "the constructor of f does not accept k, which custom_reward_function.reward_kwargs gives",
+        ),
+    ):
+        path.write_text(source)
+        found = fault_in_file(path, "f", ["k"])
+        assert found is None if fault is None else found is not None and fault in found
+        if fault is None:
+            Rules(path=str(path), name="f", kwargs={"k": 1}).check()
+        else:
+            with pytest.raises(ValueError, match=fault):
+                Rules(path=str(path), name="f", kwargs={"k": 1}).check()
+
+
+def test_a_constructor_that_fails_is_named_and_no_check_constructs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class f:\n    def __init__(self, k): 1 / k\n    def __call__(self, **_): ...")
+    rules = Rules(path=str(path), name="f", kwargs={"k": 0})
+    assert rules.check() == Form()
+    with pytest.raises(ValueError, match=r"reward_kwargs: .*mine.py: f\(k=...\) fails: ZeroDivisionError: "):
+        rules.load()
 
 
 def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
@@ -108,11 +179,11 @@ def test_a_rank_asks_the_function_itself(tmp_path: Path) -> None:
         path.write_text(body.format("**others" if works else "prompt"))
         assert fault_in_file(path, "f") is None
         if works:
-            Rules(path=str(path), name="f").load()
+            Rules(path=str(path), name="f").check()
         else:
             with pytest.raises(
                 ValueError, match="f does not accept data_source.* and needs prompt, which is not given"
             ):
-                Rules(path=str(path), name="f").load()
+                Rules(path=str(path), name="f").check()
     path.write_text("f = max")  # C code without a signature
-    Rules(path=str(path), name="f").load()
+    Rules(path=str(path), name="f").check()

@@ -1,8 +1,8 @@
 """Make the files of a task or of your own rows: `megarl prepare countdown --out DIR`; `--check FILE` checks a file."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from megarl.data.columns import Needs, PromptColumns
@@ -25,6 +25,7 @@ from megarl.data.prepare import (
 from megarl.data.table import DataRow
 from megarl.platform.secrets import Parser, guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
+from megarl.rewards.signature import fault_in_file
 
 TASKS = {
     "countdown": countdown,
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (arguments.check is None) == (arguments.task is None):
         parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
     if arguments.check is not None:
-        _check(arguments.check, _columns(arguments))
+        faults = check.faults(arguments.check, _columns(arguments))
+        _check(arguments.check, chain(_own_faults(arguments), faults))
         return
     try:
         splits = arguments.build(arguments)
@@ -75,7 +77,22 @@ def _parser() -> Parser:
     checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
     checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
     checked.add_argument(
-        "--custom-reward-function", metavar="FILE", help="Python file whose function scores instead of built-in rewards"
+        "--custom-reward-function",
+        metavar="FILE",
+        help="Python file whose function or class scores instead of built-in rewards; its signature is checked",
+    )
+    checked.add_argument(
+        "--custom-reward-name",
+        default=CustomRewardSection.name,
+        metavar="NAME",
+        help="name of the function or class in that file (custom_reward_function.name)",
+    )
+    checked.add_argument(
+        "--reward-kwarg",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated",
     )
     checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
     tasks = parser.add_subparsers(dest="task")
@@ -116,14 +133,23 @@ def _columns(arguments: argparse.Namespace) -> PromptColumns:
     section = DataSection(
         train_files=arguments.check, prompt_key=arguments.prompt_key, reward_fn_key=arguments.reward_fn_key
     )
-    custom = CustomRewardSection(path=arguments.custom_reward_function)
+    custom = CustomRewardSection(path=arguments.custom_reward_function, name=arguments.custom_reward_name)
     return PromptColumns(section=section, needs=Needs.of(None if arguments.reward_model else RulesSection(), custom))
 
 
-def _check(file: str, columns: PromptColumns) -> None:
+def _own_faults(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the fault of the user's reward, as far as its file shows it without being run."""
+    file, name = arguments.custom_reward_function, arguments.custom_reward_name
+    if file and not Path(file).is_file():
+        yield f"--custom-reward-function: no such file: {file}"
+    elif file and (fault := fault_in_file(Path(file), name, arguments.reward_kwarg)):
+        yield fault
+
+
+def _check(file: str, faults: Iterable[str]) -> None:
     """Print the faults of a file; exit with 1 if there are any."""
     num_faults = 0
-    for num_faults, fault in enumerate(check.faults(file, columns), start=1):
+    for num_faults, fault in enumerate(faults, start=1):
         if num_faults <= SHOWN_FAULTS:
             print(redact(fault))
     if num_faults > SHOWN_FAULTS:

@@ -1,0 +1,115 @@
+"""A trial of the reward on the first rows of the data, in processes as a run has them, before anything else starts.
+
+The ground truth of each row is its response. Any finite score passes. Rewards that fail are judged as those of a step.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.root import Config
+from megarl.data.columns import Needs, PromptColumns
+from megarl.platform.secrets import beginning
+from megarl.rewards.config import RulesSection
+from megarl.rewards.configured import make_pool
+from megarl.rewards.pool import Pool, ScoringResult
+from megarl.rewards.wire import pack
+
+ROUND_S = 0.5
+SHOWN_CHARACTERS = 60
+NUM_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: str  # file and number, for messages
+    response: str
+    arguments: Any  # packed
+
+
+def try_reward(config: Config) -> Iterator[str]:
+    """Call the reward for a few rows; yield a remark for each row on which it fails, if the run could bear that.
+
+    Raises:
+        ConfigError: a step with such rewards would stop the run, or the rows cannot be read.
+    """
+    section, custom = config.reward_model.rules, config.custom_reward_function
+    if section is None or not section.trial_rows:
+        return
+    key = "custom_reward_function" if custom.path else "reward_model"
+    with _fault_of("data.train_files"):
+        rows = list(_rows(config, section))
+    with _fault_of(key):
+        pool = make_pool(section, custom)
+    try:
+        results = _results(pool, section, rows)
+    finally:
+        pool.close()
+    failed = [(row, result) for row, result in zip(rows, results, strict=True) if result and result.fault]
+    said = [
+        f"{row.place}: the reward fails if the response is {_shown(row.response)}: {result.detail}"
+        for row, result in failed
+    ]
+    if _stops(section, [result for _, result in failed], len(rows)):
+        remedy = "mend the reward or the row (reward_model.trial_rows=0 starts without this trial)"
+        raise ConfigError([Fault(path=key, message=f"{message}: {remedy}") for message in said[:NUM_SHOWN]])
+    yield from said[:NUM_SHOWN]
+
+
+@contextmanager
+def _fault_of(key: str) -> Iterator[None]:
+    """Turn a ValueError into a fault of a key."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([Fault(path=key, message=str(error))]) from error
+
+
+def _rows(config: Config, section: RulesSection) -> Iterator[_Row]:
+    """Yield the rows with the arguments of a reward."""
+    data = config.data
+    columns = PromptColumns(section=data, needs=Needs.of(section, config.custom_reward_function))
+    rows = columns.open(data.train_files)
+    for index, row in enumerate(rows.scan(range(min(section.trial_rows, len(rows))))):
+        truth = columns.ground_truth(row)
+        response = "" if truth is None else str(truth)
+        arguments = {
+            "prompt": str(row[data.prompt_key]),
+            "data_source": columns.source(row),
+            "solution_str": response,
+            "ground_truth": truth,
+            "extra_info": columns.extra_info(row),
+        }
+        try:
+            yield _Row(rows.place(index), response, pack(arguments))
+        except TypeError as error:
+            raise ValueError(f"{rows.place(index)}: {error}") from error
+
+
+def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[ScoringResult | None]:
+    """Return the result of each row; None for rows that were not waited for, because enough have failed."""
+    futures: list[Future[ScoringResult]] = [pool.submit(row.arguments) for row in rows]
+    while pool.count_pending(futures, within_s=ROUND_S):
+        done = [future.result() for future in futures if future.done()]
+        if _stops(section, [result for result in done if result.fault], len(rows)):
+            break
+    return [future.result() if future.done() else None for future in futures]
+
+
+def _stops(section: RulesSection, failed: Sequence[ScoringResult], num_rows: int) -> bool:
+    """Return whether so many failures among the responses of a step would stop a run."""
+    match section.on_failure:
+        case "stop":
+            return bool(failed)
+        case "mask":
+            return 2 * len(failed) > num_rows
+        case "score":
+            return len(failed) == num_rows and all(result.fault == "error" for result in failed)
+
+
+def _shown(text: str) -> str:
+    shown = beginning(text, SHOWN_CHARACTERS)
+    return repr(shown + ("..." if len(text) > len(shown) else ""))

@@ -1,0 +1,31 @@
+"""The rules of a run, and the limits of their processes, as configured."""
+
+from dataclasses import asdict
+
+from megarl.rewards.config import CustomRewardSection, RulesSection
+from megarl.rewards.pool import Pool, WorkerLimits
+from megarl.rewards.rules import Rules
+
+
+def make_rules(section: RulesSection, custom: CustomRewardSection) -> Rules:
+    """Return the configured rules; nothing is loaded."""
+    return Rules(
+        path=custom.path,
+        name=custom.name,
+        kwargs=custom.reward_kwargs,
+        judge=asdict(section.judge) if section.judge.url else None,
+        weights=section.weights,
+    )
+
+
+def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
+    """Return processes for the rules. Raises ValueError if the custom file does not define its function."""
+    rules = make_rules(section, custom)
+    form = rules.check()
+    limits = WorkerLimits(
+        num_workers=section.num_workers,
+        timeout_s=section.timeout_s,
+        max_memory=int(section.max_memory_gb * 1e9),
+        num_together=section.concurrency if form.takes_several else 1,
+    )
+    return Pool(rules, limits)

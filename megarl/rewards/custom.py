@@ -1,0 +1,80 @@
+"""Loads the reward in a user's file: a function, or a class that is constructed once in each process."""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megarl.rewards.calls import GroupReward, as_batch, concurrently, one_by_one, own_arguments
+from megarl.rewards.signature import Form, fault_of, form_of, method_of, missing
+
+DIGEST = "SHA-256: "
+"""The prefix of a digest in a description of a file."""
+_PATH, _NAME, _KWARGS = (f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs"))
+
+
+def provenance(path: Path, name: str) -> str:
+    """Describe a custom function: its name, its file and 12 hex digits of the file's SHA-256."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "it is not here"
+    return f"{name} of {path.absolute()} ({DIGEST}{digest})"
+
+
+def check_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> Form:
+    """Run the file, and return the form of its reward; construct no class.
+
+    Raises ValueError if the file does not load, has no such function or class, or the call does not fit.
+    """
+    return form_of(_find(path, name, kwargs), name)
+
+
+def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward:
+    """Return the reward; a class is constructed with `kwargs`. ValueError as of `check_custom`."""
+    found = _find(path, name, kwargs)
+    form = form_of(found, name)
+    if inspect.isclass(found):
+        reward = getattr(_construct(found, path, kwargs), method_of(found) or "__call__")
+    else:
+        reward = partial(found, **kwargs) if kwargs else found
+    if form.is_batch:
+        return as_batch(reward, is_async=form.is_async)
+    return concurrently(own_arguments(reward)) if form.is_async else one_by_one(reward)
+
+
+def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
+    module = _load_module(path)
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(f"{_NAME}: {missing(path, name, own)}")
+    if fault := fault_of(reward, path, name, kwargs):
+        raise ValueError(f"{_NAME}: {fault}")
+    return reward
+
+
+def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return cls(**kwargs)
+    except Exception as error:  # the user's code may raise anything; the message names the class
+        given = ", ".join(f"{key}=..." for key in kwargs)
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error
+
+
+def _load_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{_PATH}: no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{_PATH}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything; the message names the file
+        raise ValueError(f"{_PATH}: {path} fails to load: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,106 @@
+"""A server of chat completions that judges, fails, stalls, limits and lies; the question says what it does."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """The server, and what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        """Listen on a free port of this machine."""
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.times: dict[str, list[float]] = {}
+        self.count = Counter[str]()
+        self.running, self.most_running = Counter[str](), Counter[str]()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The base address, as `reward_model.judge.url` has it."""
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: JudgeServer
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"].strip()
+        server = self.server
+        with server.lock:
+            server.asked.append(body | {"path": self.path, "key": self.headers["Authorization"]})
+            server.times.setdefault(text, []).append(time.monotonic())
+            server.count[text] += 1
+            server.running[text] += 1
+            server.most_running[text] = max(server.most_running[text], server.running[text])
+        try:
+            self._answer(text, server.count[text])
+        finally:
+            with server.lock:
+                server.running[text] -= 1
+
+    def _answer(self, text: str, attempt: int) -> None:
+        match text.split(maxsplit=1):
+            case ["fails-once", said] if attempt == 1:
+                self._send(500, "an inner fault")
+            case ["limits-once", said] if attempt == 1:
+                self._send(429, "slow down", {"Retry-After": "2"})
+            case ["stalls-once", said] if attempt == 1:
+                time.sleep(30)
+            case ["hangs-up-once", said] if attempt == 1:
+                self.close_connection = True
+            case ["talks-nonsense-once", said] if attempt == 1:
+                self._send(200, "<html>")
+            case ["fails-once" | "limits-once" | "stalls-once" | "hangs-up-once" | "talks-nonsense-once", said]:
+                self._say(said)
+            case ["refuses"]:
+                self._send(401, f"no such key: {self.headers['Authorization']}")
+            case ["is-away"]:
+                self._send(503, "away")
+            case ["stalls"]:
+                time.sleep(30)
+            case ["has-no-choice"]:
+                self._send(200, json.dumps({"choices": []}))
+            case ["has-no-text"]:
+                self._send(200, json.dumps({"choices": [{"message": {"content": None}}]}))
+            case _:
+                self._say(text)
+
+    def _say(self, content: str) -> None:
+        time.sleep(0.05)
+        self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}))
+
+    def _send(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+        data = text.encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
+        """Print nothing."""
+
+
+@contextmanager
+def judge_server() -> Iterator[JudgeServer]:
+    """Serve until the block ends."""
+    with JudgeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

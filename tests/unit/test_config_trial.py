@@ -1,0 +1,106 @@
+"""The trial of a reward before a run, in real processes: faults are said with their rows, honest zeros pass."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
+from megarl.config.trial import try_reward
+
+MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
+ROWS = [
+    {"prompt": f"{number}+1=", "data_source": "own", "reward_model": {"ground_truth": str(number + 1)}}
+    for number in range(12)
+]
+REWARD = """
+def compute_score(solution_str, ground_truth, **_):
+    {body}
+    return 0.0
+"""
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Any:
+    """A function that tries a reward, given its body, on twelve rows, and returns the remarks."""
+
+    def attempt(body: str, *arguments: str) -> list[str]:
+        data, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
+        data.write_text("\n".join(map(json.dumps, ROWS)))
+        reward.write_text(REWARD.format(body=body))
+        own = [f"data.train_files={data}", f"custom_reward_function.path={reward}"]
+        own.append("reward_model.num_workers=1")  # rows in their order
+        return list(try_reward(load_config([*MINIMAL, *own, *arguments], world_size=None, check_paths=False)))
+
+    return attempt
+
+
+def said_by(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    return str(error.value)
+
+
+def test_a_reward_is_called_with_the_ground_truths_of_ten_rows_and_may_give_zeros(tried: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tried(f"open({str(log)!r}, 'a').write(f'{{solution_str}} {{ground_truth}}\\n')") == []
+    assert sorted(map(str.split, log.read_text().splitlines()), key=lambda pair: int(pair[0])) == [
+        [str(number), str(number)] for number in range(1, 11)
+    ]
+    assert tried("pass", "reward_model.trial_rows=99") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ("raise KeyError('answer')", "KeyError: 'answer'"),
+        ("return 'good'", "TypeError: a reward returns a finite number or a dict with such a 'score', not 'good'"),
+        ("return float('nan')", "not nan"),
+        ("import time; time.sleep(1000)", "it took longer than reward_model.timeout_s=0.5"),
+    ],
+)
+def test_a_reward_that_fails_is_a_fault_of_the_configuration(body: str, detail: str, tried: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        tried(body, "reward_model.timeout_s=0.5" if "sleep" in body else "reward_model.timeout_s=100")
+    assert "custom_reward_function: " in said_by(error)
+    assert "rows.jsonl, line 1: the reward fails if the response is '1': " in said_by(error)
+    assert detail in said_by(error)
+    assert "reward_model.trial_rows=0 starts without this trial" in said_by(error)
+
+
+def test_failures_count_as_in_a_step(tried: Any) -> None:
+    on_one = "if solution_str == '3': raise KeyError('answer')"
+    (remark,) = tried(on_one)
+    assert remark.endswith("rows.jsonl, line 3: the reward fails if the response is '3': KeyError: 'answer'")
+    with pytest.raises(ConfigError) as error:
+        tried(on_one, "reward_model.on_failure=stop")
+    assert "line 3" in said_by(error)
+    on_most = "if len(solution_str) == 1 and solution_str > '2': raise KeyError('answer')"
+    assert len(tried(on_most, "reward_model.on_failure=score")) == 3
+    with pytest.raises(ConfigError):
+        tried(on_most)
+    with pytest.raises(ConfigError):
+        tried("raise KeyError('answer')", "reward_model.on_failure=score")
+
+
+def test_no_row_is_tried_if_nobody_wants_it_or_a_model_scores_alone(tried: Any) -> None:
+    assert tried("raise KeyError('answer')", "reward_model.trial_rows=0") == []
+    model = ["reward_model.enable=true", "reward_model.model.path=org/rm", "data.train_files=nothere.parquet"]
+    assert list(try_reward(load_config([*MINIMAL, *model], world_size=None, check_paths=False))) == []
+
+
+def test_a_file_that_fails_to_load_is_a_fault_of_the_configuration(tried: Any) -> None:
+    with pytest.raises(ConfigError, match="reward.py fails to load: IndentationError"):
+        tried("    'too far'\n  return")
+
+
+def test_built_in_rules_are_tried_too(tmp_path: Path) -> None:
+    def attempt(data_source: str) -> list[str]:
+        data = tmp_path / "rows.jsonl"
+        data.write_text("\n".join(json.dumps(row | {"data_source": data_source}) for row in ROWS))
+        config = load_config([*MINIMAL, f"data.train_files={data}"], world_size=None, check_paths=False)
+        return list(try_reward(config))
+
+    assert attempt("multiply") == []
+    with pytest.raises(ConfigError, match="reward_model: .*line 1: .* ValueError: no built-in reward for .* 'sudoku'"):
+        attempt("sudoku")

@@ -1,0 +1,160 @@
+"""The judge behind a server, in real processes: a server may fail, stall, limit and lie."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rewards.config import CustomRewardSection, JudgeSection, RulesSection
+from megarl.rewards.configured import make_pool
+from megarl.rewards.judge import Judge
+from megarl.rewards.pool import Pool, ScoringResult
+from megarl.rewards.wire import pack
+from tests.support.judge_server import JudgeServer, judge_server
+
+KEY = "sesame-open-1234567890"
+ALONE = {"template": "{solution_str}"}
+SCORES = {
+    "Score: 0.25": 0.25,
+    "Score: 0.5 at first, but **Score: 1**": 1.0,
+    "fails-once Score: 0.5": 0.5,
+    "limits-once Score: 0.5": 0.5,
+    "stalls-once Score: 0.5": 0.5,
+    "hangs-up-once Score: 0.5": 0.5,
+    "talks-nonsense-once Score: 0.5": 0.5,
+}
+FAULTS = {
+    "It is good.": "the judge gave no number that reward_model.judge.pattern finds: 'It is good.'",
+    "Score: nan": "the judge gave no number that reward_model.judge.pattern finds: 'Score: nan'",
+    "Score: 7": "VerdictError: the judge's 7 is not from 0 to 1: 'Score: 7'",
+    "refuses": "the judge at reward_model.judge.url refuses the request: status 401: 'no such key: Bearer ***'",
+    "is-away": "the judge failed 2 times, at last: status 503: 'away'",
+    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=1.5",
+    "has-no-choice": "the judge failed 2 times, at last: the reply is no chat completion: '{\"choices\": []}'",
+    "has-no-text": "the judge failed 2 times, at last: the reply has no text",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeServer]:
+    with judge_server() as running:
+        yield running
+
+
+@contextmanager
+def pool_of(server: JudgeServer, judge: Mapping[str, Any] = ALONE, **changes: Any) -> Iterator[Pool]:
+    section = JudgeSection(**{"url": server.url, "model": "wise", "attempt_s": 1.5, "num_attempts": 2, **judge})
+    rules = RulesSection(**{"num_workers": 1, "timeout_s": 100.0, "judge": section, **changes})
+    pool = make_pool(rules, CustomRewardSection())
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def asked(pool: Pool, *texts: str, **row: Any) -> list[ScoringResult]:
+    """Return what the judge says of responses."""
+    whole = {"prompt": "1+1=", "data_source": "own", "ground_truth": "2", "extra_info": {}, **row}
+    return pool.wait([pool.submit(pack(whole | {"solution_str": text})) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def outcomes(server: JudgeServer) -> Mapping[str, ScoringResult]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_API_KEY", KEY)
+        texts = [*SCORES, *FAULTS]
+        judge = ALONE | {"api_key_variable": "JUDGE_API_KEY", "request": {"max_tokens": 9}}
+        with pool_of(server, judge) as pool:
+            return dict(zip(texts, asked(pool, *texts), strict=True))
+
+
+@pytest.mark.parametrize("text", SCORES)
+def test_a_verdict_is_the_last_number_that_the_judge_gives(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
+    assert outcomes[text].detail == ""
+    assert outcomes[text].numbers == {"score": SCORES[text]}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_judge_that_fails_or_lies_gives_no_score(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
+    assert outcomes[text].numbers == {}
+    assert FAULTS[text] in outcomes[text].detail
+    assert KEY not in outcomes[text].detail
+
+
+def test_requests_are_of_the_form_that_servers_know_and_wait_as_long_as_they_are_asked_to(
+    server: JudgeServer, outcomes: Mapping[str, ScoringResult]
+) -> None:
+    (request,) = [body for body in server.asked if body["messages"][0]["content"] == "Score: 0.25"]
+    assert request == {
+        "path": "/v1/chat/completions",
+        "key": f"Bearer {KEY}",
+        "model": "wise",
+        "messages": [{"role": "user", "content": "Score: 0.25"}],
+        "temperature": 0.0,
+        "max_tokens": 9,
+    }
+    first, second = server.times["limits-once Score: 0.5"]
+    assert second - first >= 2.0
+
+
+def test_requests_run_together_up_to_the_limit(server: JudgeServer) -> None:
+    text = "together Score: 1"
+    with pool_of(server, concurrency=4) as pool:
+        assert {found.numbers["score"] for found in asked(pool, *[text] * 12)} == {1.0}
+    assert 2 <= server.most_running[text] <= 4
+
+
+def test_a_response_without_a_verdict_in_time_says_what_the_server_said(server: JudgeServer) -> None:
+    with pool_of(server, ALONE | {"num_attempts": 99}, timeout_s=2.0) as pool:
+        late, good = asked(pool, "is-away", "Score: 1")
+    assert (late.fault, good.numbers) == ("timeout", {"score": 1.0})
+    assert "it took longer than reward_model.timeout_s=2" in late.detail
+    assert "attempt 1: status 503: 'away'" in late.detail
+
+
+def test_a_template_has_places_for_prompt_response_and_row(server: JudgeServer) -> None:
+    template = "{prompt} {solution_str} ({ground_truth}, {data_source}, {extra_info[level]}) {{}} Score: 1"
+    with pool_of(server, {"template": template}) as pool:
+        (good,) = asked(pool, "3 {x}", extra_info={"level": 5})
+        (bad,) = asked(pool, "3")
+    assert good.numbers == {"score": 1.0}
+    assert server.asked[-1]["messages"][0]["content"] == "1+1= 3 {x} (2, own, 5) {} Score: 1"
+    assert "reward_model.judge.template does not fit the row: KeyError: 'level'" in bad.detail
+
+
+def test_replies_are_kept_and_damaged_files_are_asked_for_again(server: JudgeServer, tmp_path: Path) -> None:
+    kept, text, other = ALONE | {"cache": str(tmp_path / "kept")}, "Score: 0.125", "Score: 0.375"
+
+    def files() -> list[Path]:
+        return [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    with pool_of(server, kept) as pool:
+
+        def ask() -> tuple[float, int]:
+            (found,) = asked(pool, text)
+            return found.numbers["score"], server.count[text]
+
+        assert [ask(), ask()] == [(0.125, 1)] * 2
+        (file,) = files()
+        assert json.loads(file.read_bytes()) == {"reply": text}
+        file.write_bytes(b'{"reply"')
+        assert [ask(), ask()] == [(0.125, 2)] * 2
+        assert files() == [file]
+        lie, *found = asked(pool, "Score: 7", other, other)
+    assert lie.fault == "error"
+    assert [outcome.numbers["score"] for outcome in found] == [0.375] * 2
+    assert len(files()) == 2  # a reply without a verdict is not kept
+
+
+def test_a_kept_reply_belongs_to_server_model_and_messages(tmp_path: Path) -> None:
+    judge = JudgeSection(url="http://a/v1", model="wise", cache=str(tmp_path))
+    body = {"model": "wise", "messages": [{"role": "user", "content": "x"}]}
+    others = [body | {"model": "wiser"}, body | {"messages": []}, body | {"temperature": 1.0}]
+    places = {Judge(**asdict(judge))._kept(asked_for) for asked_for in (body, *others)}
+    places.add(Judge(**asdict(replace(judge, url="http://b/v1")))._kept(body))
+    assert len(places) == 5
+    assert Judge(**asdict(judge))._kept(body) in places
