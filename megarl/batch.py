@@ -53,6 +53,7 @@ class Turn:
     start: int  # place of its first token in the response
     end: int  # and after its last
     reward: float
+    num_observed: int = 0  # tokens of the observation after it
 
 
 @dataclass(frozen=True, slots=True)

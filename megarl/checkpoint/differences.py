@@ -115,6 +115,9 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("reward_model.num_workers", Effect.NONE, "how many responses are scored at once"),
     ("reward_model.*", Effect.CURVE, _REWARD),
     ("custom_reward_function.*", Effect.CURVE, _REWARD),
+    ("environment.num_workers", Effect.NONE, "how many episodes are played at once"),
+    ("environment.overlap", Effect.ROUNDING, _ENGINE),
+    ("environment.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),
 )
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")

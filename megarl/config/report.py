@@ -115,6 +115,8 @@ def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
             found[key] = _modules(value)
         elif key == "custom_reward_function.path" and value:
             found[key] = provenance(Path(value), leaves["custom_reward_function.name"])
+        elif key == "environment.path" and value:
+            found[key] = provenance(Path(value), leaves["environment.name"])
     return redacted(found)
 
 

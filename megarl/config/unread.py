@@ -244,6 +244,21 @@ PPO_ROWS: tuple[Row, ...] = (
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
     Row(
+        keys=tuple(
+            f"reward_model.{name}"
+            for name in ("num_workers", "timeout_s", "max_memory_gb", "on_failure", "default_score")
+        ),
+        read=lambda config: config.environment.name is None,
+        only="`environment.name` is null",
+        why="as the environment gives the rewards",
+    ),
+    Row(
+        keys=("environment.*",),
+        read=lambda config: config.environment.name is not None,
+        only="`environment.name` is set",
+        because=("environment.name",),
+    ),
+    Row(
         keys=("custom_reward_function.name",),
         read=lambda config: config.custom_reward_function.path is not None,
         only="`custom_reward_function.path` is set",

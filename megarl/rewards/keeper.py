@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from megarl.platform.secrets import redact
-from megarl.rewards.rules import Rules, is_number
+from megarl.rewards.rules import Callee, Rules, is_number
 from megarl.rewards.wire import Inbox, encode
 from megarl.rewards.worker import serve
 
@@ -76,7 +76,7 @@ class Worker:
 class Keeper:
     """Runs one worker at a time, and replaces a worker that is lost."""
 
-    def __init__(self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int) -> None:
+    def __init__(self, rank: socket.socket, *, rules: Callee, timeout_s: float, max_memory: int) -> None:
         self._rank = rank
         self._rules = rules
         self._timeout_s = timeout_s
@@ -165,7 +165,7 @@ class Keeper:
         reply = self._wait(worker, unstarted, START_S)
         if reply == {"id": number, "begun": True}:
             self._begun = time.monotonic()
-            late = WorkerLost("timeout", f"it took longer than reward_model.timeout_s={self._timeout_s:g}")
+            late = WorkerLost("timeout", f"it took longer than {self._rules.section}.timeout_s={self._timeout_s:g}")
             reply = self._wait(worker, late, self._timeout_s)
         match reply:
             case {"id": found, "error": str(detail)} if found == number:
@@ -245,8 +245,8 @@ def _last_lines(printed: bytes) -> str:
     return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Serve the rank until it hangs up."""
+def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Rules) -> None:
+    """Serve the rank until it hangs up. The worker calls the `kind` with the settings that the rank sends."""
     rank = socket.socket(fileno=int(argv[0]))
     keeper: Keeper | None = None
 
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     try:
         with suppress(EOFError, ConnectionError):  # a rank that has finished hangs up
             settings = inbox.wait()
-            keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
+            keeper = Keeper(rank, **settings | {"rules": kind(**settings["rules"])})
             while True:
                 rank.sendall(encode(keeper.judge(inbox.wait())))
                 keeper.clean()

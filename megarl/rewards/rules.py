@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from reprlib import Repr
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megarl.platform.secrets import READ_CHARACTERS, beginning
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
@@ -49,9 +49,26 @@ _GIANTS = Repr()
 _GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
 
 
+class Callee(Protocol):
+    """What workers call: rules, or environments. A dataclass of values that JSON has."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    section: ClassVar[str]  # of the configuration, for messages
+    keeper: ClassVar[str]  # the module that keepers run
+
+    def load(self) -> Callable[..., RuleResult]:
+        """Return the function to call. Raises ValueError if the user's file does not load."""
+
+    def warm_up(self, data_source: str) -> None:
+        """Import what the first call for a row of `data_source` needs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The functions that make the score of a response."""
+
+    section: ClassVar[str] = "reward_model"
+    keeper: ClassVar[str] = "megarl.rewards.keeper"
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there
@@ -179,7 +196,7 @@ def is_number(value: Any) -> bool:
 
 
 def _load_custom(path: Path, name: str) -> RewardFn:
-    module = _load_module(path)
+    module = load_module(path, key="custom_reward_function.path")
     reward = getattr(module, name, None)
     if not callable(reward):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
@@ -190,18 +207,17 @@ def _load_custom(path: Path, name: str) -> RewardFn:
     return loaded
 
 
-def _load_module(path: Path) -> ModuleType:
+def load_module(path: Path, *, key: str) -> ModuleType:
+    """Run a Python file of the user as a module. ValueError if it does not load, naming `key` of the configuration."""
     if not path.is_file():
-        raise ValueError(f"custom_reward_function.path: no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
+        raise ValueError(f"{key}: no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"{key.replace('.', '_')}_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"custom_reward_function.path: {path} is not a Python file")
+        raise ValueError(f"{key}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        raise ValueError(
-            f"custom_reward_function.path: {path} fails to load: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{key}: {path} fails to load: {type(error).__name__}: {error}") from error
     return module

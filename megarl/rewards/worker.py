@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
-from megarl.rewards.rules import RuleResult, Rules
+from megarl.rewards.rules import Callee, RuleResult
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
 
 
-def serve(connection: socket.socket, output: int, rules: Rules, *, max_memory: int, keeper: int) -> NoReturn:
+def serve(connection: socket.socket, output: int, rules: Callee, *, max_memory: int, keeper: int) -> NoReturn:
     """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
