@@ -4,13 +4,14 @@ A key is read unless a row that names it denies that.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
 from megarl.algorithms.config import ESTIMATORS, K3, LOSS_READS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import OptimSection
 from megarl.platform.secrets import redact
 from megarl.section import flatten
@@ -253,7 +254,7 @@ PPO_ROWS: tuple[Row, ...] = (
         why="as the environment gives the rewards",
     ),
     Row(
-        keys=("environment.*",),
+        keys=tuple(f"environment.{key.name}" for key in fields(EnvironmentSection) if key.name != "name"),
         read=lambda config: config.environment.name is not None,
         only="`environment.name` is set",
         because=("environment.name",),

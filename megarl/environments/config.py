@@ -18,7 +18,7 @@ class EnvironmentSection:
     """Arguments of the class."""
     max_turns: Count = 8
     """Most turns of the policy in an episode."""
-    max_observation_tokens: Length = 512
+    max_observation_length: Length = 512
     """Most tokens of an observation; a longer one fails. data.max_response_length bounds all tokens of an episode."""
     overlap: CountFromZero = 1
     """Windows of 16 engine steps in which the engine draws other samples before it waits for the answer to a turn."""

@@ -203,7 +203,7 @@ class Episodes:
         reward = result.numbers["score"]
         if result.pred is None:
             return Answer(reward=reward, done=bool(result.numbers[DONE]))
-        episode, limit = self._playing[key], self._environments.section.max_observation_tokens
+        episode, limit = self._playing[key], self._environments.section.max_observation_length
         episode.observations.append(result.pred)
         observer = self._environments.observer
         try:
@@ -211,7 +211,7 @@ class Episodes:
         except ValueError as error:
             return _failed(StopReason.FAILED, str(error))
         if len(tokens) > limit:
-            detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_tokens={limit}"
+            detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
             return _failed(StopReason.FAILED, detail)
         return Answer(reward=reward, observation=tokens)
 

@@ -200,7 +200,7 @@ def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None
 
 def test_a_turn_without_an_answer_ends_its_episode_alone() -> None:
     with world_of_one():
-        episodes = environments("Hangs", max_observation_tokens=5).begin(max_tokens=200)
+        episodes = environments("Hangs", max_observation_length=5).begin(max_tokens=200)
         said = [say("hang", sample=0), say("a", sample=1), say("a long turn", sample=2)]
         for each in said:
             episodes.ask(PROMPT, each)
@@ -210,7 +210,7 @@ def test_a_turn_without_an_answer_ends_its_episode_alone() -> None:
         assert hung.stop_reason is StopReason.TIMEOUT
         assert hung.fault and hung.fault.startswith("it took longer than environment.timeout_s=2")
         assert (fine.complete, LETTERS.decode(fine.token_ids)) == (False, "a1:a")
-        assert long.fault == "its observation has 13 tokens, more than environment.max_observation_tokens=5"
+        assert long.fault == "its observation has 13 tokens, more than environment.max_observation_length=5"
         assert scored.judged().tolist() == [False, True, False]
         assert scored.scores.isnan().tolist() == [True, False, True]
         assert metrics["episode/stop/timeout"] == metrics["episode/stop/failed"] == pytest.approx(1 / 3)
