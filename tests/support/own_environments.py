@@ -73,3 +73,18 @@ class Silent(Count):
 
     def reset(self, row: Row) -> str:
         return ""
+
+
+class Digits:
+    """Rewards the digits of a turn, and asks for more until there are `enough`."""
+
+    def __init__(self, enough: int = 3) -> None:
+        self._enough, self._found = enough, 0
+
+    def reset(self, row: Row) -> Any:
+        return row.prompt
+
+    def step(self, response: str) -> Step:
+        digits = sum(character.isdigit() for character in response)
+        self._found += digits
+        return Step(f" {self._found} :", digits / 10, done=self._found >= self._enough)

@@ -13,6 +13,7 @@ from megarl.data.prepare import (
     check,
     countdown,
     gsm8k,
+    guess,
     knights_knaves,
     math,
     multiply,
@@ -29,6 +30,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 TASKS = {
     "countdown": countdown,
     "gsm8k": gsm8k,
+    "guess": guess,
     "knights_knaves": knights_knaves,
     "math": math,
     "multiply": multiply,
