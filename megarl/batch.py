@@ -39,7 +39,7 @@ class Prompt:
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    DONE = "done"  # the environment said so
+    DONE = "done"  # the environment ended it
     TURNS = "turns"  # the policy had as many turns as it may
     TOKENS = "tokens"  # the next observation, or the rest of the turn, does not fit into the response
     TIMEOUT = "timeout"  # the environment took too long
@@ -152,7 +152,7 @@ class Rollouts(Prompts):
         return self.prompts[int(self.groups[sample])]
 
     def present(self) -> Tensor:
-        """Return which tokens stand in the sequences, whoever wrote them: `[B, T]` bool, without holes."""
+        """Return which places have a token, of the policy or of the environment: `[B, T]` bool, without holes."""
         return self.mask if self.observed is None else self.mask | self.observed
 
     def response_ids(self, sample: int) -> list[int]:

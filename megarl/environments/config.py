@@ -23,7 +23,7 @@ class EnvironmentSection:
     overlap: CountFromZero = 1
     """Windows of 16 engine steps in which the engine draws other samples before it waits for the answer to a turn."""
     num_workers: Count = 4
-    """Processes on each rank that environments run in. Each episode stays in one of them."""
+    """Processes on each rank that environments run in. Each episode stays in one process."""
     timeout_s: Seconds = 10.0
     """Seconds that an environment may take for one turn; after that its process is killed."""
     max_memory_gb: Bound = 8.0

@@ -27,7 +27,7 @@ class Observer:
     """Encodes observations as a tokenizer encodes prompts."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Collection[int]) -> None:
-        """Encode with `tokenizer`. `stop` are the tokens that end a turn: the policy has written one of them."""
+        """Encode with `tokenizer`. `stop` are the tokens that end a turn: the policy writes such a token."""
         self._tokenizer, self._stop = tokenizer, frozenset(stop)
 
     def encode(self, observation: Observation, *, prompt: Observation) -> list[int]:
@@ -76,7 +76,7 @@ class Observer:
                 conversation += [_response(said), USER]
                 text += said + added
                 if (found := self._tokenizer.render(conversation)) != text:
-                    return f"it makes {shown(found)} of a conversation of which the policy has read {shown(text)}"
+                    return f"it makes {shown(found)} of a conversation that the policy has read as {shown(text)}"
         ids, last = self._tokenizer.chat(conversation), self._tokenizer.encode(added, add_special_tokens=False)
         if not last or ids[-len(last) :] != last:
             return "the tokens of what it adds depend on the text before"

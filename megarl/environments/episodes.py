@@ -34,7 +34,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an environment says about a turn."""
+    """An environment's answer to a turn."""
 
     reward: float = 0.0
     observation: list[int] = field(default_factory=list)  # tokens; none if it is `done`

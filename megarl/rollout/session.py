@@ -5,7 +5,7 @@ replicas know of each other's finished samples after `WINDOW` engine steps, and 
 same, whatever the clocks of the replicas show, and the samples of a step can be drawn again, bit for bit. An exchange
 costs the time until the slowest replica has taken its steps; replicas that draw equally many samples take equally long.
 
-A sample may be an episode. The engine then stops at the end of each turn, and goes on with other samples while the
+A sample may be an episode. The engine then stops at the end of each turn, and draws other samples while the
 environment answers. The answer is taken before a window that is counted too, so a fast environment changes nothing: the
 same requests reach the engine at the same step. A replica that has no other sample to draw takes its answers at once.
 """

@@ -102,7 +102,7 @@ def _faults(table: pa.Table) -> Iterator[str]:
                 yield f"row {_first(odd)}, column {name}: it has neither a number nor a failure, or both"
     for name in EPISODE_COLUMNS:
         if table[name].null_count != table[EPISODE_COLUMNS[0]].null_count:
-            yield f"column {name} and column {EPISODE_COLUMNS[0]}: one of them is null, and the other is not"
+            yield f"column {name} and column {EPISODE_COLUMNS[0]}: one is null, and the other is not"
     yield from _faults_of_groups(table)
 
 

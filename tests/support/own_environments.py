@@ -26,7 +26,7 @@ class Count:
 
 
 class Dies(Count):
-    """Loses its process at a turn that says so, once."""
+    """Loses its process once, at a turn that asks for it."""
 
     def step(self, response: str) -> Step:
         mark = response.removeprefix("die ")

@@ -156,7 +156,7 @@ def test_an_episode_is_kept_with_its_turns(tmp_path: Path) -> None:
     assert_same(found, record)
     rows = [row | {"num_turns": None} for row in pq.read_table(tmp_path / "file").to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows, arrow_schema(COLUMNS)), tmp_path / "damaged")
-    with pytest.raises(Damage, match="column num_turns and column observed: one of them is null"):
+    with pytest.raises(Damage, match="column num_turns and column observed: one is null"):
         read_samples(tmp_path / "damaged")
 
 

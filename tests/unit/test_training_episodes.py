@@ -1,4 +1,4 @@
-"""What an environment says is read and never learnt from: its tokens change nothing but the context of the others."""
+"""The tokens of an environment are read and never learnt from: they change nothing but the context of the others."""
 
 from dataclasses import fields, replace
 from functools import partial
