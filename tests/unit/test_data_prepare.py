@@ -182,9 +182,7 @@ def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.Monk
         for turn in rows["sft"]:
             low, high = 1, 16
             for guess, said in zip(turn["prompt"][1::2], turn["prompt"][2::2], strict=True):
-                number = int(guess["content"])
-                low, high = (
-                    (max(low, number + 1), high) if said["content"] == "higher" else (low, min(high, number - 1))
-                )
+                number, is_higher = int(guess["content"]), said["content"] == "higher"
+                low, high = (max(low, number + 1), high) if is_higher else (low, min(high, number - 1))
             heeded.append(low <= int(turn["response"]) <= high)
         assert all(heeded) == (careless == "0")
