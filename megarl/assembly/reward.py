@@ -12,7 +12,6 @@ from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.rewards.scoring import RuleScorer
-from megarl.rollout.sampling import stop_token_ids
 from megarl.training.reward_model import ModelScorer, RewardModel
 
 Reward = RuleScorer | ModelScorer | EpisodeScorer
@@ -24,7 +23,7 @@ def make_rules(config: Config, policy: Tokenizer) -> RuleScorer | None:
     return RuleScorer.make(rules, config.custom_reward_function, policy.decode) if rules else None
 
 
-def make_environments(config: Config, source: Source, policy: Tokenizer, prompt: Prompt) -> Environments | None:
+def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Environments | None:
     """Make the environments of the run. None if responses are judged once. `prompt` is any of the data.
 
     Raises:
@@ -32,7 +31,7 @@ def make_environments(config: Config, source: Source, policy: Tokenizer, prompt:
     """
     if not config.environment.name:
         return None
-    observer = Observer(policy, stop_token_ids(source.directory, policy.eos_token_id))
+    observer = Observer(policy)
     if policy.templates(prompt.raw_prompt):
         observer.require_appending()
     return Environments(config.environment, policy, observer, seed=config.actor_rollout_ref.rollout.seed)

@@ -84,7 +84,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config, tokenizer)
-    environments = make_environments(config, source, tokenizer, prompts.prompt_of(0))
+    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
     continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
@@ -240,7 +240,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
     rules = make_rules(config, tokenizer)
-    environments = make_environments(config, source, tokenizer, prompts.prompt_of(0))
+    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     if launch.rank == 0:
         print(prompts.first_as_read(Position()))
     engine = make_engine(config, source, tokenizer)

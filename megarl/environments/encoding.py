@@ -6,7 +6,7 @@ template that also changes earlier turns (as one that removes their reasoning) w
 training and use than it has written here, and is refused.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -26,12 +26,14 @@ NUM_TURNS = 3
 class Observer:
     """Encodes observations as a tokenizer encodes prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Collection[int]) -> None:
-        """Encode with `tokenizer`. `stop` are the tokens that end a turn: the policy writes such a token."""
-        self._tokenizer, self._stop = tokenizer, frozenset(stop)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Encode with `tokenizer`."""
+        self._tokenizer = tokenizer
 
-    def encode(self, observation: Observation, *, prompt: Observation) -> list[int]:
+    def encode(self, observation: Observation, *, prompt: Observation, last: int) -> list[int]:
         """Return the tokens that follow a turn of an episode with this `prompt`: a text as it is, or by the template.
+
+        `last` is the token that ended the turn. If the template also ends responses with it, it is not repeated.
 
         Raises:
             ValueError: the template refuses the messages or changes earlier turns.
@@ -40,7 +42,7 @@ class Observer:
             return self._tokenizer.encode(plain_text(observation), add_special_tokens=False)
         self.require_appending()
         ids = self._tokenizer.encode(self._added(as_messages(observation)), add_special_tokens=False)
-        return ids[1:] if ids and ids[0] in self._stop else ids
+        return ids[1:] if ids[:1] == [last] else ids
 
     def require_appending(self) -> None:
         """Raise ValueError if the chat template changes earlier turns."""

@@ -52,8 +52,7 @@ def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, ma
         section: the limits.
         max_tokens: of an episode.
     """
-    start = said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
-    end, num_observed = len(said.token_ids), len(answer.observation)
+    start, end, num_observed = start_of_turn(said), len(said.token_ids), len(answer.observation)
     reward, reason = answer.reward, answer.fault
     if said.truncated:
         reward, reason = section.default_score, StopReason.TOKENS
@@ -77,6 +76,11 @@ def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, ma
         turns=turns,
         complete=False,
     )
+
+
+def start_of_turn(said: Generation) -> int:
+    """Return the place of the first token of an episode's last turn, which has no answer yet."""
+    return said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
 
 
 class Environments:
@@ -160,6 +164,7 @@ class _Episode:
     prompt: Prompt
     responses: list[str] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
+    last: int = 0  # token of the last turn
 
 
 class Episodes:
@@ -181,8 +186,9 @@ class Episodes:
         if said.truncated:
             return
         episode = self._playing.setdefault(key, _Episode(next(self._numbers), prompt))
-        start = said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
-        episode.responses.append(self._environments.tokenizer.decode(said.token_ids[start:]))
+        turn = said.token_ids[start_of_turn(said) :]
+        episode.responses.append(self._environments.tokenizer.decode(turn))
+        episode.last = turn[-1]
         self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, episode.observations)
 
     def answer(self, said: Sequence[Generation]) -> list[Generation]:
@@ -207,7 +213,7 @@ class Episodes:
         episode.observations.append(result.pred)
         observer = self._environments.observer
         try:
-            tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt)
+            tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt, last=episode.last)
         except ValueError as error:
             return _failed(StopReason.FAILED, str(error))
         if len(tokens) > limit:

@@ -174,7 +174,7 @@ def say(text: str, before: Generation | None = None, *, sample: int = 0) -> Gene
 
 
 def environments(name: str, **changes: Any) -> Environments:
-    return Environments(replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS, [3]), seed=1)
+    return Environments(replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS), seed=1)
 
 
 PROMPT = replace(prompts([3]).prompts[0], raw_prompt="p")
@@ -224,7 +224,6 @@ def test_the_environment_begins_each_episode() -> None:
     with world_of_one():
         made = environments("Count")
         rows = Prompts(prompts=[replace(PROMPT, index=number) for number in range(3)])
-        made.tokenizer.encode = lambda text, add_special_tokens: [ord(letter) for letter in text]
         opened = made.open(rows, max_tokens=20)
         assert [prompt.text for prompt in opened.prompts] == [f"row {number} begins" for number in range(3)]
         assert opened.prompts[1].raw_prompt == "p"  # the environment begins with the row again

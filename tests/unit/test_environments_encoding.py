@@ -66,13 +66,13 @@ def template(name: str, message: str) -> str:
 @given(texts, st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
 def test_a_conversation_grows_into_that_of_the_template(name: str, asked: str, turns: list[tuple[str, str]]) -> None:
     ours = tokenizer(template(name, APPENDING[name]))
-    observer = Observer(ours, [ours.eos_token_id])
+    observer = Observer(ours)
     observer.require_appending()
     conversation = as_messages(asked)
     ids = ours.chat(conversation)
     for said, seen in turns:
         ids += [*ours.encode(said, add_special_tokens=False), ours.eos_token_id]
-        ids += observer.encode(seen, prompt=as_messages(asked))
+        ids += observer.encode(seen, prompt=as_messages(asked), last=ours.eos_token_id)
         conversation += [{"role": "assistant", "content": said}, *as_messages(seen)]
         assert ids == ours.chat(conversation)
 
@@ -80,16 +80,24 @@ def test_a_conversation_grows_into_that_of_the_template(name: str, asked: str, t
 @pytest.mark.parametrize("name", REWRITING)
 def test_a_template_that_rewrites_earlier_turns_is_refused(name: str) -> None:
     ours = tokenizer(template(name, REWRITING[name]))
-    observer = Observer(ours, [ours.eos_token_id])
+    observer = Observer(ours)
     with pytest.raises(ValueError, match=r"chat template does not .*append"):
         observer.require_appending()
     with pytest.raises(ValueError, match=r"chat template does not .*append"):
-        observer.encode("seen", prompt=as_messages("asked"))
+        observer.encode("seen", prompt=as_messages("asked"), last=ours.eos_token_id)
 
 
 @given(texts)
 def test_a_text_is_continued_as_it_is(seen: str) -> None:
     """Also if the tokenizer has a template: the prompt was a text."""
     ours = tokenizer(template("joins", REWRITING["joins"]))
-    ids = Observer(ours, [ours.eos_token_id]).encode(seen, prompt="asked")
+    ids = Observer(ours).encode(seen, prompt="asked", last=ours.eos_token_id)
     assert ours.decode(ids, with_special_tokens=True) == seen
+
+
+def test_a_turn_that_ended_with_another_token_is_still_ended_by_the_template() -> None:
+    ours = tokenizer(template("chatml", APPENDING["chatml"]))
+    by_end, by_other = (
+        Observer(ours).encode("b", prompt=as_messages("a"), last=last) for last in (ours.eos_token_id, 7)
+    )
+    assert by_other == [ours.eos_token_id, *by_end]
