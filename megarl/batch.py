@@ -4,12 +4,13 @@ A record only gains fields: each later stage is a new type that `extend` builds 
 written twice. Every record is the same on every rank and lives in host memory; only models are sharded.
 
 Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows `p*n .. p*n + n - 1`),
-`T` tokens of the longest response in the record. `[B, T]` tensors hold response tokens only, and zeros if `mask` is
-False (after the end of a response).
+`T` tokens of the longest response in the record. `[B, T]` tensors hold zeros if `mask` is False: after the end of a
+response and, if the response is an episode, on the tokens of its environment. `responses` alone has the latter too.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -35,6 +36,26 @@ class Prompt:
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
 
 
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"  # the environment ended it
+    TURNS = "turns"  # the policy had as many turns as it may
+    TOKENS = "tokens"  # the next observation, or the rest of the turn, does not fit into the response
+    TIMEOUT = "timeout"  # the environment took too long
+    FAILED = "failed"  # the environment raised, died or answered with what is no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode: tokens of the policy, and how the environment judged them."""
+
+    start: int  # place of its first token in the response
+    end: int  # and after its last
+    reward: float
+    num_observed: int = 0  # tokens of the observation after it
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One sample of one prompt, complete or as far as it is drawn."""
@@ -47,7 +68,10 @@ class Generation:
     weight_versions: list[int] = field(default_factory=list)  # of each token: finished steps at the sync of the
     # weights that drew it
     sample: int = 0  # its number among the samples of the prompt
-    complete: bool = True  # ended by a stop token or by the length limit
+    complete: bool = True  # ended by a stop token or by the length limit; an episode: by its environment or its limits
+    turns: tuple[Turn, ...] = ()  # of an episode, those that are judged; the tokens between them are observations
+    stop_reason: StopReason | None = None  # of a complete episode
+    fault: str | None = None  # of its environment, for people
 
     def then(self, later: "Generation") -> "Generation":
         """Return this sample with the tokens that were drawn `later`."""
@@ -59,6 +83,7 @@ class Generation:
             token_ids=self.token_ids + later.token_ids,
             log_probs=(self.log_probs or []) + (later.log_probs or []) if known else None,
             weight_versions=self.weight_versions + later.weight_versions,
+            turns=self.turns,
         )
 
 
@@ -104,7 +129,7 @@ class Rollouts(Prompts):
 
     groups: Tensor  # [B] int64: the sample's prompt, a position in `prompts`; equal values are neighbours
     responses: Tensor  # [B, T] int64 token ids, end-of-sequence token included
-    mask: Tensor  # [B, T] bool: True on response tokens
+    mask: Tensor  # [B, T] bool: True on the tokens of the policy, the only ones that are learnt from
     rollout_log_probs: Tensor | None  # [B, T] float32: under the engine's (temperature-scaled) policy; None: unknown
     truncated: Tensor  # [B] bool: the response reached the length limit before a stop token
     weight_versions: Tensor | None = None  # [B, T] int32: finished steps at the sync of the weights that drew the
@@ -112,6 +137,12 @@ class Rollouts(Prompts):
     sequences: Sequence[Sequence[int]] | None = None  # length B: prompt and response in a reader's own tokens, and one
     # token more; None: the model reads the tokens of `prompts` and `responses`
     places: Tensor | None = None  # [B, T] int64: the last position in `sequences` that a reader sees before each token
+    observed: Tensor | None = None  # [B, T] bool: True on tokens of the environment, which the policy only reads; None:
+    # there is no environment. The four below are None too then.
+    turn_rewards: Tensor | None = None  # [B, T] float32: the reward of each turn, on its last token
+    num_turns: Tensor | None = None  # [B] int64
+    stop_reasons: Sequence[str] | None = None  # length B, see `StopReason`
+    faults: Sequence[str | None] | None = None  # length B: what was wrong with the environment
 
     def __len__(self) -> int:
         return self.mask.shape[0]
@@ -120,9 +151,13 @@ class Rollouts(Prompts):
         """Return the prompt of a sample."""
         return self.prompts[int(self.groups[sample])]
 
+    def present(self) -> Tensor:
+        """Return which places have a token, of the policy or of the environment: `[B, T]` bool, without holes."""
+        return self.mask if self.observed is None else self.mask | self.observed
+
     def response_ids(self, sample: int) -> list[int]:
-        """Return the response tokens of a sample, without padding."""
-        return self.responses[sample][self.mask[sample]].tolist()
+        """Return the response tokens of a sample, those of its environment included, without padding."""
+        return self.responses[sample][self.present()[sample]].tolist()
 
     def tokens(self, samples: Tensor) -> Tensor:
         """Return prompt and response of each given sample (int64 indices `[b]`) as a model reads them, end to end.
@@ -134,33 +169,34 @@ class Rollouts(Prompts):
             return torch.tensor(chosen, dtype=torch.int64)
         used, places = self.groups[samples].unique(return_inverse=True)
         prompts = [torch.tensor(self.prompts[place].token_ids, dtype=torch.int64) for place in used.tolist()]
-        mask = self.mask[samples]
+        present = self.present()[samples]
         in_prompt = self._prompt_lengths()[samples]
-        lengths = in_prompt + mask.sum(-1)
+        lengths = in_prompt + present.sum(-1)
         positions = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         of_prompt = positions < in_prompt.repeat_interleave(lengths)
         tokens = torch.empty_like(positions)
         if prompts:
             tokens[of_prompt] = torch.cat([prompts[place] for place in places.tolist()])
-        tokens[~of_prompt] = self.responses[samples][mask]
+        tokens[~of_prompt] = self.responses[samples][present]
         return tokens
 
     def predictors(self) -> Tensor:
         """Return the position in the sample's tokens before each response token, ascending: `[B, T]` int64."""
         if self.places is not None:
             return self.places
-        return self._prompt_lengths()[:, None] + self.mask.cumsum(-1) - 2
+        return self._prompt_lengths()[:, None] + self.present().cumsum(-1) - 2
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of prompt and response together: `[B]` int64."""
         if self.sequences is not None:
             return torch.tensor([len(sequence) for sequence in self.sequences])
-        return self._prompt_lengths() + self.mask.sum(-1)
+        return self._prompt_lengths() + self.present().sum(-1)
 
     def select(self, samples: Tensor) -> Self:
         """Return only the given samples (int64 indices `[b]`), in that order. Prompts and `T` are kept."""
-        chosen = self.sequences and [self.sequences[sample] for sample in samples.tolist()]
-        return replace(self._with({name: tensor[samples] for name, tensor in self._tensors()}), sequences=chosen)
+        listed = {"sequences": self.sequences, "stop_reasons": self.stop_reasons, "faults": self.faults}
+        chosen = {name: values and [values[sample] for sample in samples.tolist()] for name, values in listed.items()}
+        return self._with({name: tensor[samples] for name, tensor in self._tensors()} | chosen)
 
     def of_prompts(self, places: Sequence[int]) -> Self:
         """Return only the prompts at `places`, ascending, with their samples. `T` is kept."""

@@ -1,7 +1,9 @@
 """From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
 
-    python scripts/quickstart.py [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N] [--warm-up-only]
-                                 [section.key=value ...]
+    python scripts/quickstart.py [--task countdown] [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N]
+                                 [--warm-up-only] [section.key=value ...]
+
+With `--task guess` it learns by GRPO to guess a number in several turns (docs/environments.md), in runs/guess.
 
 Everything is made here; nothing is downloaded. Each stage is one of megarl's own commands, printed before it runs. It
 takes the given keys that it knows. Two processes share the work; on CUDA, at most one process for each device.
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.root import Config, SFTConfig
@@ -32,11 +35,47 @@ CARELESS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the model learns."""
+
+    out: str
+    problems: Sequence[object]  # options of `megarl prepare`
+    warm_up: str
+    training: str
+    directory: str  # of the training
+    score: str
+
+
+TASKS = {
+    "countdown": Task(
+        out="runs/quickstart",
+        problems=(
+            *("--train", 3072, "--val", 512, "--sft", 5120, "--careless", CARELESS),
+            *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
+        ),
+        warm_up="quickstart_sft.yaml",
+        training="quickstart_ppo.yaml",
+        directory="ppo",
+        score="val/test_score/countdown/bare",
+    ),
+    "guess": Task(
+        out="runs/guess",
+        problems=("--train", 2048, "--val", 256, "--sft", 4096),
+        warm_up="guess_sft.yaml",
+        training="grpo_guess.yaml",
+        directory="grpo",
+        score="val/test_score/guess",
+    ),
+}
+
+
 def main() -> None:
     """Run all stages and write OUT/summary.json, or run only the first stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--task", choices=TASKS, default="countdown")
+    parser.add_argument("--out", type=Path, help="runs/quickstart, or runs/guess")
     parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--ppo-steps", type=int, help="shorten the training")
     parser.add_argument("--warm-up-only", action="store_true", help="stop after the model that PPO starts from")
@@ -45,16 +84,17 @@ def main() -> None:
     given = read_keys(arguments.keys)
     check_packages(loggers=given.get("trainer.logger", "mlflow"))
     keys = keys_of_machine(decide_device(given.get("trainer.device", "auto"))) | given
-    out, seed = arguments.out.resolve(), arguments.seed
+    task, seed = TASKS[arguments.task], arguments.seed
+    out = (arguments.out or Path(task.out)).resolve()
     out.mkdir(parents=True, exist_ok=True)
     files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]
 
-    prepare_data(out / "data", seed)
+    megarl("data.prepare", arguments.task, "--out", out / "data", "--seed", seed, *task.problems)
     make_model(out / "model", out / "data", seed)
     start = time.perf_counter()
     megarl(
         "sft",
-        CONFIGS / "quickstart_sft.yaml",
+        CONFIGS / task.warm_up,
         f"data.train_files={out}/data/sft.parquet",
         f"model.path={out}/model",
         f"data.seed={seed}",
@@ -66,18 +106,18 @@ def main() -> None:
         return
     megarl(
         "train",
-        CONFIGS / "quickstart_ppo.yaml",
+        CONFIGS / task.training,
         *files,
         f"actor_rollout_ref.model.path={out}/sft/huggingface",
         f"data.seed={seed}",
         f"actor_rollout_ref.rollout.seed={seed}",
-        f"trainer.default_local_dir={out}/ppo",
+        f"trainer.default_local_dir={out}/{task.directory}",
         *([f"trainer.total_training_steps={arguments.ppo_steps}"] if arguments.ppo_steps else []),
         *known_to(Config, keys),
     )
     seconds = time.perf_counter() - start
-    megarl("export", out / "ppo", out / "actor")
-    summarize(out, seconds)
+    megarl("export", out / task.directory, out / "actor")
+    summarize(out, task, seconds)
 
 
 def check_packages(*, loggers: str) -> None:
@@ -126,16 +166,6 @@ def known_to(root: type, keys: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in keys.items() if key in schema]
 
 
-def prepare_data(directory: Path, seed: int) -> None:
-    """Write Countdown problems: for training, for validation, and solved problems for the warm-up."""
-    megarl(
-        "data.prepare",
-        "countdown",
-        *("--out", directory, "--seed", seed, "--train", 3072, "--val", 512, "--sft", 5120, "--careless", CARELESS),
-        *("--num-numbers", 3, "--max-number", MAX_NUMBER, "--max-target", MAX_TARGET, "--operators", "+-"),
-    )
-
-
 def make_model(directory: Path, data: Path, seed: int) -> None:
     """Write a small random Llama and a SentencePiece tokenizer trained on the problems."""
     import pyarrow.parquet as pq
@@ -143,10 +173,12 @@ def make_model(directory: Path, data: Path, seed: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from megarl.data.messages import plain_text
+
     directory.mkdir(parents=True, exist_ok=True)
     pairs = pq.read_table(data / "sft.parquet").to_pylist()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(f"{pair['prompt']}{pair['response']}" for pair in pairs),
+        sentence_iterator=(f"{plain_text(pair['prompt'])}{pair['response']}" for pair in pairs),
         model_prefix=str(directory / "tokenizer"),
         model_type="char",
         vocab_size=64,
@@ -176,13 +208,14 @@ def make_model(directory: Path, data: Path, seed: int) -> None:
     print(f"a model of {model.num_parameters():,} parameters and a tokenizer of {config.vocab_size} tokens")
 
 
-def summarize(out: Path, seconds: float) -> None:
+def summarize(out: Path, task: Task, seconds: float) -> None:
     """Write summary.json and curves.png, and print all paths."""
     from megarl.tracking.jsonl import read_jsonl
     from megarl.tracking.plot import plot_curves
 
-    rows = read_jsonl(out / "ppo" / "metrics.jsonl")
-    scores = [row["val/test_score/countdown/bare"] for row in rows if "val/test_score/countdown/bare" in row]
+    curves = out / task.directory / "metrics.jsonl"
+    rows = read_jsonl(curves)
+    scores = [row[task.score] for row in rows if task.score in row]
     summary = {
         "val_score_first": scores[0],
         "val_score_last": scores[-1],
@@ -191,7 +224,7 @@ def summarize(out: Path, seconds: float) -> None:
         "rollout_probs_diff_max": max(row.get("training/rollout_probs_diff_max", 0.0) for row in rows),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_curves(out / "ppo" / "metrics.jsonl", out / "curves.png")
+    plot_curves(curves, out / "curves.png")
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")
     print(f"MLflow  .venv/bin/mlflow ui --backend-store-uri sqlite:///{out}/mlflow.db")

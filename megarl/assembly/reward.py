@@ -1,23 +1,40 @@
-"""Builds the reward of a run as configured: rules, a reward model, or both."""
+"""Builds the reward of a run as configured: rules, a reward model, both, or an environment."""
 
-from megarl.config.root import RewardModelSection
+from megarl.batch import Prompt
+from megarl.config.root import Config, RewardModelSection
 from megarl.data.conversations import Conversations
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.environments.encoding import Observer
+from megarl.environments.episodes import Environments
+from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
-from megarl.rewards.config import CustomRewardSection
 from megarl.rewards.scoring import RuleScorer
 from megarl.training.reward_model import ModelScorer, RewardModel
 
-Reward = RuleScorer | ModelScorer
+Reward = RuleScorer | ModelScorer | EpisodeScorer
 
 
-def make_rules(section: RewardModelSection, custom: CustomRewardSection, policy: Tokenizer) -> RuleScorer | None:
-    """Make the rules. None if a model scores alone. ValueError if the custom function has a fault."""
-    rules = section.rules
-    return RuleScorer.make(rules, custom, policy.decode) if rules else None
+def make_rules(config: Config, policy: Tokenizer) -> RuleScorer | None:
+    """Make the rules. None if a model or an environment scores alone. ValueError if the custom function has a fault."""
+    rules = None if config.environment.name else config.reward_model.rules
+    return RuleScorer.make(rules, config.custom_reward_function, policy.decode) if rules else None
+
+
+def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Environments | None:
+    """Make the environments of the run. None if responses are judged once. `prompt` is any of the data.
+
+    Raises:
+        ValueError: the environment cannot be made, or the chat template changes earlier turns.
+    """
+    if not config.environment.name:
+        return None
+    observer = Observer(policy)
+    if policy.templates(prompt.raw_prompt):
+        observer.require_appending()
+    return Environments(config.environment, policy, observer, seed=config.actor_rollout_ref.rollout.seed)
 
 
 def make_reward(

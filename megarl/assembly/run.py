@@ -17,7 +17,7 @@ from megarl.assembly.records import (
     open_records,
 )
 from megarl.assembly.resume import ResumePoint, resumed_checkpoint
-from megarl.assembly.reward import make_rules
+from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
     make_limits,
@@ -84,8 +84,9 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
-    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    rules = make_rules(config, tokenizer)
     estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
+    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
     continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
@@ -113,7 +114,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
         scorer = make_scorer(config, rules, models.mesh, tokenizer)
-        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch)
+        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments)
         samples = make_samples(config, prompts, sampler, scorer)
         if val_prompts:
             validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)
@@ -241,7 +242,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
-    rules = make_rules(config.reward_model, config.custom_reward_function, tokenizer)
+    rules = make_rules(config, tokenizer)
+    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     if launch.rank == 0:
         print(prompts.first_as_read(Position()))
     engine = make_engine(config, source, tokenizer)
@@ -259,7 +261,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         load_learner(actor, checkpoint / "actor")
         step = State.read(checkpoint).step
     tracker = console_tracker(trainer, launch, total_steps=step)
-    sampler = make_sampler(config, engine, actor, scorer, launch)
+    sampler = make_sampler(config, engine, actor, scorer, launch, environments)
     return make_validation(config, prompts, sampler, scorer, tracker, replaces=False), engine, step
 
 

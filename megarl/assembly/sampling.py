@@ -6,11 +6,13 @@ from pathlib import Path
 
 from megarl.assembly.models import make_budget
 from megarl.assembly.reward import Reward, make_reward
+from megarl.config.ppo_rules import needs_of
 from megarl.config.root import Config
-from megarl.data.columns import Needs
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
+from megarl.environments.episodes import Environments
+from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
@@ -35,7 +37,7 @@ from megarl.training.validation import Validation
 def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
     """Open the prompts of training."""
     data = config.data
-    dataset = PromptDataset(data, data.train_files, tokenizer, _needs(config))
+    dataset = PromptDataset(data, data.train_files, tokenizer, needs_of(config))
     return PromptStream(dataset, batch_size=data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
@@ -44,12 +46,8 @@ def validation_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream | N
     data = config.data
     if data.val_files is None:
         return None
-    dataset = PromptDataset(data, data.val_files, tokenizer, _needs(config))
+    dataset = PromptDataset(data, data.val_files, tokenizer, needs_of(config))
     return PromptStream(dataset, batch_size=data.val_batch_size, shuffle=False, seed=data.seed)
-
-
-def _needs(config: Config) -> Needs:
-    return Needs.of(config.reward_model.rules, config.custom_reward_function)
 
 
 def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
@@ -76,7 +74,12 @@ def make_partial(config: Config) -> Partial | None:
 
 
 def make_sampler(
-    config: Config, engine: RolloutEngine, actor: Learner, scorer: Reward, launch: Launch
+    config: Config,
+    engine: RolloutEngine,
+    actor: Learner,
+    scorer: Reward,
+    launch: Launch,
+    environments: Environments | None,
 ) -> EngineSampler:
     """Plan the sync from actor to engine, and make the sampler that uses it."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
@@ -95,6 +98,7 @@ def make_sampler(
         sync=Sync(engine=engine, actor=actor, reshard=Reshard(plan, device=actor.device), check=check),
         section=rollout,
         finished=scorer.begin,
+        environments=environments,
     )
 
 
@@ -105,7 +109,9 @@ def make_limits(config: Config) -> Limits:
 
 
 def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
-    """Make the reward: rules, a reward model, or both."""
+    """Make the reward: rules, a reward model, both, or that of an environment."""
+    if config.environment.name:
+        return EpisodeScorer(config.environment, tokenizer)
     section = config.reward_model
     return make_reward(
         rules,

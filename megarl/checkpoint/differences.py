@@ -120,6 +120,9 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("reward_model.judge.cache", Effect.NONE, "where the judge's replies are kept"),
     ("reward_model.*", Effect.CURVE, _REWARD),
     ("custom_reward_function.*", Effect.CURVE, _REWARD),
+    ("environment.num_workers", Effect.NONE, "how many episodes are played at once"),
+    ("environment.overlap", Effect.ROUNDING, _ENGINE),
+    ("environment.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),
 )
 _LEARNING = ("algorithm.", "actor_rollout_ref.actor.")

@@ -29,7 +29,7 @@ _ONE_BUDGET = "is decided for all models at once: write actor_rollout_ref.actor.
 _NOT = "is not supported: "
 _TEXT_ALONE = _NOT + "prompts and responses are text"
 _NO_ADAPTERS = _NOT + "adapters, all parameters are trained"
-_NO_TOOLS = _NOT + "a response is one turn of the engine, without agents and tools"
+_NO_TOOLS = _NOT + "environment.name gives responses further turns (docs/environments.md)"
 _NO_RAY = _REMOVE + "there is no Ray; every rank runs the same program under torchrun, mpirun or srun"
 
 FOREIGN_KEYS = (

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config.algorithm_rules import ALGORITHM_RULES
+from megarl.config.environment_rules import ENVIRONMENT_RULES
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.layers import read_layers, recognise
 from megarl.config.own_rules import OWN_RULES
@@ -38,6 +39,7 @@ SECRETS_NOTE = f"""\
 """
 
 C = TypeVar("C")
+RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
 
 
 def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> Config:
@@ -52,7 +54,7 @@ def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: boo
         ConfigError: names every fault by its dotted key, with the remedy.
     """
     facts = Facts(world_size=world_size, check_paths=check_paths)
-    config = _load(Config, argv, rules=(*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES), facts=facts)
+    config = _load(Config, argv, rules=RL_RULES, facts=facts)
     if config.algorithm.use_kl_in_reward is None:
         penalise = not config.actor_rollout_ref.actor.use_kl_loss
         config = replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=penalise))

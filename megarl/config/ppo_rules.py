@@ -45,6 +45,12 @@ FOLLOWING_MESHES = tuple(
 )
 
 
+def needs_of(config: Config) -> Needs:
+    """Return the columns of the data that the run's rewards read; an environment takes what it finds."""
+    rules = None if config.environment.name else config.reward_model.rules
+    return Needs.of(rules, config.custom_reward_function)
+
+
 @rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")
 def _files(config: Config, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
@@ -54,12 +60,12 @@ def _files(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule("data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path")
+@rule("data", f"{REWARD}.weights", f"{REWARD}.enable", "custom_reward_function.path", "environment.name")
 def _rows(config: Config, facts: Facts) -> Iterator[Fault]:
     """Columns and data sources are looked at before ranks start; each rank looks at whole rows later."""
     if not facts.check_paths or facts.world_size is not None:
         return
-    needs = Needs.of(config.reward_model.rules, config.custom_reward_function)
+    needs = needs_of(config)
     columns = PromptColumns(section=config.data, needs=needs)
     for key, value in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         files = [value] if isinstance(value, str) else value or []

@@ -9,6 +9,7 @@ from dataclasses import field, fields, replace
 from megarl.algorithms.config import AlgorithmSection
 from megarl.config.policy import ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
+from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.models.config import ModelSection, RewardCheckpointSection
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -82,6 +83,8 @@ class Config:
     """The score of a response."""
     custom_reward_function: CustomRewardSection = field(default_factory=CustomRewardSection)
     """A reward function of the user."""
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    """The environment that responses are turns of."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """Length, ranks, records and checkpoints of the run."""
 

@@ -37,7 +37,7 @@ def try_reward(config: Config) -> Iterator[str]:
         ConfigError: a step with such rewards would stop the run, or the rows cannot be read.
     """
     section, custom = config.reward_model.rules, config.custom_reward_function
-    if section is None or not section.trial_rows:
+    if section is None or not section.trial_rows or config.environment.name:
         return
     key = "custom_reward_function" if custom.path else "reward_model"
     with _fault_of("data.train_files"):

@@ -11,11 +11,20 @@ from typing import Any
 
 from megarl.algorithms.config import ESTIMATORS, K3, LOSS_READS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import OptimSection
 from megarl.platform.secrets import redact
 from megarl.rewards.config import JudgeSection
 from megarl.section import flatten
 
+OF_RULES = tuple(
+    f"reward_model.{name}"
+    for name in (
+        *("num_workers", "timeout_s", "max_memory_gb", "on_failure", "default_score"),
+        *("concurrency", "trial_rows"),
+    )
+)
+"""The keys of rewards that are rules."""
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 LOSS, ESTIMATOR, CORRECTION = (
     f"{ACTOR}.policy_loss.loss_mode",
@@ -240,16 +249,24 @@ PPO_ROWS: tuple[Row, ...] = (
         True,
     ),
     Row(
-        keys=(
-            *(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "max_memory_gb", "on_failure")),
-            *(f"reward_model.{name}" for name in ("default_score", "concurrency", "trial_rows")),
-            *("data.return_raw_chat", "data.return_raw_input_ids"),
-        ),
+        keys=(*OF_RULES, "data.return_raw_chat", "data.return_raw_input_ids"),
         read=_scores_by_rules,
         only="rules score the responses",
         why="as the reward model scores alone",
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
+    Row(
+        keys=OF_RULES,
+        read=lambda config: config.environment.name is None,
+        only="`environment.name` is null",
+        why="as the environment gives the rewards",
+    ),
+    Row(
+        keys=tuple(f"environment.{key.name}" for key in fields(EnvironmentSection) if key.name != "name"),
+        read=lambda config: config.environment.name is not None,
+        only="`environment.name` is set",
+        because=("environment.name",),
+    ),
     Row(
         keys=("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
         read=lambda config: config.custom_reward_function.path is not None,

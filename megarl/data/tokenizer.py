@@ -68,19 +68,25 @@ class Tokenizer:
         Raises:
             ValueError: the template refuses the conversation, fails on it or does not end.
         """
+        ids: list[int] = self._templated(messages, add_generation_prompt=not is_complete, tokenize=True)
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a conversation under the chat template, as `chat` encodes it. Raises what `chat` does."""
+        text: str = self._templated(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def _templated(self, messages: Sequence[Mapping[str, str]], **how: bool) -> Any:
         template = f"the chat template of {self._source}"
         try:
             with computing_at_most(TEMPLATE_SECONDS):
-                ids: list[int] = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=not is_complete, tokenize=True, return_dict=False
-                )
+                return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **how)
         except TemplateError as error:
             raise ValueError(f"{template} refuses the messages: {error}") from error
         except TimeoutError as error:
             raise ValueError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
         except Exception as error:  # a template may compute whatever it likes
             raise ValueError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
-        return ids
 
     def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text of `ids`, by default without special tokens."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection
 from inspect import Parameter, Signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -35,28 +36,42 @@ def signature_in(path: Path, name: str) -> Signature | None:
     return None
 
 
-def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """Run a file as a module and return its function `name`.
+def load_module(path: Path, *, key: str) -> ModuleType:
+    """Run a file as a module.
 
     Raises:
-        ValueError: there is no such file, it fails to load, or it has no such function.
+        ValueError: there is no such file, or it fails to load; names the `key` of the configuration.
     """
-    module_name = f"megarl_own_{path.stem}"
+    module_name = f"{key.replace('.', '_')}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file: name a file that ends with .py")
+        raise ValueError(f"{key}: {path} is not a Python file: name a file that ends with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        raise ValueError(f"{path} fails to load: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{key}: {path} fails to load: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_function(path: Path, name: str, *, key: str) -> Callable[..., Any]:
+    """Run a file as a module and return its function `name`.
+
+    Raises:
+        ValueError: as for `load_module`, and if there is no such function.
+    """
+    module = load_module(path, key=key)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
-        raise ValueError(_missing(path, name, own))
+        raise ValueError(f"{key}: {_missing(path, name, defined_in(module))}")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def defined_in(module: ModuleType) -> list[str]:
+    """Return the names that a module defines itself."""
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
 
 
 def takes(signature: Signature, name: str) -> bool:

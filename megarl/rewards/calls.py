@@ -5,7 +5,7 @@ In each form a response that fails has an error of its own. An error that concer
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from megarl.rewards.results import RuleResult, as_rule_result, show
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS
@@ -22,13 +22,28 @@ class TooLateError(Exception):
     """A response that has used its time."""
 
 
+class Callee(Protocol):
+    """What workers call: rules, or environments. A dataclass of values that JSON has."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    section: ClassVar[str]  # of the configuration, for messages
+    keeper: ClassVar[str]  # the module that keepers run
+
+    def load(self) -> GroupReward:
+        """Return the function to call. Raises ValueError if the user's file does not load."""
+
+    def warm_up(self, data_source: str) -> None:
+        """Import what the first call for a row of `data_source` needs."""
+
+
+def each(judge: Callable[..., RuleResult]) -> GroupReward:
+    """Call a function with one set of arguments after another. The caller keeps the deadline."""
+    return lambda samples, deadline: [_attempt(lambda own: judge(**own), arguments) for arguments in samples]
+
+
 def one_by_one(reward: Callable[..., Any]) -> GroupReward:
-    """Call a function for one response after another. The caller keeps the deadline."""
-
-    def judge(own: Mapping[str, Any]) -> RuleResult:
-        return as_rule_result(reward(**own))
-
-    return lambda samples, deadline: [_attempt(judge, _own(arguments)) for arguments in samples]
+    """Call a reward for one response after another. The caller keeps the deadline."""
+    return each(lambda **arguments: as_rule_result(reward(**_own(arguments))))
 
 
 def concurrently(reward: Callable[..., Any]) -> GroupReward:

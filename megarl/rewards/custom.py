@@ -1,15 +1,13 @@
 """Loads the reward in a user's file: a function, or a class that is constructed once in each process."""
 
 import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from megarl.platform.functions import defined_in, load_module
 from megarl.rewards.calls import GroupReward, as_batch, concurrently, one_by_one, own_arguments
 from megarl.rewards.signature import Form, fault_of, form_of, method_of, missing
 
@@ -46,11 +44,10 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward
 
 
 def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
-    module = _load_module(path)
+    module = load_module(path, key=_PATH)
     reward = getattr(module, name, None)
     if not callable(reward):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(f"{_NAME}: {missing(path, name, own)}")
+        raise ValueError(f"{_NAME}: {missing(path, name, defined_in(module))}")
     if fault := fault_of(reward, path, name, kwargs):
         raise ValueError(f"{_NAME}: {fault}")
     return reward
@@ -63,18 +60,3 @@ def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
         given = ", ".join(f"{key}=..." for key in kwargs)
         said = f"{type(error).__name__}: {error}"
         raise ValueError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error
-
-
-def _load_module(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{_PATH}: no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"custom_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{_PATH}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class up through its module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything; the message names the file
-        raise ValueError(f"{_PATH}: {path} fails to load: {type(error).__name__}: {error}") from error
-    return module

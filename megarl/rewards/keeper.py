@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from megarl.platform.secrets import redact
+from megarl.rewards.calls import Callee
 from megarl.rewards.results import is_number
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
@@ -82,7 +83,7 @@ class Keeper:
     """Runs one worker at a time, and replaces a worker that is lost."""
 
     def __init__(
-        self, rank: socket.socket, *, rules: Rules, timeout_s: float, max_memory: int, num_together: int
+        self, rank: socket.socket, *, rules: Callee, timeout_s: float, max_memory: int, num_together: int
     ) -> None:
         self._rank = rank
         self._rules = rules
@@ -188,7 +189,7 @@ class Keeper:
         except OSError:
             raise WorkerLost("error", _how_it_ended(worker.pid)) from None
         reply = self._wait(worker, unstarted, START_S)
-        late_detail = f"it took longer than reward_model.timeout_s={self._timeout_s:g}"
+        late_detail = f"it took longer than {self._rules.section}.timeout_s={self._timeout_s:g}"
         if reply == {"id": number, "begun": True}:
             self._begun = time.monotonic()
             limit_s = self._timeout_s + (CANCEL_S if self._num_together > 1 else 0.0)
@@ -287,8 +288,8 @@ def _last_lines(printed: bytes) -> str:
     return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Serve the rank until it hangs up."""
+def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Rules) -> None:
+    """Serve the rank until it hangs up. The worker calls the `kind` with the settings that the rank sends."""
     rank = socket.socket(fileno=int(argv[0]))
     keeper: Keeper | None = None
 
@@ -307,7 +308,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     try:
         with suppress(EOFError, ConnectionError):  # a rank that has finished hangs up
             settings = inbox.wait()
-            keeper = Keeper(rank, **settings | {"rules": Rules(**settings["rules"])})
+            keeper = Keeper(rank, **settings | {"rules": kind(**settings["rules"])})
             while True:
                 rank.sendall(encode(keeper.judge(inbox.wait())))
                 keeper.clean()

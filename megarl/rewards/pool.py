@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.rewards.calls import Callee
 from megarl.rewards.keeper import CLEAN_S, START_S, UNHEARD
 from megarl.rewards.results import Numbers
-from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
 
 MAX_KEEPERS = 2
@@ -66,7 +66,7 @@ class _Task:
 class Pool:
     """Calls rules in separate processes. Every response gets a result, in bounded time."""
 
-    def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
+    def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
         self._rules = rules
         self._limits = limits
         self._waiting = deque[_Task]()
@@ -173,13 +173,13 @@ class Pool:
 class _Keeper:
     """The rank's connection to a keeper."""
 
-    def __init__(self, rules: Rules, limits: WorkerLimits) -> None:
+    def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES * limits.num_together)
         with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.rewards.keeper", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", rules.keeper, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},

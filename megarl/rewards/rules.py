@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
@@ -26,6 +26,9 @@ DATA_SOURCE, CUSTOM, JUDGE = "data_source", "custom", "judge"
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The rules that make the score of a response."""
+
+    section: ClassVar[str] = "reward_model"
+    keeper: ClassVar[str] = "megarl.rewards.keeper"
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there

@@ -17,15 +17,14 @@ from typing import Any, NoReturn
 
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
-from megarl.rewards.calls import Arguments, GroupReward, Outcome, TooLateError
-from megarl.rewards.rules import Rules
+from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
 from megarl.rewards.wire import Inbox, encode, unpack
 
 _SHOWN_CHARACTERS = 500
 
 
 def serve(
-    connection: socket.socket, output: int, rules: Rules, *, timeout_s: float, max_memory: int, keeper: int
+    connection: socket.socket, output: int, rules: Callee, *, timeout_s: float, max_memory: int, keeper: int
 ) -> NoReturn:
     """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
     os.setsid()

@@ -32,12 +32,13 @@ class Drawing:
             around: wraps every use of the engine, given the prompts that it works on.
             weight_version: of the engine's weights.
             num_slots: the most samples that the engine draws at once; others wait.
-            finished: receives the number of each sample, its prompt and its tokens, as soon as it is finished.
+            finished: receives the number of each sample, its prompt and its tokens, as soon as the sample, or its
+                turn, is finished.
         """
         self._stepper, self._terms, self._around, self._finished = stepper, terms, around, finished
         self._version, self._num_slots = weight_version, num_slots
         self._open = dict[str, tuple[int, Asked]]()  # by the name of the request: the number of the sample, the sample
-        self._num_asked = 0
+        self._numbers = dict[tuple[int, int], int]()  # of each sample: the same in each of its turns
         self.num_steps = 0
         self.num_running = 0  # samples that were drawn at once, summed over the steps
 
@@ -52,8 +53,8 @@ class Drawing:
         params = [self._terms.params(each) for each in asked]
         with self._around([group.prompt for group in groups]):
             for each, of_request in zip(asked, params, strict=True):
-                self._open[self._stepper.add(each.token_ids(), of_request)] = (self._num_asked, each)
-                self._num_asked += 1
+                number = self._numbers.setdefault((each.begun.prompt, each.begun.sample), len(self._numbers))
+                self._open[self._stepper.add(each.token_ids(), of_request)] = (number, each)
 
     def run(self, num_steps: int | None = None) -> list[Generation]:
         """Step the engine `num_steps` times, or until all samples are finished. Return those that finish, in order."""

@@ -1,7 +1,8 @@
-"""Responses of the engines, as the record that the rest of a step works with."""
+"""Responses of the engines, and episodes, as the record that the rest of a step works with."""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +29,20 @@ def as_rollouts(prompts: Prompts, groups: Sequence[int], generations: Sequence[G
     responses = [torch.tensor(generation.token_ids) for generation in generations]
     lengths = torch.tensor([len(response) for response in responses])
     padded = pad_sequence(responses, batch_first=True)
+    present = torch.arange(padded.shape[1]) < lengths[:, None]
+    episodes = _episodes(generations, present) if any(generation.turns for generation in generations) else {}
     return prompts.extend(
         Rollouts,
         groups=torch.tensor(groups),
         responses=padded,
-        mask=torch.arange(padded.shape[1]) < lengths[:, None],
+        mask=present & ~episodes["observed"] if episodes else present,
         rollout_log_probs=_log_probs(generations),
         truncated=torch.tensor([generation.truncated for generation in generations]),
         weight_versions=pad_sequence(
             [torch.tensor(generation.weight_versions, dtype=torch.int32) for generation in generations],
             batch_first=True,
         ),
+        **episodes,
     )
 
 
@@ -50,6 +54,23 @@ def of_groups(groups: Sequence[Group]) -> Rollouts:
         [sample for group in groups for sample in group.samples],
         n=len(groups[0].samples),
     )
+
+
+def _episodes(generations: Sequence[Generation], present: Tensor) -> dict[str, Any]:
+    """Return the fields of `Rollouts` that only episodes have, all of them. `present` is `[B, T]` bool."""
+    said = torch.zeros_like(present)
+    rewards = torch.zeros(present.shape)
+    for row, generation in enumerate(generations):
+        for turn in generation.turns:
+            said[row, turn.start : turn.end] = True
+            rewards[row, turn.end - 1] = turn.reward
+    return {
+        "observed": present & ~said,
+        "turn_rewards": rewards,
+        "num_turns": torch.tensor([len(generation.turns) for generation in generations]),
+        "stop_reasons": [str(generation.stop_reason) for generation in generations],
+        "faults": [generation.fault for generation in generations],
+    }
 
 
 def _log_probs(generations: Sequence[Generation]) -> Tensor | None:

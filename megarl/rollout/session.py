@@ -4,10 +4,16 @@ A replica gets its prompts from the session, which gives each prompt to the repl
 replicas know of each other's finished samples after `WINDOW` engine steps, and not before. So each rank decides the
 same, whatever the clocks of the replicas show, and the samples of a step can be drawn again, bit for bit. An exchange
 costs the time until the slowest replica has taken its steps; replicas that draw equally many samples take equally long.
+
+A sample may be an episode. The engine then stops at the end of each turn, and draws other samples while the
+environment answers. The answer is taken before a window that is counted too, so a fast environment changes nothing: the
+same requests reach the engine at the same step. A replica that has no other sample to draw takes its answers at once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
@@ -28,12 +34,38 @@ class Window:
     num_running: int  # samples that were drawn at once, summed over the steps
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """An episode whose last turn has no answer yet."""
+
+    replica: int
+    window: int  # in which the turn ended
+    said: Generation
+
+
+class Episodes(Protocol):
+    """The environments of a session. They have been asked about each turn that the engine has finished."""
+
+    @property
+    def overlap(self) -> int:
+        """The number of windows in which a turn waits for its answer while the engine draws others."""
+
+    def answer(self, said: Sequence[Generation]) -> list[Generation]:
+        """Return episodes after the answers to their last turns: longer by an observation, or complete. Collective."""
+
+
 class Session:
     """The open groups of a step, by number. Every method is collective, and returns the same on every rank."""
 
-    def __init__(self, engine: RolloutEngine, drawing: Drawing, *, num_slots: int) -> None:
-        """Draw with the replicas of `engine`; this rank's replica draws with `drawing`, `num_slots` samples at once."""
-        self._engine, self._drawing, self._num_slots = engine, drawing, num_slots
+    def __init__(
+        self, engine: RolloutEngine, drawing: Drawing, *, num_slots: int, episodes: Episodes | None = None
+    ) -> None:
+        """Draw with the replicas of `engine`; this rank's replica draws with `drawing`, `num_slots` samples at once.
+
+        `episodes` None: a sample is complete if the engine has finished it.
+        """
+        self._engine, self._drawing, self._num_slots, self._episodes = engine, drawing, num_slots, episodes
+        self._waiting, self._num_windows = list[Waiting](), 0
         num_replicas = engine.num_replicas
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
         self._open = dict[int, Group]()
@@ -67,12 +99,23 @@ class Session:
 
     def advance(self, num_steps: int | None = WINDOW) -> dict[int, Group]:
         """Take engine steps, or finish all samples if `num_steps` is None. Return the groups that became complete."""
+        if self._episodes and num_steps is None:
+            complete = dict[int, Group]()
+            while self._open:
+                complete |= self.advance()
+            return complete
+        if self._episodes:
+            self._take_answers(self._episodes)
         windows = self._engine.on_all_ranks(lambda: self._run(num_steps))
         self._num_steps += max(window.num_steps for window in windows)
         self._num_running += sum(window.num_running for window in windows)
         for replica, window in enumerate(windows):
-            self._loads[replica] -= len(window.finished)
-            self._note(window.finished)
+            if self._episodes:
+                self._waiting += [Waiting(replica, self._num_windows, said) for said in window.finished]
+            else:
+                self._loads[replica] -= len(window.finished)
+                self._note(window.finished)
+        self._num_windows += 1
         complete = {number: group for number, group in self._open.items() if group.is_complete}
         for number in complete:
             del self._open[number]
@@ -98,6 +141,26 @@ class Session:
         steps, running = self._drawing.num_steps, self._drawing.num_running
         finished = self._drawing.run(num_steps)
         return Window(finished, self._drawing.num_steps - steps, self._drawing.num_running - running)
+
+    def _take_answers(self, episodes: Episodes) -> None:
+        """Take the answers that are due, and draw the next turns."""
+        waiting = Counter(each.replica for each in self._waiting)
+        idle = {replica for replica, load in enumerate(self._loads) if load == waiting[replica]}
+        due, rest, mine = list[Waiting](), list[Waiting](), list[Group]()
+        for each in self._waiting:
+            is_due = each.replica in idle or each.window + episodes.overlap < self._num_windows
+            (due if is_due else rest).append(each)
+        if not due:
+            return
+        self._waiting = rest
+        for each, generation in zip(due, episodes.answer([each.said for each in due]), strict=True):
+            self._note([generation])
+            if generation.complete:
+                self._loads[each.replica] -= 1
+            elif each.replica == self._engine.replica:
+                mine.append(replace(self._open[generation.prompt], samples=(generation,)))
+        progress.announce(len(mine), self._unit)
+        self._drawing.add(mine)
 
     def _note(self, generations: Sequence[Generation]) -> None:
         """Put samples into their groups."""

@@ -50,6 +50,7 @@ _OFF_POLICY = "the engine's log-probabilities are known"
 _GATE = "the gate checks the samples"
 _FILTER = "`filter_groups.enable`"
 _PARTIAL = "`rollout.partial.enable`"
+_EPISODES = "`environment.name` is set"
 _MIRROR = "after an upload to `default_hdfs_dir`"
 _HELD_OUT = "validation is due, and there are validation files"
 _SEVERAL = "several responses to a prompt"
@@ -131,6 +132,20 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("train/sampled_score/mean", "reward", "Mean score of all sampled responses, kept or dropped", _FILTER),
     ],
     "Generation": [
+        Metric("episode/turns/mean", "turns", "Mean number of turns of an episode", _EPISODES),
+        Metric("episode/turns/max", "turns", "Most turns of an episode", _EPISODES),
+        Metric(
+            "episode/observed_tokens/mean",
+            "tokens",
+            "Mean number of tokens of an episode that are observations",
+            _EPISODES,
+        ),
+        Metric(
+            "episode/stop/REASON",
+            "0-1",
+            "Share of the episodes that ended for this reason: `done`, `turns`, `tokens`, `timeout` or `failed`",
+            _EPISODES,
+        ),
         Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a training sample, over all steps"),
         Metric("rollout/staleness/mean", "steps", "Mean age of the weights that drew a response token", _PARTIAL),
         Metric("rollout/staleness/max", "steps", "Largest age of the weights that drew a response token", _PARTIAL),
@@ -196,6 +211,10 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         ),
         Metric("val/best_score", "reward", "Best mean over data sources so far", _HELD_OUT),
         Metric("val/best_step", "step", "Step of the best score", _HELD_OUT),
+        Metric("val/episode/turns/mean", "turns", "As `episode/turns/mean`, for validation", _EPISODES),
+        Metric("val/episode/turns/max", "turns", "As `episode/turns/max`, for validation", _EPISODES),
+        Metric("val/episode/observed_tokens/mean", "tokens", "As `episode/observed_tokens/mean`", _EPISODES),
+        Metric("val/episode/stop/REASON", "0-1", "As `episode/stop/REASON`, for validation", _EPISODES),
         Metric("val/reward/masked_rate", "0-1", "As `reward/masked_rate`, for validation", _HELD_OUT),
         Metric("val/reward/timeout_rate", "0-1", "As `reward/timeout_rate`, for validation", _HELD_OUT),
         Metric("val/reward/error_rate", "0-1", "As `reward/error_rate`, for validation", _HELD_OUT),

@@ -103,7 +103,7 @@ def write_record(path: Path, batch: Rollouts) -> None:
     for name in [field.name for field in fields(batch) if field.name not in ("prompts", "mask")]:
         match getattr(batch, name):
             case Tensor(ndim=2) as values:
-                columns[name] = _flat(values, batch.mask)
+                columns[name] = _flat(values, batch.present())
             case Tensor() as values:
                 columns[name] = values.numpy()
             case None:
@@ -122,23 +122,25 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
     """
     table = _read(path)
     lengths = torch.from_numpy(table["response_ids"].combine_chunks().value_lengths().to_numpy().copy())
-    mask = torch.arange(_width(table, path)) < lengths[:, None]
+    present = torch.arange(_width(table, path)) < lengths[:, None]
+    observed = _padded(table["observed"], present, torch.bool)
     _, groups, sizes = torch.from_numpy(table["group"].to_numpy().copy()).unique_consecutive(
         return_inverse=True, return_counts=True
     )
     first_rows = (sizes.cumsum(0) - sizes).numpy()
     rows = table.select(list(PROMPT_COLUMNS)).take(first_rows).to_pylist()
     baselines, answers, failures = table["baseline"], table["answer"], table["failure"]
-    responses = _padded(table["response_ids"], mask, torch.int64)
+    responses = _padded(table["response_ids"], present, torch.int64)
     assert responses is not None, "every response has tokens"
     scored = Scored(
         prompts=[_prompt(row) for row in rows],
         groups=groups,
         responses=responses,
-        mask=mask,
-        rollout_log_probs=_padded(table["rollout_log_probs"], mask, torch.float32),
+        mask=present if observed is None else present & ~observed,
+        rollout_log_probs=_padded(table["rollout_log_probs"], present, torch.float32),
         truncated=torch.tensor(table["truncated"].to_pylist()),
-        weight_versions=_padded(table["weight_versions"], mask, torch.int32),
+        weight_versions=_padded(table["weight_versions"], present, torch.int32),
+        **_episodes(table, observed, present),
         texts=table["response"].to_pylist(),
         scores=torch.from_numpy(table["score"].to_numpy().copy()),
         accuracies=torch.from_numpy(table["accuracy"].to_numpy().copy()),
@@ -146,6 +148,19 @@ def read_samples(path: Path) -> tuple[Scored, Tensor | None]:
         failures=None if failures.null_count == len(failures) else failures.to_pylist(),
     )
     return scored, None if baselines.null_count else torch.from_numpy(baselines.to_numpy().copy())
+
+
+def _episodes(table: Any, observed: Tensor | None, present: Tensor) -> dict[str, Any]:
+    """Return the fields of `Rollouts` that only episodes have, all of them; none if the samples are no episodes."""
+    if observed is None:
+        return {}
+    return {
+        "observed": observed,
+        "turn_rewards": _padded(table["turn_rewards"], present, torch.float32),
+        "num_turns": torch.from_numpy(table["num_turns"].to_numpy().copy()),
+        "stop_reasons": table["stop_reason"].to_pylist(),
+        "faults": table["fault"].to_pylist(),
+    }
 
 
 def _read(path: Path) -> Any:
@@ -175,20 +190,29 @@ def _table(scored: Scored, baselines: Tensor | None, *, step: int) -> Any:
         "prompt_ids": [list(prompt.token_ids) for prompt in scored.prompts],
         "ground_truth": [json.dumps(prompt.ground_truth, ensure_ascii=False, default=str) for prompt in scored.prompts],
     }
-    num, log_probs, versions = len(scored), scored.rollout_log_probs, scored.weight_versions
+    present, none = scored.present(), [None] * len(scored)
+
+    def per_token(values: Tensor | None) -> Any:
+        return none if values is None else _flat(values, present)
+
     of_samples = {
-        "step": [step] * num,
+        "step": [step] * len(scored),
         "group": scored.groups.numpy(),
         "response": list(scored.texts),
-        "response_ids": _flat(scored.responses.to(torch.int32), scored.mask),
-        "rollout_log_probs": [None] * num if log_probs is None else _flat(log_probs, scored.mask),
+        "response_ids": per_token(scored.responses.to(torch.int32)),
+        "rollout_log_probs": per_token(scored.rollout_log_probs),
         "truncated": scored.truncated.tolist(),
-        "weight_versions": [None] * num if versions is None else _flat(versions, scored.mask),
+        "weight_versions": per_token(scored.weight_versions),
+        "observed": per_token(scored.observed),
+        "turn_rewards": per_token(scored.turn_rewards),
+        "num_turns": none if scored.num_turns is None else scored.num_turns.numpy(),
+        "stop_reason": scored.stop_reasons or none,
+        "fault": scored.faults or none,
         "score": _numbers(scored.scores),
-        "failure": scored.failures or [None] * num,
+        "failure": scored.failures or none,
         "accuracy": _numbers(scored.accuracies),
-        "answer": scored.answers or [None] * num,
-        "baseline": [None] * num if baselines is None else baselines.numpy(),
+        "answer": scored.answers or none,
+        "baseline": none if baselines is None else baselines.numpy(),
     }
     prompts = pa.table(of_prompts, schema=arrow_schema(PROMPT_COLUMNS)).take(scored.groups.numpy())
     samples = pa.table(of_samples, schema=arrow_schema(SAMPLE_COLUMNS))
@@ -211,7 +235,7 @@ def _padded(column: Any, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Turn lists back into `[B, T]`, zero outside the mask. None if a row has no list."""
     if column.null_count:
         return None
-    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy().copy()).to(dtype)
+    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy(zero_copy_only=False).copy()).to(dtype)
     return torch.zeros(mask.shape, dtype=dtype).masked_scatter(mask, values)
 
 

@@ -48,6 +48,12 @@ SAMPLE_COLUMNS: Mapping[str, Column] = MappingProxyType(
         "truncated": Column(pa.bool_()),
         # of each token: finished steps at the sync of the weights that drew it
         "weight_versions": Column(TOKENS, null="in all rows or none", per_token=True, minimum=0),
+        # of episodes: which tokens the environment said, the reward of each turn on its last token, and the end
+        "observed": Column(pa.list_(pa.bool_()), null="in all rows or none", per_token=True),
+        "turn_rewards": Column(pa.list_(pa.float32()), null="in all rows or none", per_token=True),
+        "num_turns": Column(pa.int64(), null="in all rows or none", minimum=1),
+        "stop_reason": Column(pa.string(), null="in all rows or none"),
+        "fault": Column(pa.string(), null="in any row"),  # what was wrong with the environment
         "score": Column(pa.float32(), null="if the reward failed"),
         "accuracy": Column(pa.float32(), null="if the reward failed"),
         "failure": Column(pa.string(), null="in any row"),  # why there is no score
@@ -56,6 +62,8 @@ SAMPLE_COLUMNS: Mapping[str, Column] = MappingProxyType(
     }
 )
 COLUMNS = {**PROMPT_COLUMNS, **SAMPLE_COLUMNS}
+EPISODE_COLUMNS = ("observed", "turn_rewards", "num_turns", "stop_reason")
+"""All of these are null, or none."""
 
 
 def arrow_schema(columns: Mapping[str, Column]) -> pa.Schema:
@@ -92,6 +100,9 @@ def _faults(table: pa.Table) -> Iterator[str]:
             odd = pc.equal(pc.is_null(table[name]), pc.is_null(table["failure"]))
             if _any(odd):
                 yield f"row {_first(odd)}, column {name}: it has neither a number nor a failure, or both"
+    for name in EPISODE_COLUMNS:
+        if table[name].null_count != table[EPISODE_COLUMNS[0]].null_count:
+            yield f"column {name} and column {EPISODE_COLUMNS[0]}: one is null, and the other is not"
     yield from _faults_of_groups(table)
 
 

@@ -61,7 +61,11 @@ def estimate(
     kl = torch.zeros(mask.shape)
     if kl_coef is not None:
         kl = _divergence(old_log_probs, ref_log_probs, exact_kl, mask, algorithm)
-    rewards = token_rewards(response_rewards(scored, algorithm.overlong_buffer), kl, mask, kl_coef=kl_coef or 0.0)
+    if scored.turn_rewards is None:
+        scores = response_rewards(scored, algorithm.overlong_buffer)
+        rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef or 0.0)
+    else:
+        rewards = masked(scored.turn_rewards - (kl_coef or 0.0) * kl, mask)
     advantages, returns = _advantages(rewards, values, baselines, scored.groups, mask, algorithm, own)
     weights, weight_metrics = _correction(old_log_probs, scored.rollout_log_probs, mask, algorithm.rollout_correction)
     experience = scored.extend(

@@ -51,6 +51,6 @@ def require_scores(num_judged: int, *, of: int, failures: Sequence[str]) -> None
     if 2 * num_judged < of:
         raise RewardError(
             f"the reward failed on {of - num_judged} of {of} responses, more than half, so the others would teach "
-            f"something else: {'; '.join(failures[:NUM_WARNINGS])}. Mend the reward or raise reward_model.timeout_s; "
-            "with reward_model.on_failure=score such responses get reward_model.default_score"
+            f"something else: {'; '.join(failures[:NUM_WARNINGS])}. Mend the reward or raise its timeout_s; with "
+            "on_failure=score such responses get default_score (keys of reward_model, or of environment)"
         )

@@ -46,10 +46,7 @@ def load_loss(section: PolicyLossSection) -> OwnLoss | None:
 
 def _load(call: Call, check: Callable[..., None]) -> Callable[..., Any]:
     """Return the function of `call`, after `check` has tried it on random batches."""
-    try:
-        function = load_function(Path(call.path), call.name)
-    except ValueError as error:
-        raise ValueError(f"{call.key}.path: {error}") from error
+    function = load_function(Path(call.path), call.name, key=f"{call.key}.path")
     for key, message in call.faults(inspect.signature(function)):
         raise ValueError(f"{key}: {message}")
     try:

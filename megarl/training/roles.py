@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Group, Prompt, Prompts, Rollouts
+from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
+from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
 from megarl.rollout.config import RolloutSection
@@ -124,9 +125,14 @@ class EngineSampler:
         sync: Sync,
         section: RolloutSection,
         finished: Callable[[Prompt, Sequence[int]], None],
+        environments: Environments | None = None,
     ) -> None:
-        """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once."""
+        """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once.
+
+        With `environments`, samples are episodes, and their turns go to the environments instead.
+        """
         self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
+        self._environments = environments
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
@@ -144,7 +150,7 @@ class EngineSampler:
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
         session = self.open(step=step)
-        rollouts = _finish(session, self.groups(prompts, step=step))
+        rollouts = _finish(session, self.groups(self._opened(prompts), step=step))
         return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
@@ -156,18 +162,30 @@ class EngineSampler:
         return self._rollouts(prompts, self._section.val_kwargs, step=step)
 
     def _rollouts(self, prompts: Prompts, sampling: Sampling, *, step: int) -> Rollouts:
-        groups = [Group.new(prompt, range(sampling.n), begun=step) for prompt in prompts.prompts]
+        opened = self._opened(prompts)
+        groups = [Group.new(prompt, range(sampling.n), begun=step) for prompt in opened.prompts]
         return _finish(self._session(sampling, step=step), groups)
 
     def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
+        max_tokens = self._section.response_length
+        episodes = self._environments.begin(max_tokens=max_tokens) if self._environments else None
         drawing = self._engine.draw(
             sampling,
-            max_tokens=self._section.response_length,
+            max_tokens=max_tokens,
             step=step,
-            finished=lambda prompt, response: self._finished(prompt, response.token_ids),
+            finished=episodes.ask if episodes else self._tell,
             final_only=final_only,
         )
-        return Session(self._engine, drawing, num_slots=self._section.max_num_seqs)
+        return Session(self._engine, drawing, num_slots=self._section.max_num_seqs, episodes=episodes)
+
+    def _opened(self, prompts: Prompts) -> Prompts:
+        """Return the prompts as the environment makes them."""
+        if self._environments is None:
+            return prompts
+        return self._environments.open(prompts, max_tokens=self._section.prompt_length)
+
+    def _tell(self, prompt: Prompt, response: Generation) -> None:
+        self._finished(prompt, response.token_ids)
 
 
 def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:

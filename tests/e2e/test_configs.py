@@ -31,6 +31,7 @@ from tests.support.workspace import MAX_RESPONSE_LENGTH, NUM_TOKENS, Workspace
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ENVIRONMENTS = ROOT / "tests" / "support" / "own_environments.py"
 PLANS = sorted((ROOT / "configs" / "plans").glob("*.yaml"))
 SIDE_BY_SIDE = 2
 RUN_S = 600
@@ -91,6 +92,7 @@ DISTINCTIVE: dict[str, Callable[[Config], bool]] = {  # metrics, and the configu
     ),
     "actor/ptx_loss": lambda config: config.actor_rollout_ref.actor.ptx_files is not None,
     "reward/model/mean": lambda config: config.reward_model.enable,
+    "episode/turns/mean": lambda config: config.environment.name is not None,
     "critic/baselines/mean": lambda config: config.algorithm.adv_estimator == "remax",
     "train/num_gen_batches": lambda config: config.algorithm.filter_groups.enable,
     "rollout_corr/rollout_is_mean": lambda config: config.algorithm.rollout_correction.rollout_is is not None,
@@ -264,7 +266,9 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pair
     if config.algorithm.overlong_buffer.enable:
         buffer = config.algorithm.overlong_buffer.len * MAX_RESPONSE_LENGTH // length
         arguments.append(f"algorithm.overlong_buffer.len={buffer}")
-    if not config.custom_reward_function.path:
+    if config.environment.name:
+        arguments += [f"environment.path={ENVIRONMENTS}", "environment.name=Digits"]
+    elif not config.custom_reward_function.path:
         arguments.append(f"custom_reward_function.path={workspace.reward}")
     return arguments
 

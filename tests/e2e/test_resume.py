@@ -24,12 +24,14 @@ from megarl.tracking.tracker import Trackers
 from megarl.training.carried import CARRIED_FILE
 from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
+from tests.support.programs import ROOT
 from tests.support.shards import tensors_of
 from tests.support.workspace import Workspace, train_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 RUN_S = 600
+ENVIRONMENTS = ROOT / "tests" / "support" / "own_environments.py"
 NUM_STEPS, SAVED, RECORDED = 6, 3, 4  # steps in all; the last saved and the last recorded before the kill
 SPLITS = {
     "tensor": [
@@ -44,7 +46,8 @@ PIPELINE = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]
 CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
-CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS] + [("partial", "data")]
+CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
+CASES += [("episodes", "tensor"), ("partial", "data")]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,17 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
             "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 3, stop_when: 0.5}",
             "algorithm.rollout_correction.rollout_is=token",
+            "data.max_response_length=96",
+        ]
+    if name == "episodes":
+        return [
+            *algorithm_arguments("ppo", workspace, root),
+            f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
+            f"environment.path={ENVIRONMENTS}",
+            "environment.name=Digits",
+            "environment.max_turns=4",
+            "environment.num_workers=1",
+            "custom_reward_function.path=null",
             "data.max_response_length=96",
         ]
     if name == "grpo":
@@ -184,6 +198,30 @@ def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
     assert 0.0 < max(ages) <= 3.0
     versions = pq.read_table(runs.killed / "samples" / f"step_{SAVED + 1}.parquet")["weight_versions"].to_pylist()
     assert any(len({*of_sample}) > 1 for of_sample in versions), "some responses were drawn by two weights"
+
+
+@pytest.mark.parametrize("runs", CASES[-2:-1], indirect=True, ids="-".join)
+def test_episodes_have_turns_and_a_replay_learns_the_same_from_them(runs: Runs, tmp_path: Path) -> None:
+    samples, original = runs.whole / "samples", metrics_of(runs.whole)
+    rows = [
+        row for step in range(1, NUM_STEPS + 1) for row in pq.read_table(samples / f"step_{step}.parquet").to_pylist()
+    ]
+    assert {row["stop_reason"] for row in rows} >= {"done", "turns"}
+    assert {row["num_turns"] for row in rows} >= {1, 2, 4}
+    for row in rows:
+        shown = row["response"].split("\n>>> ")
+        assert len(shown) == row["num_turns"]
+        assert sum(row["turn_rewards"]) == pytest.approx(row["score"], abs=1e-6)
+        rewarded = [place for place, reward in enumerate(row["turn_rewards"]) if reward]
+        assert not any(row["observed"][place] for place in rewarded)
+    assert max(metrics.get("val/episode/turns/max", 0.0) for metrics in original.values()) > 1.0
+
+    arguments = [*placed(runs.arguments, runs.whole), "trainer.resume_mode=disable", "trainer.logger=[jsonl]"]
+    replay = [*arguments, "--replay", str(samples / "step_1.parquet")]
+    Job(2, train.main, replay, log=tmp_path / "replay").finish(timeout_s=RUN_S)
+    [again] = metrics_of(runs.whole / "replay").values()
+    assert again["actor/grad_norm"] > 0.0
+    assert again.items() <= original[1].items()
 
 
 def _timeless(state: State, *, like: State) -> State:

@@ -79,7 +79,10 @@ def test_a_key_of_another_trainer_is_answered_and_not_mistaken_for_one_of_ours(s
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", "not supported: a response is one turn"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.enable=true",
+            "not supported: environment.name gives responses further turns",
+        ),
         ("data.custom_cls.path=mine.py", "not supported: prepare a file"),
         ("data.image_key=images", "not supported: prompts and responses are text"),
         ("actor_rollout_ref.rollout.quantization=fp8", "not supported: the engine has the actor's weights"),

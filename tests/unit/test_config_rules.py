@@ -122,6 +122,49 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             for way in ("rollout_is", "rollout_rs")
             for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
         ),
+        (["environment.path=own.py"], "environment.name", "environment.path=own.py defines a class: write its name"),
+        (["environment.name=chess"], "environment.name", "'chess' is not built in (calculator, guess)"),
+        (
+            ["environment.name=guess", "environment.timeout_s=1800"],
+            "environment.timeout_s",
+            "1800 s for one turn reach trainer.phase_timeout_s=1800",
+        ),
+        (
+            ["environment.name=guess", "custom_reward_function.path=mine.py"],
+            "custom_reward_function.path",
+            "environment.name=guess gives the rewards, turn by turn",
+        ),
+        (
+            ["environment.name=guess", "algorithm.overlong_buffer.enable=true"],
+            "algorithm.overlong_buffer.enable",
+            "environment.name=guess gives the rewards, turn by turn",
+        ),
+        (
+            [
+                *("environment.name=guess", f"{ROLLOUT}.partial.enable=true"),
+                "algorithm.rollout_correction.rollout_is=token",
+            ],
+            f"{ROLLOUT}.partial.enable",
+            "an episode cannot continue in the next step yet",
+        ),
+        (
+            ["environment.name=guess", f"{ROLLOUT}.ignore_eos=true"],
+            f"{ROLLOUT}.ignore_eos",
+            "a turn ends at the end-of-sequence token",
+        ),
+        (
+            ["environment.name=guess", "algorithm.adv_estimator=remax"],
+            "algorithm.adv_estimator",
+            "one greedy response, which is no episode",
+        ),
+        (
+            [
+                *("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "algorithm.filter_groups.enable=true"),
+                "environment.name=guess",
+            ],
+            "algorithm.filter_groups.enable",
+            "prompts cannot be refilled while their episodes run yet",
+        ),
         (
             [f"{ROLLOUT}.partial.enable=true"],
             "algorithm.rollout_correction.rollout_is",

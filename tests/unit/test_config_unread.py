@@ -97,6 +97,8 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "reward_model.max_length=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
     "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
     "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
+    "reward_model.num_workers=9": ([], ["environment.name=guess"]),
+    "environment.max_turns=9": (["environment.name=guess"], []),
     "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
     "algorithm.custom_estimator.name=mine": (
         ["algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=mine.py"],
@@ -149,6 +151,7 @@ ALWAYS = {
         mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
     "reward_model": "weights enable judge.url",
     "custom_reward_function": "path",
+    "environment": "name",
     "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
         val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
         max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops

@@ -192,3 +192,20 @@ def test_gsm8k_sources_that_are_none_are_named(
         with pytest.raises(SystemExit):
             prepare(monkeypatch, tmp_path / "out", "gsm8k", "--from", source)
         assert message in capsys.readouterr().err
+
+
+def test_guessing_is_demonstrated_with_and_without_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for careless in ("0", "1"):
+        options = ("--train", "8", "--val", "4", "--sft", "30", "--careless", careless)
+        rows = prepare(monkeypatch, tmp_path / careless, "guess", *options)
+        assert (len(rows["train"]), len(rows["val"])) == (8, 4)
+        assert all(1 <= row["reward_model"]["ground_truth"] <= 16 for row in rows["train"])
+        assert rows["train"][0]["prompt"] == [{"role": "user", "content": "1-16"}]
+        heeded = []
+        for turn in rows["sft"]:
+            low, high = 1, 16
+            for guess, said in zip(turn["prompt"][1::2], turn["prompt"][2::2], strict=True):
+                number, is_higher = int(guess["content"]), said["content"] == "higher"
+                low, high = (max(low, number + 1), high) if is_higher else (low, min(high, number - 1))
+            heeded.append(low <= int(turn["response"]) <= high)
+        assert all(heeded) == (careless == "0")

@@ -20,7 +20,7 @@ def test_a_signature_is_read_without_running_the_file(tmp_path: Path) -> None:
     assert signature is not None
     assert str(signature) == "(a, /, b=None, *rest, c, d=None, **more)"
     with pytest.raises(ValueError, match=r"own\.py fails to load: ZeroDivisionError"):
-        load_function(path, "f")
+        load_function(path, "f", key="own.path")
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ def test_a_file_without_the_function_is_refused_before_and_when_it_runs(tmp_path
     with pytest.raises(ValueError, match=fault):
         signature_in(write(tmp_path, text), "f")
     with pytest.raises(ValueError, match=r"own\.py (has no function 'f'; it has|fails to load: )"):
-        load_function(tmp_path / "own.py", "f")
+        load_function(tmp_path / "own.py", "f", key="own.path")
 
 
 def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("def f(): ...\n")
     for name in ("own.txt", "absent.py"):
         with pytest.raises(ValueError, match=rf"{name} is not a Python file: name a file that ends with .py"):
-            load_function(tmp_path / name, "f")
+            load_function(tmp_path / name, "f", key="own.path")
 
 
 def test_a_loaded_file_may_have_what_looks_its_module_up(tmp_path: Path) -> None:
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(): return A(b=3)\n"
-    assert load_function(write(tmp_path, text), "f")().b == 3
+    assert load_function(write(tmp_path, text), "f", key="own.path")().b == 3
 
 
 def test_which_keywords_a_function_takes_and_lacks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.platform import progress
-from megarl.batch import Generation, Group, Prompt
+from megarl.batch import Generation, Group, Prompt, Turn
 from megarl.rollout import drawing as drawing_of_replica
 from megarl.rollout.session import WINDOW, Session
 
@@ -189,3 +189,87 @@ def test_people_see_responses_arrive() -> None:
         (2, 3, "responses"),
         (3, 3, "responses"),
     ]
+
+
+@dataclass
+class Environment:
+    """Answers to the turns of row `r` that it has `r` turns, with as many tokens as the turn has samples before it."""
+
+    overlap: int
+    asked: list[tuple[int, int, int]] = field(default_factory=list)  # the number, sample and length of each turn
+
+    def answer(self, said: list[Generation]) -> list[Generation]:
+        self.asked += [(each.prompt, each.sample, len(each.token_ids)) for each in said]
+        return [self._after(each) for each in said]
+
+    def _after(self, said: Generation) -> Generation:
+        turns = (*said.turns, Turn(0, 1, 1.0))
+        if len(turns) == 3:
+            return replace(said, turns=turns, complete=True)
+        return replace(said, turns=turns, complete=False, token_ids=[*said.token_ids, 9, 9])
+
+
+@dataclass
+class TurnDrawing(Drawing):
+    """Ends a turn of row `r` after `r` tokens, whatever was said before."""
+
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)  # engine step, tokens of each request
+
+    def add(self, groups: list[Group]) -> None:
+        super().add(groups)
+        self.asked += [(self.num_steps, sample.token_ids) for group in groups for sample in group.samples]
+        for group in groups:
+            for sample in group.samples:
+                self.lengths[sample.prompt] = group.prompt.index
+
+    def _longer(self, sample: Generation) -> Generation:
+        longer = sample.then(Generation(0, [1], [-1.0], truncated=False))
+        said = len(longer.token_ids) - 2 * len(longer.turns)
+        return replace(longer, complete=said == self.lengths[sample.prompt] * (len(longer.turns) + 1))
+
+
+def play(rows: list[int], *, overlap: int, replicas: int = 1) -> tuple[dict[int, Group], list[Any], list[Environment]]:
+    drawings = [TurnDrawing() for _ in range(replicas)]
+    environments = [Environment(overlap) for _ in range(replicas)]
+
+    def work(engine: Engine) -> dict[int, Group]:
+        drawing, episodes = drawings[engine.replica], environments[engine.replica]
+        session = Session(engine, drawing, num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        session.add({number: group(row, samples=2) for number, row in enumerate(rows)})
+        return session.advance(None)
+
+    with ThreadPoolExecutor(replicas) as pool:
+        found = list(pool.map(work, Replicas(replicas).engines))
+    assert all(one == found[0] for one in found)
+    return found[0], [drawing.asked for drawing in drawings], environments
+
+
+def test_a_request_continues_with_all_tokens_so_far() -> None:
+    found, [asked], _ = play([2], overlap=1)
+    assert asked == [
+        *[(0, [])] * 2,
+        *[(2, [1, 1, 9, 9])] * 2,  # nothing else is drawn: the answers are taken at once
+        *[(4, [1, 1, 9, 9, 1, 1, 9, 9])] * 2,
+    ]
+    assert [len(sample.turns) for sample in found[0].samples] == [3, 3]
+    assert found[0].samples[1].token_ids == [1, 1, 9, 9, 1, 1, 9, 9, 1, 1]
+
+
+@pytest.mark.parametrize(("overlap", "steps"), [(0, [16, 32]), (1, [32, 64]), (2, [48, 96])])
+def test_the_engine_goes_on_for_a_counted_number_of_windows(overlap: int, steps: list[int]) -> None:
+    """Row 100 keeps the engine busy while row 3 waits: its turns end in the first window after their start."""
+    _, [asked], _ = play([100, 3], overlap=overlap)
+    assert [step for step, tokens in asked if len(tokens) in (5, 10)] == [steps[0]] * 2 + [steps[1]] * 2
+
+
+def test_all_replicas_take_the_same_answers_in_the_same_order() -> None:
+    found, asked, environments = play([20, 3, 7, 40], overlap=1, replicas=2)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert environments[0].asked == environments[1].asked
+    assert sorted(environments[0].asked) == sorted(
+        (number, sample, (row + 2) * turn + row)
+        for number, row in enumerate([20, 3, 7, 40])
+        for sample in range(2)
+        for turn in range(3)
+    )
+    assert [len(of_replica) for of_replica in asked] == [12, 12]

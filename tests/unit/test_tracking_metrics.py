@@ -64,7 +64,7 @@ def test_everything_that_the_code_records_is_described() -> None:
 
 def test_every_described_metric_is_recorded() -> None:
     known = recorded()
-    scoring = {f"val/{name}" for name in known if name.startswith("reward/")}
+    scoring = {f"val/{name}" for name in known if name.startswith(("reward/", "episode/"))}
     held_out = {name.replace("reward_model/", "val/") for name in known if name.startswith("reward_model/")}
     learning = {
         f"{model}{name}"

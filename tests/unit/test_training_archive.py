@@ -40,6 +40,23 @@ def scored(lengths: list[int], *, seed: int = 0) -> Scored:
     )
 
 
+def as_episodes(record: Scored) -> Scored:
+    """Return the record with two tokens of an environment in its third sample."""
+    observed = torch.zeros_like(record.mask)
+    observed[2, 1:3] = True
+    said = record.mask & ~observed
+    return replace(
+        record,
+        mask=said,
+        rollout_log_probs=-1.0 * said,
+        observed=observed,
+        turn_rewards=torch.rand(said.shape) * said,
+        num_turns=torch.tensor([1, 1, 2, 1]),
+        stop_reasons=["done", "turns", "done", "timeout"],
+        faults=[None, None, None, "it took too long"],
+    )
+
+
 def assert_same(one: Scored, other: Scored) -> None:
     for field in fields(one):
         ours, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -132,6 +149,17 @@ def test_a_sample_without_a_score_is_kept_with_the_reason(tmp_path: Path) -> Non
         read_samples(tmp_path / "damaged")
 
 
+def test_an_episode_is_kept_with_its_turns(tmp_path: Path) -> None:
+    record = as_episodes(scored([2, 1, 4, 3]))
+    write_samples(tmp_path / "file", record, None, step=1)
+    found, _ = read_samples(tmp_path / "file")
+    assert_same(found, record)
+    rows = [row | {"num_turns": None} for row in pq.read_table(tmp_path / "file").to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, arrow_schema(COLUMNS)), tmp_path / "damaged")
+    with pytest.raises(Damage, match="column num_turns and column observed: one is null"):
+        read_samples(tmp_path / "damaged")
+
+
 def test_the_iterations_in_a_directory(tmp_path: Path) -> None:
     for name in ("step_2", "step_10", "val_step_3", "step_new", ".step_4"):
         write_samples(tmp_path / f"{name}.parquet", scored([1, 1]), None, step=9)
@@ -177,7 +205,7 @@ def kept(directory: Path) -> tuple[Path, pa.Table]:
     """A file with every column and no null value."""
     record = scored([2, 1, 4, 3])
     versions = torch.zeros(record.mask.shape, dtype=torch.int32)
-    record = replace(record, answers=["7", "", "5", "8"], weight_versions=versions)
+    record = replace(as_episodes(record), answers=["7", "", "5", "8"], weight_versions=versions)
     write_samples(directory / "step_1.parquet", record, torch.rand(4), step=1)
     return directory / "step_1.parquet", pq.read_table(directory / "step_1.parquet")
 

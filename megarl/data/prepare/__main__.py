@@ -13,6 +13,7 @@ from megarl.data.prepare import (
     check,
     countdown,
     gsm8k,
+    guess,
     knights_knaves,
     math,
     multiply,
@@ -30,6 +31,7 @@ from megarl.rewards.signature import fault_in_file
 TASKS = {
     "countdown": countdown,
     "gsm8k": gsm8k,
+    "guess": guess,
     "knights_knaves": knights_knaves,
     "math": math,
     "multiply": multiply,

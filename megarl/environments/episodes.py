@@ -1,0 +1,254 @@
+"""The episodes that this rank's environments play: turns are asked, and their answers are exchanged among all ranks.
+
+A turn is asked on one rank as soon as the engine has finished it. Its answer is taken when all ranks ask for it, which
+the session decides by counted engine steps. So what an episode reads, and when, depends on no clock.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn
+from megarl.data.messages import encode_prompt
+from megarl.data.tokenizer import Tokenizer
+from megarl.distributed import watchdog
+from megarl.distributed.exchange import together
+from megarl.environments.config import EnvironmentSection
+from megarl.environments.encoding import Observer
+from megarl.environments.host import DONE, Host
+from megarl.environments.protocol import Observation
+from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
+from megarl.rewards.wire import pack
+
+ROUND_S = 1.0
+Key = tuple[int, int]
+"""An episode of a session: the number of its prompt, and of the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An environment's answer to a turn."""
+
+    reward: float = 0.0
+    observation: list[int] = field(default_factory=list)  # tokens; none if it is `done`
+    done: bool = False
+    fault: StopReason | None = None
+    detail: str | None = None  # of the fault, for people
+
+
+def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, max_tokens: int) -> Generation:
+    """Return an episode after the answer to its last turn: with the observation, or complete.
+
+    Args:
+        said: the episode up to the last turn, `truncated` if the turn reached the limit of the response.
+        answer: of the environment. It does not matter for a turn that is `truncated`.
+        section: the limits.
+        max_tokens: of an episode.
+    """
+    start, end, num_observed = start_of_turn(said), len(said.token_ids), len(answer.observation)
+    reward, reason = answer.reward, answer.fault
+    if said.truncated:
+        reward, reason = section.default_score, StopReason.TOKENS
+    elif reason:
+        reward = section.default_score if section.on_failure == "score" else 0.0
+    elif answer.done:
+        reason = StopReason.DONE
+    elif len(said.turns) + 1 == section.max_turns:
+        reason = StopReason.TURNS
+    elif end + num_observed >= max_tokens:
+        reason = StopReason.TOKENS
+    turns = (*said.turns, Turn(start, end, reward, num_observed=0 if reason else num_observed))
+    if reason:
+        is_cut, fault = reason is StopReason.TOKENS, answer.detail if answer.fault else None
+        return replace(said, turns=turns, stop_reason=reason, truncated=is_cut, fault=fault, complete=True)
+    return replace(
+        said,
+        token_ids=said.token_ids + answer.observation,
+        log_probs=None if said.log_probs is None else said.log_probs + [0.0] * num_observed,
+        weight_versions=said.weight_versions + [0] * num_observed,
+        turns=turns,
+        complete=False,
+    )
+
+
+def start_of_turn(said: Generation) -> int:
+    """Return the place of the first token of an episode's last turn, which has no answer yet."""
+    return said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
+
+
+class Environments:
+    """The environments of a run, in processes of this rank."""
+
+    def __init__(self, section: EnvironmentSection, tokenizer: Tokenizer, observer: Observer, *, seed: int) -> None:
+        """Check that the environment can be made; processes start with the first episodes.
+
+        Raises:
+            ValueError: it cannot be made; names the key.
+        """
+        assert section.name, "no environment is configured"
+        host = Host(name=section.name, path=section.path, kwargs=section.kwargs)
+        host.load()  # only to find its faults before anything else starts
+        limits = WorkerLimits(num_workers=1, timeout_s=section.timeout_s, max_memory=int(section.max_memory_gb * 1e9))
+        self.section, self.tokenizer, self.observer = section, tokenizer, observer
+        self._pools = [Pool(host, limits) for _ in range(section.num_workers)]
+        self._numbers, self._seed = count(), seed
+
+    def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
+        """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
+
+        Raises:
+            ValueError: on all ranks alike, if the environment fails, or if a prompt is too long; names the row.
+        """
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        futures = {
+            place: self.submit(prompt, next(self._numbers), [], [])
+            for place, prompt in enumerate(prompts.prompts)
+            if place % num_ranks == rank
+        }
+        openings = gather(futures, len(prompts.prompts), lambda place, result: (result.pred, result.detail))
+        opened = [self._opened(prompt, *openings[place]) for place, prompt in enumerate(prompts.prompts)]
+        for prompt in opened:
+            if len(prompt.token_ids) > max_tokens:
+                raise ValueError(
+                    f"data row {prompt.index}: the environment's prompt has {len(prompt.token_ids)} tokens, but "
+                    f"data.max_prompt_length is {max_tokens}: raise it"
+                )
+        return Prompts(prompts=opened)
+
+    def submit(
+        self, prompt: Prompt, number: int, responses: Sequence[str], observations: Sequence[str]
+    ) -> Future[ScoringResult]:
+        """Ask for the answer to the last of the responses of episode `number`, see `Players.answer`."""
+        row = {
+            "prompt": prompt.raw_prompt,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "index": prompt.index,
+            "seed": row_seed(self._seed, prompt.index),
+        }
+        history = {"responses": list(responses), "observations": list(observations)}
+        request = pack({"data_source": prompt.data_source, "row": row, "episode": str(number), **history})
+        return self._pools[number % len(self._pools)].submit(request)
+
+    def begin(self, *, max_tokens: int) -> "Episodes":
+        """Return the means to play the episodes of a session, of at most `max_tokens`."""
+        return Episodes(self, self._numbers, max_tokens=max_tokens)
+
+    def _opened(self, prompt: Prompt, opening: str | None, fault: str) -> Prompt:
+        if opening is None:
+            raise ValueError(f"data row {prompt.index}: the environment does not begin: {fault}")
+        observation: Observation = json.loads(opening)
+        if observation == prompt.raw_prompt:
+            return prompt
+        if self.tokenizer.templates(observation) != self.tokenizer.templates(prompt.raw_prompt):
+            raise ValueError(
+                f"data row {prompt.index}: of the row's prompt and the environment's, one is a text and the other is "
+                "messages: make both alike"
+            )
+        token_ids = encode_prompt(observation, self.tokenizer)
+        return replace(prompt, token_ids=token_ids, text=self.tokenizer.decode(token_ids))
+
+
+@dataclass
+class _Episode:
+    """An episode that this rank asks its environments about."""
+
+    number: int
+    prompt: Prompt
+    responses: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    last: int = 0  # token of the last turn
+
+
+class Episodes:
+    """The episodes of a session."""
+
+    def __init__(self, environments: Environments, numbers: "count[int]", *, max_tokens: int) -> None:
+        self._environments, self._numbers, self._max_tokens = environments, numbers, max_tokens
+        self._playing = dict[Key, _Episode]()
+        self._asked = dict[Key, Future[ScoringResult]]()
+
+    @property
+    def overlap(self) -> int:
+        """The number of windows in which a turn waits for its answer while the engine draws others."""
+        return self._environments.section.overlap
+
+    def ask(self, prompt: Prompt, said: Generation) -> None:
+        """Ask about the last turn of an episode, on one rank. Never raises."""
+        key = (said.prompt, said.sample)
+        if said.truncated:
+            return
+        episode = self._playing.setdefault(key, _Episode(next(self._numbers), prompt))
+        turn = said.token_ids[start_of_turn(said) :]
+        episode.responses.append(self._environments.tokenizer.decode(turn))
+        episode.last = turn[-1]
+        self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, episode.observations)
+
+    def answer(self, said: Sequence[Generation]) -> list[Generation]:
+        """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
+        places = {(each.prompt, each.sample): place for place, each in enumerate(said) if not each.truncated}
+        mine = {key: self._asked.pop(key) for key in places if key in self._asked}
+        answers = gather(mine, len(places), self._read)
+        section = self._environments.section
+        return [
+            proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
+            for each in said
+        ]
+
+    def _read(self, key: Key, result: ScoringResult) -> Answer:
+        """Return the answer in a result, and remember its observation for the next turn."""
+        if result.fault:
+            return _failed(StopReason.TIMEOUT if result.fault == "timeout" else StopReason.FAILED, result.detail)
+        reward = result.numbers["score"]
+        if result.pred is None:
+            return Answer(reward=reward, done=bool(result.numbers[DONE]))
+        episode, limit = self._playing[key], self._environments.section.max_observation_length
+        episode.observations.append(result.pred)
+        observer = self._environments.observer
+        try:
+            tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt, last=episode.last)
+        except ValueError as error:
+            return _failed(StopReason.FAILED, str(error))
+        if len(tokens) > limit:
+            detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
+            return _failed(StopReason.FAILED, detail)
+        return Answer(reward=reward, observation=tokens)
+
+
+def gather(futures: dict[Any, Future[ScoringResult]], num: int, read: Callable[[Any, ScoringResult], Any]) -> Any:
+    """Return what `read` makes of the results of all ranks, `num` together, by their keys. Collective.
+
+    Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
+    """
+    found, left = dict[Any, Any](), dict(futures)
+
+    def collect() -> dict[Any, Any]:
+        done = wait(left.values(), timeout=ROUND_S).done
+        return {
+            key: read(key, left.pop(key).result()) for key in [key for key, future in left.items() if future in done]
+        }
+
+    with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
+        while len(found) < num:
+            new = {key: value for part in together(collect) for key, value in part.items()}
+            if new:
+                watchdog.note_progress()
+            found |= new
+    return found
+
+
+def row_seed(seed: int, index: int) -> int:
+    """Return the seed of the episodes of a row, in [0, 2^63)."""
+    digest = hashlib.blake2b(struct.pack("<2q", seed, index), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _failed(reason: StopReason, detail: str) -> Answer:
+    return Answer(fault=reason, detail=detail)

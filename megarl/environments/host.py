@@ -1,0 +1,145 @@
+"""Loads an environment and plays episodes with it, in a worker of `megarl.rewards.keeper`: no torch here.
+
+A worker may be killed at any time, and with it the episodes that it held. So each request has the whole history of its
+episode. A worker that does not know the episode plays it again up to the last turn, and compares the observations.
+"""
+
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megarl.data.messages import prompt_faults, shown
+from megarl.environments.calculator import Calculator
+from megarl.environments.guess import Guess
+from megarl.environments.protocol import Environment, Observation, Row, Step
+from megarl.platform.functions import load_module
+from megarl.rewards.calls import GroupReward, each
+from megarl.rewards.results import RuleResult, is_number
+
+BUILT_IN: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator, "guess": Guess}
+MAX_KEPT = 1024
+"""Most episodes that a worker keeps for their next turn; another is played again."""
+DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The environment that a configuration names."""
+
+    section: ClassVar[str] = "environment"
+    keeper: ClassVar[str] = "megarl.environments.keeper"
+
+    name: str
+    path: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> GroupReward:
+        """Return the function that answers requests. Raises ValueError if the environment cannot be made."""
+        make = BUILT_IN.get(self.name) if self.path is None else self._own(Path(self.path))
+        if make is None:
+            known = ", ".join(BUILT_IN)
+            raise ValueError(
+                f"environment.name: {self.name!r} is not built in ({known}): set environment.path to its file"
+            )
+        try:
+            inspect.signature(make).bind(**self.kwargs)
+        except TypeError as error:
+            raise ValueError(f"environment.kwargs: {self.name} does not take them: {error}") from error
+        return each(Players(lambda: make(**self.kwargs)).answer)
+
+    def warm_up(self, data_source: str) -> None:
+        """Do nothing: an environment imports what it needs when it is loaded."""
+
+    def _own(self, path: Path) -> Callable[..., Environment]:
+        own = getattr(load_module(path, key="environment.path"), self.name, None)
+        lacking = [name for name in ("reset", "step") if not callable(getattr(own, name, None))]
+        if not isinstance(own, type) or lacking:
+            raise ValueError(
+                f"environment.name: {path} has no class {self.name} with the methods reset(row) and step(response)"
+            )
+        return own
+
+
+@dataclass
+class _Playing:
+    """An episode in progress."""
+
+    environment: Environment
+    num_turns: int = 0
+
+
+class Players:
+    """The episodes of a worker."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._playing = OrderedDict[str, _Playing]()
+
+    def answer(
+        self,
+        *,
+        data_source: str,
+        row: Mapping[str, Any],
+        episode: str,
+        responses: Sequence[str],
+        observations: Sequence[str],
+    ) -> RuleResult:
+        """Return the answer to the last of the `responses`, or the prompt of the episode if there is none.
+
+        Args:
+            data_source: of the row.
+            row: the other fields of a `Row`.
+            episode: names the episode.
+            responses: all turns of the policy so far.
+            observations: the answers to all turns but the last, as `pred` of earlier results.
+
+        Returns:
+            The reward as `score` and whether the episode is `done` as 0.0 or 1.0; the observation as JSON in `pred`.
+
+        Raises:
+            TypeError, ValueError: the environment answers with something else than its protocol says.
+            RuntimeError: it answered otherwise before.
+        """
+        start = Row(data_source=data_source, **row)
+        playing = self._playing.pop(episode, None)
+        if not responses:
+            return RuleResult({"score": 0.0}, _prompt(self._make().reset(start)))
+        if playing is None or playing.num_turns != len(responses) - 1:
+            playing = _Playing(self._make())
+            playing.environment.reset(start)
+            for response, before in zip(responses[:-1], observations, strict=True):
+                if _take_turn(playing, response).pred != before:
+                    raise RuntimeError(
+                        "the environment is not deterministic: it answers a turn otherwise when replayed"
+                    )
+        result = _take_turn(playing, responses[-1])
+        if not result.numbers[DONE]:
+            self._playing[episode] = playing
+            if len(self._playing) > MAX_KEPT:
+                self._playing.popitem(last=False)
+        return result
+
+
+def _take_turn(playing: _Playing, response: str) -> RuleResult:
+    answer = playing.environment.step(response)
+    playing.num_turns += 1
+    if not isinstance(answer, tuple) or len(answer) != len(Step._fields):
+        raise TypeError(f"step returns (observation, reward, done), not {shown(answer)}")
+    observation, reward, done = answer
+    if not is_number(reward):
+        raise TypeError(f"the reward of a turn is a finite number (as float32), not {shown(reward)}")
+    text = None if done else _prompt(observation)
+    return RuleResult({"score": float(reward), DONE: float(bool(done))}, text)
+
+
+def _prompt(observation: Observation | None) -> str:
+    """Return an observation as JSON. Raises ValueError if it is none."""
+    for fault in prompt_faults(observation):
+        raise ValueError(f"an observation is a text or messages: {fault}")
+    if isinstance(observation, list) and any(message["role"] == "assistant" for message in observation):
+        raise ValueError("an observation has a message of the assistant: only the policy speaks for it")
+    return json.dumps(observation)

@@ -1,0 +1,82 @@
+"""The scores of episodes, which their environments have given turn by turn, and what is measured of them."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import Prompt, Rollouts, Scored, StopReason
+from megarl.data.tokenizer import Tokenizer
+from megarl.environments.config import EnvironmentSection
+from megarl.rewards.scoring import NUM_WARNINGS, RewardError
+
+FAULTS = (StopReason.TIMEOUT, StopReason.FAILED)
+logger = logging.getLogger(__name__)
+
+
+class EpisodeScorer:
+    """The reward of episodes: the sum of the rewards of their turns."""
+
+    def __init__(self, section: EnvironmentSection, tokenizer: Tokenizer) -> None:
+        self._section, self._tokenizer = section, tokenizer
+
+    def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Do nothing: the environment has judged the turns."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing is begun."""
+
+    def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
+        """Score every episode. Return metrics of the episodes too.
+
+        Raises:
+            RewardError: an environment failed, and `on_failure` is `stop`.
+        """
+        assert rollouts.turn_rewards is not None and rollouts.faults is not None, "samples that are no episodes"
+        is_masked = self._section.on_failure == "mask"
+        scores = rollouts.turn_rewards.sum(-1)
+        if is_masked:
+            scores = scores.masked_fill(torch.tensor([fault is not None for fault in rollouts.faults]), torch.nan)
+        self._report([(sample, fault) for sample, fault in enumerate(rollouts.faults) if fault is not None], rollouts)
+        texts = [self.text(rollouts, sample) for sample in range(len(rollouts))]
+        failures = rollouts.faults if is_masked else None
+        scored = rollouts.extend(Scored, texts=texts, scores=scores, accuracies=scores, failures=failures)
+        return scored, metrics_of(rollouts)
+
+    def text(self, rollouts: Rollouts, sample: int) -> str:
+        """Return an episode for people: each observation is in lines of its own, after `>>>`."""
+        assert rollouts.observed is not None, "samples that are no episodes"
+        ids = torch.tensor(rollouts.response_ids(sample))
+        observed = rollouts.observed[sample][: len(ids)]
+        spans, sizes = observed.unique_consecutive(return_counts=True)
+        pieces = []
+        for is_observed, piece in zip(spans.tolist(), ids.split(sizes.tolist()), strict=True):
+            text = self._tokenizer.decode(piece.tolist())
+            pieces.append(f"\n>>> {text.strip()}\n" if is_observed else text)
+        return "".join(pieces)
+
+    def _report(self, faults: Sequence[tuple[int, str]], rollouts: Rollouts) -> None:
+        messages = [
+            f"the environment failed on sample {sample} (data row {rollouts.prompt_of(sample).index}): {fault}"
+            for sample, fault in faults[:NUM_WARNINGS]
+        ]
+        if faults and self._section.on_failure == "stop":
+            raise RewardError(f"{'; '.join(messages)} (environment.on_failure=stop)")
+        if dist.get_rank() == 0:
+            for message in messages:
+                logger.warning("%s (environment.on_failure=%s)", message, self._section.on_failure)
+            if len(faults) > len(messages):
+                logger.warning("... and on %d more of %d", len(faults) - len(messages), len(rollouts))
+
+
+def metrics_of(rollouts: Rollouts) -> dict[str, float]:
+    """Return metrics of episodes: their turns, why they end, and how much of them the environment said."""
+    assert rollouts.num_turns is not None and rollouts.stop_reasons and rollouts.observed is not None
+    turns, reasons = rollouts.num_turns.double(), list(rollouts.stop_reasons)
+    return {
+        "episode/turns/mean": float(turns.mean()),
+        "episode/turns/max": float(turns.max()),
+        "episode/observed_tokens/mean": float(rollouts.observed.sum(-1).double().mean()),
+        **{f"episode/stop/{reason}": reasons.count(reason) / len(reasons) for reason in StopReason},
+    }

@@ -1,0 +1,90 @@
+"""Environments of a user's own file: one that keeps its word, and others that do not."""
+
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.environments.protocol import Row, Step
+
+CALLS = itertools.count()
+
+
+class Count:
+    """Says how many turns there were, until `last`. Rewards each turn with its number."""
+
+    def __init__(self, last: int = 3) -> None:
+        self._last, self._turns = last, 0
+
+    def reset(self, row: Row) -> str:
+        return f"row {row.index} begins"
+
+    def step(self, response: str) -> Step:
+        self._turns += 1
+        return Step(f"{self._turns}:{response}", float(self._turns), done=self._turns == self._last)
+
+
+class Dies(Count):
+    """Loses its process once, at a turn that asks for it."""
+
+    def step(self, response: str) -> Step:
+        mark = response.removeprefix("die ")
+        if mark != response and not Path(mark).exists():
+            Path(mark).touch()
+            os._exit(3)
+        return super().step(response)
+
+
+class Hangs(Count):
+    def step(self, response: str) -> Step:
+        if response == "hang":
+            time.sleep(600)
+        return super().step(response)
+
+
+class Fickle(Count):
+    """Answers otherwise every time."""
+
+    def step(self, response: str) -> Step:
+        return Step(f"{os.getpid()} {next(CALLS)}", 0.0, done=False)
+
+
+class Says:
+    """Answers with what it was given."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def reset(self, row: Row) -> str:
+        return "begin"
+
+    def step(self, response: str) -> Any:
+        return self._answer
+
+
+class Mute:
+    def reset(self, row: Row) -> str:
+        return ""
+
+
+class Silent(Count):
+    """Begins with nothing."""
+
+    def reset(self, row: Row) -> str:
+        return ""
+
+
+class Digits:
+    """Rewards the digits of a turn, and asks for more until there are `enough`."""
+
+    def __init__(self, enough: int = 3) -> None:
+        self._enough, self._found = enough, 0
+
+    def reset(self, row: Row) -> Any:
+        return row.prompt
+
+    def step(self, response: str) -> Step:
+        digits = sum(character.isdigit() for character in response)
+        self._found += digits
+        return Step(f" {self._found} :", digits / 10, done=self._found >= self._enough)
