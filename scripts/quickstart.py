@@ -61,7 +61,7 @@ TASKS = {
     ),
     "guess": Task(
         out="runs/guess",
-        problems=("--train", 2048, "--val", 256, "--sft", 4096),
+        problems=("--train", 2048, "--val", 256, "--sft", 4096, "--largest", 8),
         warm_up="guess_sft.yaml",
         training="grpo_guess.yaml",
         directory="grpo",

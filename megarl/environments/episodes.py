@@ -7,11 +7,11 @@ the session decides by counted engine steps. So what an episode reads, and when,
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +28,8 @@ from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.wire import pack
 
 ROUND_S = 1.0
+K = TypeVar("K")
+V = TypeVar("V")
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -185,7 +187,9 @@ class Episodes:
         key = (said.prompt, said.sample)
         if said.truncated:
             return
-        episode = self._playing.setdefault(key, _Episode(next(self._numbers), prompt))
+        if key not in self._playing:
+            self._playing[key] = _Episode(next(self._numbers), prompt)
+        episode = self._playing[key]
         turn = said.token_ids[start_of_turn(said) :]
         episode.responses.append(self._environments.tokenizer.decode(turn))
         episode.last = turn[-1]
@@ -193,10 +197,9 @@ class Episodes:
 
     def answer(self, said: Sequence[Generation]) -> list[Generation]:
         """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
-        places = {(each.prompt, each.sample): place for place, each in enumerate(said) if not each.truncated}
-        mine = {key: self._asked.pop(key) for key in places if key in self._asked}
-        answers = gather(mine, len(places), self._read)
-        section = self._environments.section
+        keys = [(each.prompt, each.sample) for each in said if not each.truncated]
+        mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
+        answers, section = gather(mine, len(keys), self._read), self._environments.section
         return [
             proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
             for each in said
@@ -222,18 +225,17 @@ class Episodes:
         return Answer(reward=reward, observation=tokens)
 
 
-def gather(futures: dict[Any, Future[ScoringResult]], num: int, read: Callable[[Any, ScoringResult], Any]) -> Any:
+def gather(futures: Mapping[K, Future[ScoringResult]], num: int, read: Callable[[K, ScoringResult], V]) -> dict[K, V]:
     """Return what `read` makes of the results of all ranks, `num` together, by their keys. Collective.
 
     Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
     """
-    found, left = dict[Any, Any](), dict(futures)
+    found, left = dict[K, V](), dict(futures)
 
-    def collect() -> dict[Any, Any]:
-        done = wait(left.values(), timeout=ROUND_S).done
-        return {
-            key: read(key, left.pop(key).result()) for key in [key for key, future in left.items() if future in done]
-        }
+    def collect() -> dict[K, V]:
+        wait(left.values(), timeout=ROUND_S)
+        done = [key for key, future in left.items() if future.done()]
+        return {key: read(key, left.pop(key).result()) for key in done}
 
     with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
         while len(found) < num:
