@@ -37,7 +37,7 @@ CARELESS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the model learns."""
+    """The task that the model learns."""
 
     out: str
     problems: Sequence[object]  # options of `megarl prepare`

@@ -1,4 +1,4 @@
-"""The protocol of an environment. It is imported where environments run: no torch here."""
+"""The protocol of an environment. The processes that environments run in import it: no torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

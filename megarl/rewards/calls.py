@@ -23,7 +23,7 @@ class TooLateError(Exception):
 
 
 class Callee(Protocol):
-    """What workers call: rules, or environments. A dataclass of values that JSON has."""
+    """Rules or environments, which workers call. A dataclass of values that JSON has."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     section: ClassVar[str]  # of the configuration, for messages

@@ -146,7 +146,6 @@ def test_secrets_and_code_that_are_planted(
     assert {"mlflow.db", "metrics.jsonl", "step_1.parquet", "config.yaml"} <= {path.name for path in texts}
     assert f"s3://{BLOT}@bucket/train.parquet" in texts[run_dir.parent / "mlflow.db"]
     assert "compute_score of " in texts[run_dir.parent / "mlflow.db"]
-
     for secret in SECRETS:
         assert secret not in output
         assert not [path for path, text in texts.items() if secret in text], secret
