@@ -2,38 +2,47 @@
 
 import ast
 import importlib.util
-import inspect
-import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
+
+
+def definition_in(path: Path, name: str) -> ast.stmt | None:
+    """Return the definition of a function or a class in a file; None if only running the file can tell.
+
+    A name that is imported, assigned, or defined twice or under a condition is known only after loading.
+
+    Raises:
+        ValueError: the file cannot be parsed, or nothing in it can have this name.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+        raise ValueError(f"{path} fails to load: {type(error).__name__}: {error}") from error
+    found = list(bindings(tree.body))
+    definitions = [node for bound, node in found if bound == name]
+    if not definitions and not _hides_names(tree):
+        own = [bound for bound, node in found if not isinstance(node, ast.Import | ast.ImportFrom)]
+        raise ValueError(missing(path, name, own))
+    if len(definitions) != 1:
+        return None
+    return next((statement for statement in tree.body if statement is definitions[0]), None)
 
 
 def signature_in(path: Path, name: str) -> Signature | None:
     """Return the signature of a function that a file defines; None if only running the file can tell.
 
-    A function that is imported, assigned, decorated or defined twice is known only after loading. Annotations and the
-    values of defaults are left out.
-
     Raises:
-        ValueError: the file cannot be parsed, or nothing in it can be the function.
+        ValueError: as for `definition_in`.
     """
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
-        raise ValueError(f"{path} is not a Python file that loads: {type(error).__name__}: {error}") from error
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(found) == 1 and found[0] in tree.body and not found[0].decorator_list:
-        return _signature(found[0])
-    if not found and name not in re.findall(r"\w+", path.read_text(errors="replace")) and not _imports_all(tree):
-        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        raise ValueError(_missing(path, name, own))
-    return None
+    definition = definition_in(path, name)
+    return written(definition) if definition else None
 
 
 def load_module(path: Path, *, key: str) -> ModuleType:
@@ -64,7 +73,7 @@ def load_function(path: Path, name: str, *, key: str) -> Callable[..., Any]:
     module = load_module(path, key=key)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{key}: {_missing(path, name, defined_in(module))}")
+        raise ValueError(f"{key}: {missing(path, name, defined_in(module))}")
     loaded: Callable[..., Any] = function
     return loaded
 
@@ -92,23 +101,62 @@ def unmet(signature: Signature, given: Collection[str]) -> list[str]:
     ]
 
 
-def _missing(path: Path, name: str, own: list[str]) -> str:
-    return f"{path} has no function {name!r}; it has {', '.join(dict.fromkeys(own)) or 'none'}"
+def missing(path: Path, name: str, others: Collection[str]) -> str:
+    """Say that a file has no such function, and list the functions that it has."""
+    return f"{path} has no function {name!r}; it has {', '.join(dict.fromkeys(others)) or 'none'}"
 
 
-def _imports_all(tree: ast.Module) -> bool:
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    return any(alias.name == "*" for node in imports for alias in node.names)
+def written(node: ast.AST) -> Signature | None:
+    """Return the signature of a function without annotations and values of defaults; None if only loading shows it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        return _signature(node.args)
+    return None
 
 
-def _signature(function: ast.FunctionDef) -> Signature:
-    """Return the signature of a function with the same parameters and nothing else, which is safe to make."""
-    arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    for argument in filter(None, every):
-        argument.annotation = None
-    nothing = ast.Constant(None)
-    arguments.defaults = [nothing for _ in arguments.defaults]
-    arguments.kw_defaults = [default and nothing for default in arguments.kw_defaults]
-    code = ast.Expression(ast.Lambda(args=arguments, body=nothing))
-    return inspect.signature(eval(compile(ast.fix_missing_locations(code), "<signature>", "eval")))  # noqa: S307 - only names and None
+def bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """Yield each name that statements bind, also below if, try, with and loops, and its node."""
+    waiting: list[ast.AST] = list(reversed(body))
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+                continue
+            case ast.Import() | ast.ImportFrom():
+                yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node
+            case ast.Lambda():
+                continue
+        waiting += reversed(list(ast.iter_child_nodes(node)))
+
+
+def _hides_names(tree: ast.Module) -> bool:
+    """Return whether the file may have names that its text does not show."""
+    return any(
+        (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
+        or (isinstance(node, ast.Name) and node.id in _MAKES_NAMES)
+        or (isinstance(node, ast.FunctionDef) and node.name in _MAKES_NAMES)
+        for node in ast.walk(tree)
+    )
+
+
+def _signature(arguments: ast.arguments) -> Signature:
+    """Return the signature that these parameters make."""
+    kinds = {argument.arg: Parameter.POSITIONAL_ONLY for argument in arguments.posonlyargs} | {
+        argument.arg: Parameter.POSITIONAL_OR_KEYWORD for argument in arguments.args
+    }
+    first_default = len(kinds) - len(arguments.defaults)
+    parameters = [
+        Parameter(name, kind, default=Parameter.empty if place < first_default else None)
+        for place, (name, kind) in enumerate(kinds.items())
+    ]
+    if arguments.vararg:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
+        Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=None if default else Parameter.empty)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)

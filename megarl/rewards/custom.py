@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.functions import defined_in, load_module
+from megarl.platform.functions import defined_in, load_module, missing
 from megarl.rewards.calls import GroupReward, as_batch, concurrently, one_by_one, own_arguments
-from megarl.rewards.signature import Form, fault_of, form_of, method_of, missing
+from megarl.rewards.signature import Form, fault_of, form_of, method_of
 
 DIGEST = "SHA-256: "
 """The prefix of a digest in a description of a file."""

@@ -41,8 +41,8 @@ def test_a_function_that_only_running_the_file_shows_has_no_known_signature(tmp_
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("def f(:\n", r"own\.py is not a Python file that loads: SyntaxError"),
-        ("\0", r"own\.py is not a Python file that loads: "),
+        ("def f(:\n", r"own\.py fails to load: SyntaxError"),
+        ("\0", r"own\.py fails to load: "),
         ("def g(): ...\ndef h(): ...\n", r"own\.py has no function 'f'; it has g, h$"),
         ("", r"own\.py has no function 'f'; it has none$"),
     ],
