@@ -8,7 +8,9 @@
 process that the other ranks are forked from imports code that disables CUDA.
 """
 
+import gc
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -46,9 +48,17 @@ def _serve(rank: int, device: str, connection: Any) -> None:
             if result[0] == "ok":
                 dist.barrier()  # a rank that leaves early would cut off one that is still in a collective
             dist.destroy_process_group()
+        _free_groups()
         os.environ.clear()
         os.environ.update(environ)  # the next test must not see what this one set
         connection.send(result)
+
+
+def _free_groups() -> None:
+    """Free the process groups of a test that is over. Each has a thread of gloo that wakes a hundred times a second."""
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
+    gc.collect()
 
 
 @contextmanager
