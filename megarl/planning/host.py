@@ -24,6 +24,8 @@ TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
     }
 )
 """Bytes of one response token in each `[B, T]` field of `megarl.batch.Experience`; every rank has all of them."""
+EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"observed": 1, "turn_rewards": 4})
+"""The same for the fields that only episodes have."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
 
@@ -33,7 +35,7 @@ class HostMemory:
     """Bytes of host memory on a node."""
 
     parts: Mapping[str, int]  # bytes that a run needs, by name
-    rewards: int  # limit of the processes that call rules, in addition; they seldom reach it
+    rewards: int  # limit of the processes of rewards, in addition; they seldom reach it
 
     @property
     def total(self) -> int:
@@ -67,15 +69,19 @@ def record_bytes(config: Config) -> int:
     rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
     num_samples = num_prompts * rollout.n
     num_tokens = num_samples * rollout.response_length
-    return num_tokens * sum(TOKEN_FIELDS.values()) + num_prompts * rollout.prompt_length * PROMPT_TOKEN_BYTES
+    token_bytes = sum(TOKEN_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
+    return num_tokens * token_bytes + num_prompts * rollout.prompt_length * PROMPT_TOKEN_BYTES
 
 
 def reward_bytes(config: Config) -> int:
-    """Return the private host memory that the processes which call rules may take on a node: a bound, not a need."""
-    rules = config.reward_model.rules
-    if rules is None:
+    """Return the private host memory that the processes of rewards may take on a node: a bound, not a need.
+
+    They call rules, or they play the episodes of an environment.
+    """
+    section = config.environment if config.environment.name else config.reward_model.rules
+    if section is None:
         return 0
-    return config.trainer.n_gpus_per_node * rules.num_workers * int(rules.max_memory_gb * 1e9)
+    return config.trainer.n_gpus_per_node * section.num_workers * int(section.max_memory_gb * 1e9)
 
 
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:

@@ -51,9 +51,11 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     Raises:
         ValueError: there is no such file, or it fails to load; names the `key` of the configuration.
     """
+    if not path.is_file():
+        raise ValueError(f"{key}: no such file: {path}")
     module_name = f"{key.replace('.', '_')}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if spec is None or spec.loader is None:
         raise ValueError(f"{key}: {path} is not a Python file: name a file that ends with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class up through its module

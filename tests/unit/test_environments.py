@@ -99,7 +99,7 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
         (Host(name="chess"), r"environment.name: 'chess' is not built in \(calculator, guess\)"),
         (Host(name="guess", kwargs={"rihgt": 1}), "environment.kwargs: guess does not take them: .*rihgt"),
         (Host(name="Mute", path=OWN), "environment.name: .* has no class Mute with the methods"),
-        (Host(name="Count", path="nowhere.py"), "environment.path: nowhere.py is not a Python file"),
+        (Host(name="Count", path="nowhere.py"), "environment.path: no such file: nowhere.py"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_named(host: Host, message: str) -> None:

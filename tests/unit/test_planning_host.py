@@ -7,7 +7,7 @@ import pytest
 
 from megarl.batch import Experience
 from megarl.plan import main
-from megarl.planning.host import TOKEN_FIELDS
+from megarl.planning.host import EPISODE_FIELDS, TOKEN_FIELDS
 from megarl.planning.planner import Plan, Planner
 from megarl.planning.traffic import Links
 
@@ -63,10 +63,18 @@ def test_records_of_deepseek_v3() -> None:
 
 
 def test_every_field_of_tokens_is_counted() -> None:
-    per_sample = {"groups", "truncated", "scores", "accuracies"}
+    per_sample = {"groups", "truncated", "scores", "accuracies", "num_turns"}
     with_another_tokenizer = {"places"}
     tensors = {field.name for field in fields(Experience) if "Tensor" in str(field.type)}
-    assert tensors - per_sample - with_another_tokenizer == set(TOKEN_FIELDS)
+    assert tensors - per_sample - with_another_tokenizer == {*TOKEN_FIELDS, *EPISODE_FIELDS}
+
+
+def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
+    """A token has 5 bytes more, and a rank has 3 processes of at most 2 GB."""
+    environment = ("environment.name=guess", "environment.num_workers=3", "environment.max_memory_gb=2")
+    without, found = plan(DEEPSEEK).host, plan(DEEPSEEK, *environment).host
+    assert found.parts["records"] - without.parts["records"] == 8 * 2048 * 8 * 7168 * 5
+    assert found.rewards == 8 * 3 * 2 * GB
 
 
 def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> None:
