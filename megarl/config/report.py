@@ -27,8 +27,8 @@ TOKENIZERS = {
 }
 """Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
-OWN_FILES = ("custom_reward_function.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
-"""The keys of files of the user; `name` in the same section is the function."""
+OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
+"""The keys of files of the user; `name` in the same section is the function or the class."""
 IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
 """Endings of the arguments of vLLM that name modules to import."""
 

@@ -42,6 +42,23 @@ def test_code_that_is_not_ours_is_named(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("section", "chosen"),
+    [
+        ("custom_reward_function", []),
+        ("environment", []),
+        ("algorithm.custom_estimator", ["algorithm.adv_estimator=custom"]),
+        (f"{ACTOR}.policy_loss", [f"{ACTOR}.policy_loss.loss_mode=custom"]),
+    ],
+)
+def test_every_file_of_the_user_is_named(section: str, chosen: list[str], tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("")
+    [(key, description)] = own_code(load(f"{section}.path={own}", f"{section}.name=mine", *chosen)).items()
+    assert key == f"{section}.path"
+    assert description.startswith(f"mine of {own} (SHA-256: ")
+
+
 def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
     trusted = [f"{model}.trust_remote_code=true" for model in ("actor_rollout_ref.model", "critic.model")]
     kwargs = f"+{ROLLOUT}.engine_kwargs"
