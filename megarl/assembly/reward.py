@@ -19,8 +19,7 @@ Reward = RuleScorer | ModelScorer | EpisodeScorer
 
 def make_rules(config: Config, policy: Tokenizer) -> RuleScorer | None:
     """Make the rules. None if a model or an environment scores alone. ValueError if the custom function has a fault."""
-    rules = None if config.environment.name else config.reward_model.rules
-    return RuleScorer.make(rules, config.custom_reward_function, policy.decode) if rules else None
+    return RuleScorer.make(config.rules, config.custom_reward_function, policy.decode) if config.rules else None
 
 
 def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Environments | None:

@@ -53,7 +53,7 @@ from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource
 from megarl.training.gate import Gate
 from megarl.training.loop import KL, Job, Progress
-from megarl.training.own import load_estimator, load_loss
+from megarl.training.own import OwnEstimator, load_estimator, load_loss
 from megarl.training.replay import Replay, replaying
 from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
@@ -121,8 +121,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     schedule = make_schedule(
         config.trainer, launch, first_step=first_step, last_step=last_step, resumed=resume_point.is_resumed
     )
-    job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gated=bool(engine))
-    job = replace(job, own_estimator=estimator)
+    gate = _make_gate(config, launch) if engine else None
+    job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gate, estimator)
     progress = make_progress(config, state, prompts, resume_point.checkpoint)
     return Run(job=job, progress=progress, engine=engine)
 
@@ -143,8 +143,8 @@ def _make_job(
     validation: Validation | None,
     checkpoints: CheckpointStore,
     tracker: Tracker,
-    *,
-    gated: bool,
+    gate: Gate | None,
+    own_estimator: OwnEstimator | None,
 ) -> Job:
     """Put the parts of a run together."""
     kl_kinds = {config.kl_of_reward, config.kl_of_loss}
@@ -153,8 +153,9 @@ def _make_job(
         actor=models.actor,
         reference=models.reference if kl_kinds - {None, "full"} else None,
         critic=models.critic,
-        gate=_make_gate(config, launch) if gated else None,
+        gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
+        own_estimator=own_estimator,
         critic_warmup=config.trainer.critic_warmup,
         schedule=schedule,
         validation=validation,

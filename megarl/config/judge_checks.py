@@ -42,7 +42,7 @@ def _template_faults(template: str, key: str) -> Iterator[Fault]:
             path=key, message=f"there is no {{{unknown[0]}}}: choose from {known}, or write {{extra_info[KEY]}}"
         )
     if "solution_str" not in places:
-        yield Fault(path=key, message="does not show the response: write {solution_str} where it belongs")
+        yield Fault(path=key, message="does not show the response: write {solution_str} into the template")
 
 
 def _pattern_faults(pattern: str, key: str) -> Iterator[Fault]:

@@ -47,8 +47,7 @@ FOLLOWING_MESHES = tuple(
 
 def needs_of(config: Config) -> Needs:
     """Return the columns of the data that the run's rewards read; an environment takes what it finds."""
-    rules = None if config.environment.name else config.reward_model.rules
-    return Needs.of(rules, config.custom_reward_function)
+    return Needs.of(config.rules, config.custom_reward_function)
 
 
 @rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")

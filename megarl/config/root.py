@@ -89,6 +89,11 @@ class Config:
     """Length, ranks, records and checkpoints of the run."""
 
     @property
+    def rules(self) -> RulesSection | None:
+        """Return the rules that score single responses; None if a model or an environment scores alone."""
+        return None if self.environment.name else self.reward_model.rules
+
+    @property
     def has_critic(self) -> bool:
         """Tell whether the advantages need a critic."""
         return self.algorithm.estimator.critic

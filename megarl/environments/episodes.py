@@ -4,9 +4,7 @@ A turn is asked on one rank as soon as the engine has finished it. Its answer is
 the session decides by counted engine steps. So what an episode reads, and when, depends on no clock.
 """
 
-import hashlib
 import json
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
+from megarl.platform.seeds import seed_of
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.wire import pack
 
@@ -133,7 +132,7 @@ class Environments:
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
             "index": prompt.index,
-            "seed": row_seed(self._seed, prompt.index),
+            "seed": seed_of(self._seed, prompt.index),
         }
         history = {"responses": list(responses), "observations": list(observations)}
         request = pack({"data_source": prompt.data_source, "row": row, "episode": str(number), **history})
@@ -244,12 +243,6 @@ def gather(futures: Mapping[K, Future[ScoringResult]], num: int, read: Callable[
                 watchdog.note_progress()
             found |= new
     return found
-
-
-def row_seed(seed: int, index: int) -> int:
-    """Return the seed of the episodes of a row, in [0, 2^63)."""
-    digest = hashlib.blake2b(struct.pack("<2q", seed, index), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _failed(reason: StopReason, detail: str) -> Answer:

@@ -78,7 +78,7 @@ def reward_bytes(config: Config) -> int:
 
     They call rules, or they play the episodes of an environment.
     """
-    section = config.environment if config.environment.name else config.reward_model.rules
+    section = config.environment if config.environment.name else config.rules
     if section is None:
         return 0
     return config.trainer.n_gpus_per_node * section.num_workers * int(section.max_memory_gb * 1e9)

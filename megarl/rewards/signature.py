@@ -40,7 +40,6 @@ class Form:
 
 def form_of(reward: Any, name: str) -> Form:
     """Return the form of a function or a class without faults."""
-    called, name = reward, name
     called = reward
     if inspect.isclass(reward):
         name = method_of(reward) or ""

@@ -10,14 +10,13 @@ request follows, and all have the step in which the sample began: with the seed 
 others would repeat those of its first tokens.
 """
 
-import hashlib
 import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.batch import Generation
+from megarl.platform.seeds import seed_of
 from megarl.rollout.config import RolloutSection, SamplingSection
 
 Sampling = RolloutSection | SamplingSection  # both define how tokens are drawn
@@ -29,9 +28,7 @@ def request_seed(seed: int, *, step: int, prompt_index: int, sample: int, num_be
 
     `num_begun` is the number of the response's tokens that earlier steps drew.
     """
-    numbers = (seed, step, prompt_index, sample, *((num_begun,) if num_begun else ()))
-    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return seed_of(seed, step, prompt_index, sample, *((num_begun,) if num_begun else ()))
 
 
 def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
