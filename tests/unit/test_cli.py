@@ -194,5 +194,7 @@ def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
         f"trainer.resume_from_path={checkpoint}",
     ]
     assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
+    with pytest.raises(ConfigError, match=r"global_step_4: is no directory; .*run has global_step_3"):
+        as_configuration(str(run_dir / "global_step_4"))
     with pytest.raises(ConfigError, match=r"has no config.yaml: name a run's directory"):
         as_configuration(str(tmp_path))
