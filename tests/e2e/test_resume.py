@@ -47,7 +47,7 @@ PIPELINE = [
 ]
 CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
 CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
-CASES += [("episodes", "tensor"), ("partial", "data")]
+CASES += [("episodes", "tensor"), ("partial", "data"), ("partial_steps", "tensor")]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             "algorithm.rollout_correction.rollout_is=token",
             "data.max_response_length=96",
         ]
+    if name == "partial_steps":
+        partial = "actor_rollout_ref.rollout.partial.stop_when"
+        return [*algorithm_arguments("partial", workspace, root), f"{partial}=16"]
     if name == "episodes":
         return [
             *algorithm_arguments("ppo", workspace, root),
@@ -188,7 +191,7 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
     assert State.read(killed) == _timeless(State.read(whole), like=State.read(killed))
 
 
-@pytest.mark.parametrize("runs", CASES[-1:], indirect=True, ids="-".join)
+@pytest.mark.parametrize("runs", CASES[-2:], indirect=True, ids="-".join)
 def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
     whole, killed = (run_dir / f"global_step_{SAVED}" / CARRIED_FILE for run_dir in (runs.whole, runs.killed))
     assert whole.read_bytes() == killed.read_bytes()
@@ -200,7 +203,7 @@ def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
     assert any(len({*of_sample}) > 1 for of_sample in versions), "some responses were drawn by two weights"
 
 
-@pytest.mark.parametrize("runs", CASES[-2:-1], indirect=True, ids="-".join)
+@pytest.mark.parametrize("runs", CASES[-3:-2], indirect=True, ids="-".join)
 def test_episodes_have_turns_and_a_replay_learns_the_same_from_them(runs: Runs, tmp_path: Path) -> None:
     samples, original = runs.whole / "samples", metrics_of(runs.whole)
     rows = [

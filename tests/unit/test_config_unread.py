@@ -125,6 +125,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         [f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"],
         [],
     ),
+    f"{ROLLOUT}.partial.stop_when=64": (
+        [f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"],
+        [],
+    ),
     f"{ROLLOUT}.top_k=5": ([], [f"{ROLLOUT}.do_sample=false"]),
     f"{ROLLOUT}.sync.mismatch_growth=5": ([], [f"{ROLLOUT}.calculate_log_probs=false"]),
     f"{ROLLOUT}.free_cache_engine=false": ([], ["trainer.device=cpu"]),
