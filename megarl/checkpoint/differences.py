@@ -87,8 +87,8 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("*model.trust_remote_code", Effect.NONE, "which code may be loaded"),
     ("*model.enable_gradient_checkpointing", Effect.ROUNDING, "what is recomputed"),
     *(
-        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen model that it is compared with")
-        for pattern in ("model.*", "*.model.*")
+        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen models that it is compared with")
+        for pattern in ("model.*", "*.model.*", "actor_rollout_ref.ref.teachers*")
     ),
     *(
         (pattern, Effect.ROUNDING, _MICRO)

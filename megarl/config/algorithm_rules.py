@@ -116,6 +116,17 @@ def _partial(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
+@rule("algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
+def _teaches(config: Config, facts: Facts) -> Iterator[Fault]:
+    actor = config.actor_rollout_ref.actor
+    if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
+        yield Fault(
+            path="algorithm.adv_estimator",
+            message=f"without advantages the actor would learn nothing: write {ACTOR}.use_kl_loss=true to learn from a "
+            "teacher, or choose another estimator",
+        )
+
+
 @rule(f"{ACTOR}.policy_loss")
 def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
@@ -151,6 +162,7 @@ ALGORITHM_RULES: tuple[Rule[Config], ...] = (
     _overlong,
     _correction,
     _partial,
+    _teaches,
     _policy_loss,
     _supervision,
 )

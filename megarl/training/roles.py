@@ -5,12 +5,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
+from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
 from megarl.rollout.config import RolloutSection
@@ -39,7 +42,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
-    against: Learner | None = None  # another policy, if the objective uses the exact divergence from it
+    against: Against | None = None  # the exact divergence that the objective uses
     extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
@@ -54,7 +57,7 @@ class Model(Generic[Outputs]):
         learner: Learner,
         budget: Budget,
         updates: Updates | None = None,
-        against: Learner | None = None,
+        against: Against | None = None,
         translate: Translation | None = None,
     ) -> None:
         """Give a learner its role.
@@ -64,7 +67,7 @@ class Model(Generic[Outputs]):
             learner: the model.
             budget: the size of a forward pass in `infer`.
             updates: how the model learns; None if it never does.
-            against: another policy; `infer` then reports the exact divergence from it.
+            against: the exact divergence that `infer` reports, if any.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
         """
         self.name, self.learner, self.translate = name, learner, translate
@@ -113,6 +116,27 @@ class Model(Generic[Outputs]):
         batch = self.translate(batch)
         longest = -(-int(batch.lengths().max()) // self.learner.mesh.cp_size)
         return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
+
+
+class Reference:
+    """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
+
+    def __init__(self, models: BySource[Model[PolicyOutputs]]) -> None:
+        self.models = models
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        """Return the outputs for the response tokens, `[B, T]` float32."""
+        shares = self.models.shares(batch)
+        read = [model.infer(batch.select(samples)) for model, samples in shares]
+        order = torch.cat([samples for _, samples in shares]).argsort()
+        log_probs = torch.cat([outputs.log_probs for outputs in read])[order]
+        entropy = torch.cat([outputs.entropy for outputs in read])[order]
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy)
+
+    def against(self, divergence: Divergence) -> Against:
+        """Return the divergence from these policies."""
+        named = {source: model.learner for source, model in self.models.named.items()}
+        return Against(policies=BySource(named=named, other=self.models.other.learner), divergence=divergence)
 
 
 class EngineSampler:

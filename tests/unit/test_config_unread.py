@@ -91,6 +91,12 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
     f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
     f"{REF}.model.trust_remote_code=true": ([f"{REF}.model.path=org/teacher"], []),
+    f"{REF}.teachers={{math: org/teacher}}": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
+    "algorithm.kl_penalty_js_beta=0.3": (["algorithm.kl_penalty=full_js"], ["algorithm.kl_penalty=full"]),
+    f"{ACTOR}.kl_loss_js_beta=0.3": (
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_js"],
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
+    ),
     f"{REF}.megatron.param_offload=true": ([], ["trainer.device=cpu"]),
     "reward_model.model.path=org/rm": (["reward_model.enable=true"], []),
     "reward_model.micro_batch_size=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
