@@ -20,6 +20,7 @@ from megarl.assembly.resume import ResumePoint, resumed_checkpoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
+    make_kept,
     make_limits,
     make_sampler,
     make_samples,
@@ -114,7 +115,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
         scorer = make_scorer(config, rules, models.mesh, tokenizer)
-        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments)
+        kept = make_kept(config, prompts, resume_point)
+        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments, kept)
         samples = make_samples(config, prompts, sampler, scorer)
         if val_prompts:
             validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)

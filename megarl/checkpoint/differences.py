@@ -106,7 +106,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
         (f"actor_rollout_ref.rollout.{name}", Effect.ROUNDING, _ENGINE)
         for name in (
             *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching"),
+            *("max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "keep_complete"),
         )
     ),
     ("actor_rollout_ref.rollout.*", Effect.CURVE, "what is sampled"),

@@ -137,6 +137,9 @@ class RolloutSection:
     """Sampling in validation."""
     partial: PartialSection = field(default_factory=PartialSection)
     """Responses that continue under the weights of the next step."""
+    keep_complete: bool = False
+    """Keep the complete responses of a running step in files: a run that is killed and resumes at this step draws only
+    the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

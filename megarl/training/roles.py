@@ -24,6 +24,7 @@ from megarl.rollout.session import Session
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics, Review
+from megarl.training.kept import Kept
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 
@@ -150,13 +151,15 @@ class EngineSampler:
         section: RolloutSection,
         finished: Callable[[Prompt, Sequence[int]], None],
         environments: Environments | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once.
 
-        With `environments`, samples are episodes, and their turns go to the environments instead.
+        With `environments`, samples are episodes, and their turns go to the environments instead. With `kept`, the
+        complete responses of a step are kept in files until the next step.
         """
         self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
-        self._environments = environments
+        self._environments, self._kept = environments, kept
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
@@ -173,8 +176,8 @@ class EngineSampler:
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
-        session = self.open(step=step)
-        rollouts = _finish(session, self.groups(self._opened(prompts), step=step))
+        session, groups = self.open(step=step), self.groups(self._opened(prompts), step=step)
+        rollouts = _finish_and_keep(session, groups, self._kept, step=step) if self._kept else _finish(session, groups)
         return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
@@ -216,4 +219,16 @@ def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:
     """Draw all samples of the groups."""
     session.add(dict(enumerate(groups)))
     complete = session.advance(None)
+    return of_groups([complete[number] for number in range(len(groups))])
+
+
+def _finish_and_keep(session: Session, groups: Sequence[Group], kept: Kept, *, step: int) -> Rollouts:
+    """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
+    known = kept.begin(step)
+    complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}
+    session.add({number: group for number, group in enumerate(groups) if number not in complete})
+    while session.num_open:
+        drawn = session.advance()
+        kept.keep([*drawn.values()])
+        complete |= drawn
     return of_groups([complete[number] for number in range(len(groups))])

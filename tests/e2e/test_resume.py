@@ -3,8 +3,6 @@
 The ranks are forked from a process that has imported everything. SIGKILL ends them all at once in their fifth step.
 """
 
-import json
-import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
 from tests.support.programs import ROOT
 from tests.support.shards import tensors_of
-from tests.support.workspace import Workspace, train_arguments
+from tests.support.workspace import Workspace, train_arguments, with_many_ends
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -57,15 +55,6 @@ class Runs:
     arguments: list[str]  # without the directory
     whole: Path
     killed: Path
-
-
-def with_many_ends(model: Path, copy: Path) -> Path:
-    """Return a copy of a model in which one token of 16 ends a response."""
-    shutil.copytree(model, copy)
-    vocab_size = json.loads((copy / "config.json").read_text())["vocab_size"]
-    ends = {"eos_token_id": list(range(0, vocab_size, 16))}
-    (copy / "generation_config.json").write_text(json.dumps(ends))
-    return copy
 
 
 def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str]:

@@ -27,9 +27,10 @@ def reference_outputs(
     """Return outputs, gradient norm and metrics of an objective by `transformers` and autograd."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch = experience() if batch is None else batch
+    paths: dict[str | None, Path] = {None: against or checkpoint, **(named or {})}
     others = {
         source: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
-        for source, path in {None: against or checkpoint, **(named or {})}.items()
+        for source, path in paths.items()
     }
     outputs = outputs_of(model, batch, others, divergence=divergence)
     loss, metrics = objective(outputs, batch, Totals.of(batch.mask))

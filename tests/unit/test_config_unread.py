@@ -156,7 +156,7 @@ ALWAYS = {
     ROLLOUT: """n temperature do_sample response_length prompt_length ignore_eos dtype gpu_memory_utilization
         enforce_eager load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs enable_prefix_caching
         log_prob_micro_batch_size calculate_log_probs seed engine_kwargs sync.bucket_megabytes sync.two_level
-        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable""",
+        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable keep_complete""",
     "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
         mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
     "reward_model": "weights enable judge.url",

@@ -283,6 +283,6 @@ def test_each_teacher_has_its_place() -> None:
     full = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_js")
     alone, both = moments(1, *full), moments(1, *full, "actor_rollout_ref.ref.teachers={math: org/teacher}")
     before, now = alone["update", "actor"].parts, both["update", "actor"].parts
-    assert now == before | {"reference of math weights": before["reference weights"]}
+    assert now == {**before} | {"reference of math weights": before["reference weights"]}
     reads = both["update", "reference of math"].parts
     assert reads["reference of math activations"] == alone["update", "reference"].parts["reference activations"]
