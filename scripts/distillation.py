@@ -14,15 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib as mpl
-
-mpl.use("svg")
-mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9}
-
 from matplotlib import pyplot as plt
 
 from megarl.algorithms.config import EXACT, ExactKL
 from megarl.tracking.jsonl import read_jsonl
 
+mpl.use("svg")
+mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9}
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart_distill.yaml"
 SCORE = "val/test_score/countdown/bare"

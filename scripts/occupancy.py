@@ -1,15 +1,22 @@
-"""Partial rollouts counted in engine steps, without an engine: `python scripts/occupancy.py` prints the numbers.
+"""Partial rollouts counted in engine steps, without an engine: the numbers and the picture of docs/rollouts.md.
+
+    python scripts/occupancy.py [--picture docs/images/occupancy.svg]
 
 The code of a run decides (`megarl.training.partial`). The responses are numbers of tokens: geometric with mean 150, at
-most 1,024, 32 prompts with 4 responses each. docs/rollouts.md shows the numbers, and `scripts/pictures.py` draws them.
+most 1,024, 32 prompts with 4 responses each.
 """
 
+import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
+from pathlib import Path
 from statistics import fmean
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
 
 from megarl.batch import Generation, Group, Prompt, Prompts
 from megarl.data.order import Position
@@ -18,6 +25,9 @@ from megarl.rollout.responses import of_groups
 from megarl.rollout.session import WINDOW
 from megarl.training.partial import Partial, draw_enough, staleness
 
+mpl.use("svg")
+mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": 9}
+ROOT = Path(__file__).resolve().parent.parent
 MEAN, LONGEST, PROMPTS, RESPONSES = 150, 1024, 32, 4
 STEPS, SETTLED = 60, 15  # steps in all, and those before the first that counts
 SHARES, ENGINE_STEPS = (0.9, 0.8, 0.7, 0.6, 0.5), (512, 384, 256, 192, 128)
@@ -25,7 +35,7 @@ SHARES, ENGINE_STEPS = (0.9, 0.8, 0.7, 0.6, 0.5), (512, 384, 256, 192, 128)
 
 @dataclass(frozen=True)
 class Count:
-    """What a run costs and gives, as means over its steps."""
+    """Means over the steps of a run."""
 
     engine_steps: float
     occupancy: float
@@ -139,10 +149,35 @@ def law(num_steps: Sequence[int], num_prompts: int = 2000) -> tuple[list[float],
     return updates, occupancy
 
 
-if __name__ == "__main__":
-    for asked in (1.0, *SHARES, *ENGINE_STEPS):
-        found = count(asked)
+def draw(picture: Path, counts: dict[float, Count]) -> None:
+    """Draw the law as a curve, and the counts as points."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    axes.plot(*law(range(100, LONGEST, 4)), color="#8a8f98", label="the law")
+    for name, asked in (("a share", SHARES), ("a number of engine steps", ENGINE_STEPS)):
+        points = [(counts[value].updates, counts[value].occupancy) for value in asked]
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle="", label=f"counted: {name}")
+        for value, point in zip(asked, points, strict=True):
+            axes.annotate(f" {value:g}", point, fontsize=7, va="top")
+    axes.plot(0.0, counts[1.0].occupancy, marker="s", linestyle="", color="#22262d", label="counted: waiting")
+    axes.set(xlabel="updates that a prompt lives through", ylabel="occupancy", ylim=(0, 0.8))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def main() -> None:
+    """Count, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "occupancy.svg")
+    options = parser.parse_args()
+    counts = {asked: count(asked) for asked in (1.0, *SHARES, *ENGINE_STEPS)}
+    for asked, found in counts.items():
         print(
             f"stop_when {asked}: {found.engine_steps:.0f} engine steps, occupancy {found.occupancy:.2f}, "
             f"{found.updates:.2f} updates, staleness {found.staleness:.2f}, {found.learnt:.1f} prompts"
         )
+    draw(options.picture, counts)
+
+
+if __name__ == "__main__":
+    main()

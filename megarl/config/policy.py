@@ -73,8 +73,8 @@ class RefSection:
     model: ReferenceModelSection = field(default_factory=ReferenceModelSection)
     """The checkpoint of the reference."""
     teachers: dict[str, str] = field(default_factory=dict)
-    """Further references by data source: Hugging Face directories, URIs or ids, as in ref.model.path, each of which
-    reads the samples of its data source. The others are read by ref.model."""
+    """Further references by data source: Hugging Face directories, URIs or ids, as in ref.model.path. A reference reads
+    the samples of its data source, and ref.model reads all others."""
     log_prob_micro_batch_size: Count | None = None
     """Most sequences per forward pass, per rank; null = only the token budget limits them."""
     log_prob_max_token_len_per_gpu: Length | None = None

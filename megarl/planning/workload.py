@@ -28,7 +28,7 @@ class TrainerModel:
 
     @property
     def is_reference(self) -> bool:
-        """Return whether this is one of the references, each of which reads a share of the samples."""
+        """Return whether this is one of the references. Each reads a share of the samples."""
         return self.name.startswith(REFERENCE)
 
 
