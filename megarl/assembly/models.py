@@ -18,6 +18,7 @@ from megarl.learner.learner import Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
+from megarl.platform.early import starting
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
@@ -72,6 +73,7 @@ def make_actor(
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    starting("the actor")
     objective = ActorObjective(actor, horizon=config.data.max_response_length, own=own_loss)
     learner = make_learner(
         source.directory,
@@ -131,6 +133,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
 def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:
     """Make a policy that never learns from the checkpoint in `source`."""
     policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
+    starting("the reference")
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -165,6 +168,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         apply_chat_template=config.data.apply_chat_template,
         trust_remote_code=critic.model.trust_remote_code,
     )
+    starting("the critic")
     learner = make_learner(
         source.directory,
         source.architecture,
