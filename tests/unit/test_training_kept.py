@@ -1,4 +1,4 @@
-"""The files of complete responses: what they keep, for which step and configuration, and what they survive."""
+"""The files of complete responses: their content, the steps and configurations that they are for, and damage."""
 
 from collections.abc import Iterator
 from pathlib import Path
