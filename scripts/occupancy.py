@@ -153,11 +153,13 @@ def draw(picture: Path, counts: dict[float, Count]) -> None:
     """Draw the law as a curve, and the counts as points."""
     figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
     axes.plot(*law(range(100, LONGEST, 4)), color="#8a8f98", label="the law")
-    for name, asked in (("a share", SHARES), ("a number of engine steps", ENGINE_STEPS)):
+    sides = {"ha": "right", "va": "bottom"}, {"ha": "left", "va": "top"}
+    asked_for = ("a share", SHARES), ("a number of engine steps", ENGINE_STEPS)
+    for (name, asked), side in zip(asked_for, sides, strict=True):
         points = [(counts[value].updates, counts[value].occupancy) for value in asked]
         axes.plot(*zip(*points, strict=True), marker="o", linestyle="", label=f"counted: {name}")
         for value, point in zip(asked, points, strict=True):
-            axes.annotate(f" {value:g}", point, fontsize=7, va="top")
+            axes.annotate(f" {value:g} ", point, fontsize=7, **side)
     axes.plot(0.0, counts[1.0].occupancy, marker="s", linestyle="", color="#22262d", label="counted: waiting")
     axes.set(xlabel="updates that a prompt lives through", ylabel="occupancy", ylim=(0, 0.8))
     axes.spines[["top", "right"]].set_visible(False)
