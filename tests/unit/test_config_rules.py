@@ -165,6 +165,8 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "algorithm.filter_groups.enable",
             "prompts cannot be refilled while their episodes run yet",
         ),
+        ([f"{ROLLOUT}.keep_complete=true", "environment.name=guess"], f"{ROLLOUT}.keep_complete", "by counted engine"),
+        (["algorithm.adv_estimator=none"], "algorithm.adv_estimator", "the actor would learn nothing"),
         (
             [f"{ROLLOUT}.partial.enable=true"],
             "algorithm.rollout_correction.rollout_is",
