@@ -8,6 +8,7 @@ Needs tmux and Chromium (apt-get install tmux chromium).
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,7 +25,7 @@ from urllib.request import urlopen
 
 from mlflow import MlflowClient
 from rich.console import Console
-from rich.terminal_theme import NIGHT_OWLISH
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from megarl.tracking.mlflow_place import database_of
@@ -36,6 +37,7 @@ COLUMNS, LINES = 112, 40
 SESSION = "megarl-screenshots"
 DRAWN_MS = 60_000
 """Time that a page has to fetch its data and to draw its charts."""
+MOMENT = r"step 1\d/.*\n +updating the actor"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking")
 PAGE = """\
 <body style="margin: 16px; background: {background}; color: {foreground}">
@@ -47,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR", help="a finished run with MLflow")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--step", default="step 12/", help="words on the console in the moment of the screenshot")
+    parser.add_argument("--moment", default=MOMENT, help="what the console shows when it is photographed, a pattern")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args()
     if missing := [name for name in ("tmux", "chromium") if shutil.which(name) is None]:
@@ -55,7 +57,7 @@ def main() -> None:
     photograph((options.run / "report.html").resolve().as_uri(), options.out / "report.png", height=1500)
     photograph_mlflow(options.run, options.out / "mlflow.png")
     if options.command:
-        photograph_console(options.command, options.step, options.out / "console.png")
+        photograph_console(options.command, options.moment, options.out / "console.png")
 
 
 def photograph(url: str, path: Path, *, width: int = 1400, height: int = 900) -> None:
@@ -95,19 +97,20 @@ def photograph_mlflow(run_dir: Path, path: Path) -> None:
 
 
 def photograph_console(command: Sequence[str], moment: str, path: Path) -> None:
-    """Run a command in a terminal, write its picture when it shows the words `moment`, and stop it."""
+    """Run a command in a terminal, write its picture when it shows the pattern `moment`, and stop it."""
     started = f"cd {shlex.quote(str(Path.cwd()))} && clear && {shlex.join(command)}"
     _tmux("new-session", "-d", "-s", SESSION, "-x", str(COLUMNS), "-y", str(LINES), "bash", "-c", started)
     try:
-        while moment not in (shown := _tmux("capture-pane", "-e", "-p", "-t", SESSION)):
-            time.sleep(0.2)
+        while not re.search(moment, _tmux("capture-pane", "-p", "-t", SESSION)):
+            time.sleep(0.1)
+        shown = _tmux("capture-pane", "-e", "-p", "-t", SESSION)
     finally:
         _tmux("kill-session", "-t", SESSION)
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi(shown.rstrip()))
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "console.html"
-        page.write_text(console.export_html(theme=NIGHT_OWLISH, code_format=PAGE, inline_styles=True))
+        page.write_text(console.export_html(theme=MONOKAI, code_format=PAGE, inline_styles=True))
         photograph(page.as_uri(), path, width=9 * COLUMNS, height=20 * shown.rstrip().count("\n") + 80)
 
 
