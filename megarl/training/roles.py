@@ -145,12 +145,12 @@ class EngineSampler:
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first, n = batch * self._section.n, self._section.n
-        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in prompts.prompts]
+        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in self._opened(prompts).prompts]
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
         session = self.open(step=step)
-        rollouts = _finish(session, self.groups(self._opened(prompts), step=step))
+        rollouts = _finish(session, self.groups(prompts, step=step))
         return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:

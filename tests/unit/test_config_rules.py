@@ -140,12 +140,9 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "environment.name=guess gives the rewards, turn by turn",
         ),
         (
-            [
-                *("environment.name=guess", f"{ROLLOUT}.partial.enable=true"),
-                "algorithm.rollout_correction.rollout_is=token",
-            ],
-            f"{ROLLOUT}.partial.enable",
-            "an episode cannot continue in the next step yet",
+            ["environment.name=python"],
+            "environment.run_code",
+            "they may read, write and send what the user of this run may",
         ),
         (
             ["environment.name=guess", f"{ROLLOUT}.ignore_eos=true"],
