@@ -36,13 +36,15 @@ TASKS = {
         "critic={model: {path: '${actor_rollout_ref.model.path}'}, optim: {lr: 1.0e-3}}",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.rollout.max_num_seqs=16",  # episodes wait, so a step stops some in the middle of a turn
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.max_num_seqs=4",  # episodes wait, so a step stops some in the middle of a turn
+        "environment.max_turns=6",
+        "data.max_response_length=56",
         "actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5, max_staleness: 3}",
     ],
 }
 """The configuration of each task, and keys that change it."""
-WARM_UP_STEPS = 20
+WARM_UP_STEPS = {"countdown": 20, "guess": 100}
 SAVE_FREQ = 2
 KILLS_PER_STEP = 2
 PHASES = ("sync", "gen", "reward", "old_log_prob", "values", "update_critic", "update_actor", "save_checkpoint")
@@ -63,8 +65,8 @@ def main() -> int:
     num_steps = SAVE_FREQ * max(2, -(-options.kills // (KILLS_PER_STEP * SAVE_FREQ)) + 1)
 
     if not (out / "world" / "sft" / "huggingface").exists():
-        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--sft-steps", WARM_UP_STEPS]
-        of_world = ["--task", options.task, "--seed", options.seed, "--out", out / "world"]
+        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--task", options.task]
+        of_world = ["--sft-steps", WARM_UP_STEPS[options.task], "--seed", options.seed, "--out", out / "world"]
         call("world", *script, *of_world, log=out / "world.log")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
     common = [*arguments(options.task, out / "world"), f"trainer.n_gpus_per_node={options.ranks}"]

@@ -5,30 +5,25 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed import watchdog
-from megarl.distributed.exchange import together
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
 from megarl.platform.seeds import seed_of
+from megarl.rewards.collective import gather
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.wire import pack
 
-ROUND_S = 1.0
-K = TypeVar("K")
-V = TypeVar("V")
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -236,27 +231,6 @@ class Episodes:
             detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
             return _failed(StopReason.FAILED, detail)
         return Answer(reward=reward, observation=tokens, text=result.pred)
-
-
-def gather(futures: Mapping[K, Future[ScoringResult]], num: int, read: Callable[[K, ScoringResult], V]) -> dict[K, V]:
-    """Return what `read` makes of the results of all ranks, `num` together, by their keys. Collective.
-
-    Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
-    """
-    found, left = dict[K, V](), dict(futures)
-
-    def collect() -> dict[K, V]:
-        wait(left.values(), timeout=ROUND_S)
-        done = [key for key, future in left.items() if future.done()]
-        return {key: read(key, left.pop(key).result()) for key in done}
-
-    with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
-        while len(found) < num:
-            new = {key: value for part in together(collect) for key, value in part.items()}
-            if new:
-                watchdog.note_progress()
-            found |= new
-    return found
 
 
 def _failed(reason: StopReason, detail: str) -> Answer:

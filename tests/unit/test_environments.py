@@ -16,7 +16,7 @@ from megarl.environments.guess import Guess
 from megarl.environments.host import DONE, Host, Players
 from megarl.environments.protocol import Environment, Row, Step
 from megarl.environments.scoring import EpisodeScorer
-from megarl.rewards.scoring import RewardError
+from megarl.rewards.collective import RewardError
 from megarl.rollout.responses import as_rollouts
 from tests.support.own_environments import Count, Fickle
 from tests.support.programs import ROOT
