@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
@@ -17,13 +17,13 @@ from megarl.cli.command import parse
 from megarl.cli.commands import COMPARE
 from megarl.config.unread import shown
 from megarl.platform.secrets import guard_output, redact
+from megarl.report.differences import between
 from megarl.report.read import Run, read_run
-from megarl.section import flatten
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, VALIDATION
 
 HEADLINES = (REWARD, *(f"{prefix}*" for prefix in VALIDATION), *LEARNT, *KL, "response_length/mean")
-OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")
-"""Keys that name a run, and differ anyway."""
+SCORES = (REWARD, *(f"{prefix}*" for prefix in VALIDATION), *LEARNT)
+"""Metrics that have a best value: a loss the smallest, another the greatest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,17 @@ class Series:
 
     first: float
     last: float
-    best: float
-    best_step: int
+    best: float | None = None  # only of a score or a loss
+    best_step: int | None = None
 
     @classmethod
     def of(cls, name: str, points: Sequence[tuple[int, float]]) -> "Series":
-        """Summarise `(step, value)` in their order; the best loss or divergence is the smallest value."""
-        is_cost = "loss" in name or name in KL
-        step, best = (min if is_cost else max)(points, key=lambda point: point[1])
-        return cls(first=points[0][1], last=points[-1][1], best=best, best_step=step)
+        """Summarise `(step, value)` in their order."""
+        summary = cls(first=points[0][1], last=points[-1][1])
+        if not _is_wanted(SCORES, name):
+            return summary
+        step, best = (min if "loss" in name else max)(points, key=lambda point: point[1])
+        return replace(summary, best=best, best_step=step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class Summary:
     seconds: float  # in steps
     seconds_per_step: float | None  # the median
     metrics: Mapping[str, Series]
-    config: Mapping[str, Any]  # by dotted key
+    config: Mapping[str, Any]
 
     @classmethod
     def read(cls, run_dir: Path, patterns: Sequence[str]) -> "Summary":
@@ -65,7 +67,7 @@ class Summary:
             seconds=sum(seconds),
             seconds_per_step=median(seconds) if seconds else None,
             metrics=_series(run, patterns),
-            config=dict(flatten(run.config)),
+            config=run.config,
         )
 
 
@@ -79,22 +81,15 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         return 1
     if typed["as_json"]:
         found = [asdict(run) | {"config": None} for run in runs]
-        print(json.dumps({"runs": found, "differences": differences(runs)}))
+        print(json.dumps({"runs": found, "differences": between([run.config for run in runs])}))
         return 0
     show(runs, Console())
     return 0
 
 
-def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
-    """Return the values, run by run, of each key that differs between runs; None if a run has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {key: [run.config.get(key) for run in runs] for key in keys if key not in OWN_KEYS}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
 def show(runs: Sequence[Summary], console: Console) -> None:
     """Print metrics and times, and the differences of the configurations."""
-    table = Table("first -> last (best at step)", *(run.name for run in runs))
+    table = _table("first -> last (best at step)", runs)
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         table.add_row(name, *(_cell(run.metrics.get(name)) for run in runs))
     table.add_section()
@@ -102,20 +97,28 @@ def show(runs: Sequence[Summary], console: Console) -> None:
     table.add_row("seconds in steps", *(f"{run.seconds:.0f}" for run in runs))
     table.add_row("seconds of a step, median", *(f"{run.seconds_per_step or 0:.3g}" for run in runs))
     console.print(table)
-    differing = differences(runs)
+    differing = between([run.config for run in runs])
     if not differing:
-        console.print("no difference in the configurations")
+        console.print("no key that all runs have differs in the configurations")
         return
-    table = Table("configuration", *(run.name for run in runs))
+    table = _table("configuration", runs)
     for key, values in differing.items():
         table.add_row(key, *(shown(value) for value in values))
     console.print(table)
 
 
+def _table(title: str, runs: Sequence[Summary]) -> Table:
+    table = Table()
+    for name in (title, *(run.name for run in runs)):
+        table.add_column(name, overflow="fold")  # a key or a path that is cut cannot be read
+    return table
+
+
 def _cell(series: Series | None) -> str:
     if series is None:
         return "-"
-    return f"{series.first:.4g} -> {series.last:.4g} ({series.best:.4g} at {series.best_step})"
+    best = "" if series.best is None else f" ({series.best:.4g} at {series.best_step})"
+    return f"{series.first:.4g} -> {series.last:.4g}{best}"
 
 
 def _series(run: Run, patterns: Sequence[str]) -> dict[str, Series]:

@@ -21,6 +21,7 @@ from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.determinism import decide_determinism
 from megarl.platform.device import decide_device
+from megarl.platform.early import starting
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, outlive_readers
 from megarl.platform.versions import running
@@ -81,6 +82,7 @@ def run(
     if launch.rank == 0:
         for remark in remarks(config, argv):
             print(f"note: {remark}")
+    starting("import of torch, Megatron-Core and vLLM")
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
     reports = directory / name
     code = 0

@@ -15,6 +15,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.checkpoint.directory import CONFIG_FILE, step_of_name
 from megarl.cli.command import parse
 from megarl.cli.commands import EVALUATE
+from megarl.cli.kinds import others
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.root import Config
@@ -40,7 +41,11 @@ def as_configuration(argument: str) -> list[str]:
         ConfigError: the directory keeps no configuration.
     """
     directory = Path(argument)
-    if "=" in argument or not directory.is_dir():
+    if "=" in argument:
+        return [argument]
+    if not directory.is_dir():
+        if others(directory):
+            raise ConfigError([Fault(path=argument, message=f"is no directory{others(directory)}")])
         return [argument]
     config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
     if not config.is_file():

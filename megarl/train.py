@@ -81,12 +81,12 @@ def _checked_arguments(argv: Sequence[str], *, world_size: int | None) -> Argume
 
 def train(arguments: Arguments, launch: Launch) -> None:
     """Run the job on this rank."""
+    if launch.rank == 0:
+        show_plan(arguments.config)
     from megarl.assembly.run import build_run
     from megarl.tracking.tracker import recording
     from megarl.training.loop import train as loop
 
-    if launch.rank == 0:
-        show_plan(arguments.config)
     with ExitStack() as resources:
         built = build_run(arguments.config, launch, resources, replay=arguments.replay)
         if built is None:

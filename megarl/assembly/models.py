@@ -15,6 +15,7 @@ from megarl.learner.learner import Learner, Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
+from megarl.platform.early import starting
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
@@ -69,6 +70,7 @@ def make_actor(
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    starting("the actor")
     objective = ActorObjective(actor, horizon=config.data.max_response_length, own=own_loss)
     learner = make_learner(
         source.directory,
@@ -112,6 +114,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
                 f"{source.directory} (actor_rollout_ref.ref.model.path) has other tokens than the policy: {differing}. "
                 "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
             )
+    starting("the reference")
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -150,6 +153,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         apply_chat_template=config.data.apply_chat_template,
         trust_remote_code=critic.model.trust_remote_code,
     )
+    starting("the critic")
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -11,6 +11,7 @@ from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
+from megarl.platform.early import starting
 from megarl.rewards.scoring import RuleScorer
 from megarl.training.reward_model import ModelScorer, RewardModel
 
@@ -78,6 +79,7 @@ def make_reward(
         max_length=section.max_length or source.architecture.max_position_embeddings,
     )
     decoder = policy if given == policy_path else given and load_tokenizer(given, trust_remote_code=trusted)
+    starting("the reward model")
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -16,6 +16,7 @@ from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
+from megarl.platform.early import starting
 from megarl.reshard.executor import Reshard
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
@@ -56,6 +57,7 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     partial = make_partial(config)
     num_prompts = partial.num_drawn if partial else config.data.train_batch_size
+    starting("the engine")
     prompts_per_replica = math.ceil(num_prompts * rollout.tensor_model_parallel_size / num_ranks)
     return start_engine(
         source,

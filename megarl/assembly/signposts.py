@@ -1,5 +1,6 @@
 """The signposts at the end of a run: the files that it leaves, and the commands that use them."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,12 +40,12 @@ def _commands(
     model = run_dir / HUGGINGFACE
     if isinstance(config, Config):
         if has_checkpoint:
-            yield "evaluate", f"megarl evaluate {run_dir}"
-            yield "export", f"megarl export {run_dir}"
-            yield "chat", f"megarl chat {run_dir}"
+            yield "evaluate", shlex.join(["megarl", "evaluate", str(run_dir)])
+            yield "export", shlex.join(["megarl", "export", str(run_dir), f"{run_dir}-model"])
+            yield "chat", shlex.join(["megarl", "chat", str(run_dir)])
     elif ending == "finished":  # the model is exported next
         yield "model", str(model)
         if isinstance(config, RewardTrainConfig):
             yield "reward", f"reward_model.enable=true reward_model.model.path={model}"
         else:
-            yield "chat", f"megarl chat {run_dir}"
+            yield "chat", shlex.join(["megarl", "chat", str(run_dir)])

@@ -18,6 +18,7 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
+from megarl.platform.early import starting
 from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.skips import Skips
@@ -54,6 +55,7 @@ def _learn(
             return None
     if launch.rank == 0:
         print(lessons.batches.first_as_read(resume_point.state.step))
+    starting("the model")
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -30,8 +30,8 @@ def usage() -> str:
     """Return the help: one line for each measurement."""
     width = max(map(len, PARSERS))
     lines = (f"  {name:{width}}  {text}" for name, (text, _) in PARSERS.items())
-    commands = ",".join(PARSERS)
-    return "\n".join([f"usage: megarl bench {{{commands}}} [--help] [...]", "", *lines])
+    head = ("Usage: megarl bench MEASUREMENT [--help] [...]", "", "Measurements:")
+    return "\n".join([*head, *lines, "", "Example:", "  megarl bench step --help", "  megarl bench step --json"])
 
 
 if __name__ == "__main__":

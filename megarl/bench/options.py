@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megarl.bench.cases import LAYOUTS, MODELS
+from megarl.platform.arguments import Arguments
 
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
 RESHARD = "The time and memory of a sync, next to a usual way of other trainers."
@@ -17,35 +18,39 @@ NUM_RANKS = 2048
 """Ranks of the planned jobs."""
 
 
-def step_parser() -> argparse.ArgumentParser:
+def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="megarl bench step",
         description=STEP,
         usage="%(prog)s [options] [a.b.c=value ...]",
-        allow_abbrev=False,
+        example="megarl bench step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
     )
     parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
     parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--prompts", type=int, default=32, help="in each step (default: %(default)s)")
-    parser.add_argument("--responses", type=int, default=4, help="to each prompt (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up (default: %(default)s)")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic")
+    parser.add_argument("--prompts", type=int, default=32, help="in each step")
+    parser.add_argument("--responses", type=int, default=4, help="to each prompt")
+    parser.add_argument("--ranks", type=int, default=1, help="processes")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def reshard_parser() -> argparse.ArgumentParser:
+def reshard_parser() -> Arguments:
     """Return the options of measured syncs."""
-    parser = argparse.ArgumentParser(prog="megarl bench reshard", description=RESHARD, allow_abbrev=False)
+    parser = Arguments(
+        prog="megarl bench reshard",
+        description=RESHARD,
+        example="megarl bench reshard --model llama-100m --layout tp2-tp1",
+    )
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
     parser.add_argument("--layout", action="append", help=f"TRAINER-ENGINE, may be repeated ({', '.join(LAYOUTS)})")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda runs with CUDA graphs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
-    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way")
     parser.add_argument("--bucket-megabytes", type=int, help="actor_rollout_ref.rollout.sync.bucket_megabytes")
     parser.add_argument("--logs", type=Path, help="directory for the output of the ranks, a file per case")
     form = parser.add_mutually_exclusive_group()
@@ -54,57 +59,59 @@ def reshard_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def phases_parser() -> argparse.ArgumentParser:
+def phases_parser() -> Arguments:
     """Return the options of a measured wake, sync and sleep."""
-    parser = argparse.ArgumentParser(prog="megarl bench phases", description=PHASES, allow_abbrev=False)
-    parser.add_argument("--model", choices=MODELS, default="llama-100m", help="(default: %(default)s)")
-    parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2 (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser = Arguments(
+        prog="megarl bench phases", description=PHASES, example="megarl bench phases --layout tp2pp2-tp2"
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama-100m", help="a shape, with random weights")
+    parser.add_argument("--layout", default="tp1-tp1", help="TRAINER-ENGINE, as in tp2pp2-tp2")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of trainer and engine")
-    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def checkpoint_parser() -> argparse.ArgumentParser:
+def checkpoint_parser() -> Arguments:
     """Return the options of measured saves and loads."""
-    parser = argparse.ArgumentParser(prog="megarl bench checkpoint", description=CHECKPOINT, allow_abbrev=False)
-    parser.add_argument("--model", choices=MODELS, default="llama-200m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks (default: %(default)s)")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser = Arguments(
+        prog="megarl bench checkpoint", description=CHECKPOINT, example="megarl bench checkpoint --ranks 4 --tensor 2"
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama-200m", help="a shape, with random weights")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def episodes_parser() -> argparse.ArgumentParser:
+def episodes_parser() -> Arguments:
     """Return the options of measured episodes; other arguments are keys of a run."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="megarl bench episodes",
         description=EPISODES,
+        example="megarl bench episodes --seconds 2 --overlap 1 4 --json",
         usage="%(prog)s [options] [a.b.c=value ...]",
-        allow_abbrev=False,
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn (default: %(default)s)")
-    parser.add_argument(
-        "--overlap", type=int, nargs="+", default=[1, 4], help="environment.overlap (default: %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn")
+    parser.add_argument("--overlap", type=int, nargs="+", default=[1, 4], help="environment.overlap")
+    parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     return parser
 
 
-def plan_parser() -> argparse.ArgumentParser:
+def plan_parser() -> Arguments:
     """Return the options of measured plans."""
-    parser = argparse.ArgumentParser(prog="megarl bench plan", description=PLAN, allow_abbrev=False)
+    parser = Arguments(prog="megarl bench plan", description=PLAN, example="megarl bench plan --rank 1000")
     parser.add_argument(
         "--rank",
         type=_rank,
         default=NUM_RANKS // 2,
-        help="the rank to plan (default: %(default)s)",
+        help="the rank to plan",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -116,7 +123,7 @@ def _rank(text: str) -> int:
     return int(text)
 
 
-PARSERS: Mapping[str, tuple[str, Callable[[], argparse.ArgumentParser]]] = {
+PARSERS: Mapping[str, tuple[str, Callable[[], Arguments]]] = {
     "step": (STEP, step_parser),
     "episodes": (EPISODES, episodes_parser),
     "reshard": (RESHARD, reshard_parser),

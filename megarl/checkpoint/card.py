@@ -68,11 +68,19 @@ def is_hub_id(path: str) -> bool:
 def training(config: Mapping[str, Any]) -> str:
     """Name the way of training."""
     if "algorithm" in config:
-        reward = config.get("custom_reward_function", {}).get("path")
-        judged = "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
         estimator = config["algorithm"].get("adv_estimator", "an unknown estimator")
-        return f"Reinforcement learning with {estimator}; the reward is {f'`{reward}`' if reward else judged}"
+        return f"Reinforcement learning with {estimator}; the reward is {_judge(config)}"
     return "A reward model" if "center_rewards_coefficient" in config else "Supervised fine-tuning"
+
+
+def _judge(config: Mapping[str, Any]) -> str:
+    """Name what scores the responses."""
+    environment = config.get("environment", {})
+    if name := environment.get("path") or environment.get("name"):
+        return f"that of the environment `{name}`"
+    if path := config.get("custom_reward_function", {}).get("path"):
+        return f"`{path}`"
+    return "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
 
 
 def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:

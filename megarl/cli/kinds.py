@@ -51,6 +51,11 @@ class Checkpoint(click.ParamType[Path]):
         path = Path(value)
         if not saved_steps(path) and not (path / HUGGINGFACE / "config.json").is_file():
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
-            others = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))
-            self.fail(f"{path} {why}{f'; {path.parent} has {others}' if others else ''}", param, ctx)
+            self.fail(f"{path} {why}{others(path)}", param, ctx)
         return path
+
+
+def others(path: Path) -> str:
+    """Return which checkpoints there are instead of the missing one at `path`; '' if there are none."""
+    found = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))
+    return f"; {path.parent} has {found}" if found else ""

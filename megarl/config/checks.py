@@ -12,6 +12,7 @@ from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
+from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
@@ -182,8 +183,8 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
         )
 
 
-def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
-    """Check that local files exist and that URIs are of a kind that is opened."""
+def data_faults(data: DataSection | SupervisedDataSection, model: CheckpointSection) -> Iterator[Fault]:
+    """Check that local files exist, that URIs are of a kind that is opened, and that there is a tokenizer."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value
         if key == "train_files" and not any(files):
@@ -196,7 +197,10 @@ def data_faults(data: DataSection | SupervisedDataSection) -> Iterator[Fault]:
                     message=f"{file} is a directory: name the files in it, or convert a saved data set with "
                     f"`megarl prepare own {file} --out DIR`",
                 )
-    yield from tokenizer_faults(data.tokenizer, "data.tokenizer", "give a directory, a .model file, a URI or a HF id")
+    place, remedy = data.tokenizer, "give a directory, a .model file, a URI or a HF id"
+    yield from tokenizer_faults(place, "data.tokenizer", remedy)
+    if place is None and is_without_tokenizer(Path(model.path)):
+        yield Fault(path="data.tokenizer", message=f"is not set, and {model.path} has no tokenizer: {remedy}")
 
 
 def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterator[Fault]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.faults import Fault
-from megarl.data.remote_tokenizer import RemoteTokenizer
+from megarl.data.remote_tokenizer import RemoteTokenizer, is_without_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
@@ -70,11 +70,13 @@ def _place_faults(
 
 def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """Yield why there is no tokenizer at a local path or a URI; the hub checks a Hugging Face id."""
-    if not path or not (is_uri(path) or path.startswith(("/", "."))):
+    if not path or not (is_uri(path) or path.startswith(("/", ".")) or Path(path).exists()):
         return
     try:
         if (place := local_path(path)) and not place.exists():
             raise ValueError(f"no such file: {path}: {remedy}")
+        if place and is_without_tokenizer(place):
+            raise ValueError(f"{path} has no tokenizer: {remedy}")
         if not place:
             remote = RemoteTokenizer.at(path)
             remote.files(remote_directory(remote.directory), with_code=False)

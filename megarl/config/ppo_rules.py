@@ -53,7 +53,7 @@ def needs_of(config: Config) -> Needs:
 @rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")
 def _files(config: Config, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
-        yield from data_faults(config.data)
+        yield from data_faults(config.data, config.actor_rollout_ref.model)
         yield from path_faults(
             config.custom_reward_function.path, "custom_reward_function.path", "give a Python file that exists"
         )

@@ -27,7 +27,7 @@ LearnsFromFiles = SFTConfig | RewardTrainConfig
 @rule("data.train_files", "data.val_files", "data.tokenizer", "model")
 def _files(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
-        yield from data_faults(config.data)
+        yield from data_faults(config.data, config.model)
         yield from model_faults(config.model, "model.path", needs_head=isinstance(config, SFTConfig))
 
 

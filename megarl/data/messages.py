@@ -112,10 +112,18 @@ def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tok
         way = "the content of its messages, because of data.apply_chat_template=false"
     else:
         way = "the content of its messages, as the tokenizer has no chat template (data.chat_template gives it one)"
-    text = redact(
-        tokenizer.decode(token_ids, with_special_tokens=True)
-    )  # before the cut: half a secret would not be recognised
+    text = tokenizer.decode(token_ids, with_special_tokens=True)
+    return f"{what} as the model reads it, {len(token_ids)} tokens, {way}:\n{_quoted(text)}"
+
+
+def as_written(what: str, prompt: str | Sequence[Message]) -> str:
+    """Describe the prompt `what` as it is in the data file, cut in the middle."""
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return f"{what}:\n{_quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+    text = redact(text)  # before the cut: half a secret would not be recognised
     if len(text) > 2 * SHOWN_CHARACTERS:
         text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
-    lines = "\n".join(f"  | {line}" for line in text.splitlines())
-    return f"{what} as the model reads it, {len(token_ids)} tokens, {way}:\n{lines}"
+    return "\n".join(f"  | {line}" for line in text.splitlines())

@@ -1,6 +1,8 @@
-"""Selects the files of a tokenizer at a URI: a Hugging Face directory, or a SentencePiece `.model`."""
+"""The files of a tokenizer, before any library is imported: in a directory, or at a URI."""
 
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 from megarl.platform.remote import RemoteDirectory
 
@@ -8,6 +10,11 @@ TEMPLATE = "chat_template.jinja"
 DATA_ENDINGS = (".json", ".model", ".jinja", ".txt")
 CODE_ENDING = ".py"
 ENOUGH = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def is_without_tokenizer(place: Path) -> bool:
+    """Return whether `place` is a local directory in which no file can be that of a tokenizer."""
+    return place.is_dir() and not any(chain(place.glob("*token*"), place.glob("vocab*")))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer
+from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, is_without_tokenizer
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import computing_at_most
@@ -183,7 +183,7 @@ def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_local and not Path(path).exists():
         raise ValueError(f"data.tokenizer: no such file or directory: {path}")
-    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+    if is_without_tokenizer(Path(path)):
         raise ValueError(f"{path} has no tokenizer: {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Handling of signals during the imports of a program: it ends with a message, not with a traceback.
+"""What a program says and does before it can work: reports, and an end without a traceback if a signal arrives.
 
 Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """
@@ -20,6 +20,12 @@ def say(line: str) -> None:
     """Write a line to standard error without buffering; safe in a signal handler, which may interrupt `print`."""
     with suppress(OSError):
         os.write(2, f"megarl: {line}\n".encode())
+
+
+def starting(what: str) -> None:
+    """Report on the first rank what a job does before its first step, which may take minutes."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"starting: {what}")
 
 
 def local_rank() -> str:

@@ -4,7 +4,6 @@ Redaction hides too much rather than too little, but leaves ordinary paths, keys
 that was redacted before. It cannot find a secret that no name, format or variable reveals.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -12,13 +11,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
 from megarl.platform.secret_texts import BLOT, blot_named, blot_shapes, blot_users
 from megarl.platform.secret_values import values as secret_values
 
-__all__ = ["BLOT", "READ_CHARACTERS", "Parser", "beginning", "guard_output", "is_secret", "redact", "redacted"]
+__all__ = ["BLOT", "READ_CHARACTERS", "beginning", "guard_output", "is_secret", "redact", "redacted"]
 
 READ_CHARACTERS = 1 << 16
 """Characters that `beginning` reads of a text."""
@@ -56,14 +55,6 @@ def redacted(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ)
         return redact(value, environ) if isinstance(value, str) else value
 
     return {key: clean(value, hidden=_hides(str(key))) for key, value in values.items()}
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with redacted error messages."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the redacted message, and exit with code 2."""
-        super().error(redact(message))
 
 
 def guard_output() -> None:

@@ -1,30 +1,43 @@
 """Write the report of a run, or of several runs side by side: `megarl report RUN_DIR [RUN_DIR ...]`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.platform.arguments import Arguments
+from megarl.platform.secrets import guard_output, redact
 from megarl.report.page import write_report
 from megarl.report.read import read_run
 from megarl.report.tracker import REPORT_FILE
 
+EXAMPLE = """\
+megarl report checkpoints/gsm8k/grpo
+megarl report checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --out both.html"""
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page and print its path."""
-    parser = argparse.ArgumentParser(prog="megarl report", description=__doc__)
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Write the page and print its path; return 1 if a directory is not that of a run."""
+    parser = Arguments(
+        prog="megarl report",
+        description="Write one page about a run, or about several side by side. It needs no network.",
+        example=EXAMPLE,
+    )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
     parser.add_argument(
-        "--out", type=Path, help=f"the page; by default {REPORT_FILE} in RUN_DIR, or here for several runs"
+        "--out", type=Path, metavar="FILE", help=f"the page; by default {REPORT_FILE} in RUN_DIR, or here for several"
     )
     options = parser.parse_args(argv)
-    out = options.out or (options.runs[0] / REPORT_FILE if len(options.runs) == 1 else Path(REPORT_FILE))
+    runs: Sequence[Path] = options.runs
+    out = options.out or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     try:
-        write_report([read_run(directory) for directory in options.runs], out)
+        write_report([read_run(directory) for directory in runs], out)
     except (OSError, ValueError) as error:
-        sys.exit(f"megarl: {error}")
+        print(redact(f"megarl: {error}"), file=sys.stderr)
+        return 1
     print(out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    guard_output()
+    sys.exit(main())

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import MANDATORY, Schema
-from megarl.report.read import Run
 from megarl.section import flatten
 
 ROOTS = {"actor_rollout_ref": Config, "center_rewards_coefficient": RewardTrainConfig}  # a key that only it has
+OWN_KEYS = ("trainer.default_local_dir", "trainer.experiment_name")
+"""Keys that name a run, and differ anyway."""
 LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -36,13 +37,16 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
             yield Difference(key, str(value), "none" if usual == MANDATORY else str(usual))
 
 
-def names_that_differ(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys whose values differ between runs, with the value of each run; '' if a run lacks the key."""
-    flat = [dict(flatten(run.config)) for run in runs]
-    for key in dict.fromkeys(key for config in flat for key in config):
-        values = [str(config.get(key, "")) for config in flat]
-        if len(set(values)) > 1:
-            yield key, values
+def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each key that differs between resolved configurations, in their order.
+
+    A key that one of them lacks, because it belongs to another command or version, is left out. So are the keys that
+    name a run.
+    """
+    flat = [dict(flatten(config)) for config in configs]
+    common = [key for key in flat[0] if key not in OWN_KEYS and all(key in config for config in flat)]
+    values = {key: [config[key] for config in flat] for key in common}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
 def _find(config: Mapping[str, Any], key: str) -> Any:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl.platform.files import write_whole
 from megarl.report.charts import figures
-from megarl.report.differences import from_default, names_that_differ
+from megarl.report.differences import between, from_default
 from megarl.report.read import Run
 from megarl.report.verdict import faults, remarks, score_of, verdict
 from megarl.tracking.lines import Row
@@ -46,7 +46,7 @@ def render(runs: Sequence[Run]) -> str:
         worse=worse,
         phases=list(_phases(single)) if single else [],
         differences=list(from_default(single.config)) if single else [],
-        compared=[] if single else list(names_that_differ(runs)),
+        compared={} if single else between([run.config for run in runs]),
         history=[_event(row) for row in single.history] if single else [],
         versions=_versions(single) if single else {},
         library=library(),

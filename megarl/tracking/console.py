@@ -28,6 +28,7 @@ from megarl.tracking.names import (
 from megarl.tracking.samples import GENERATIONS, pairs
 
 RECENT_STEPS = 10  # whose mean time predicts the time left
+LEAST_SHARE = 0.005  # of the time, for a phase to be shown
 MAX_CELL = 160  # characters of a sample shown
 LIVE_ROWS = 3  # samples shown after a validation during the run
 REFRESHES_PER_SECOND = 2
@@ -101,6 +102,7 @@ class Console:
         phases = [
             {"phase": name.removeprefix(TIMING), "seconds": f"{seconds:.1f}", "share": f"{seconds / total:.0%}"}
             for name, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
+            if seconds >= LEAST_SHARE * total
         ]
         for title, rows in ((f"run {ending}", scores), ("time", phases), ("summary", summary_rows)):
             if rows:

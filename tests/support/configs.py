@@ -26,8 +26,10 @@ TP = "tensor_model_parallel_size"
 
 
 def make_model(directory: Path, **changes: Any) -> Path:
-    """Write a Llama of zeros; `changes` replace fields of its config.json."""
-    return write_hollow(directory, {**SIZES, **changes})
+    """Write a Llama of zeros; `changes` replace fields of its config.json. Its tokenizer is an empty file."""
+    write_hollow(directory, {**SIZES, **changes})
+    (directory / "tokenizer.json").touch()
+    return directory
 
 
 def sound_arguments(directory: Path) -> list[str]:

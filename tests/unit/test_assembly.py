@@ -1,5 +1,6 @@
 """The course of a run and its records follow from a configuration and a checkpoint."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.records import open_records
 from megarl.assembly.resume import ResumePoint
 from megarl.assembly.run import make_kl_controller, make_schedule
+from megarl.assembly.signposts import signposts
 from megarl.checkpoint.state import State
+from megarl.cli.command import parse
+from megarl.cli.commands import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
 from megarl.tracking.config import TrainerSection
@@ -86,3 +90,18 @@ def test_a_fixed_coefficient_is_the_configured_one_and_an_adaptive_one_goes_on()
     assert make_kl_controller(adaptive, State(step=3, kl_coef=0.07)) == AdaptiveKL(0.07, target=0.02, horizon=50)
     fixed = KLControlSection(kl_coef=0.3)
     assert make_kl_controller(fixed, State(step=3, kl_coef=0.07)) == FixedKL(0.3)
+
+
+@pytest.mark.parametrize("name", ["plain", "with a space"])
+def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / name
+    (run_dir / "global_step_2" / "huggingface").mkdir(parents=True)
+    (run_dir / "global_step_2" / "huggingface" / "config.json").write_text("{}")
+    arguments = ["data.train_files=a", "actor_rollout_ref.model.path=b", f"trainer.default_local_dir={run_dir}"]
+    config = load_config([*arguments, "critic.model.path=b"], world_size=None, check_paths=False)
+    shown = dict(signposts(config, "finished"))
+    commands = {str(command.name): command for command in COMMANDS}
+    for what in ("evaluate", "export", "chat"):
+        program, typed, *rest = shlex.split(shown[what])
+        assert (program, typed, rest[0]) == ("megarl", what, str(run_dir))
+        assert parse(commands[what], rest)  # else it ends the program

@@ -57,6 +57,8 @@ def test_the_way_of_training_is_named() -> None:
     assert training({"center_rewards_coefficient": 0.0}) == "A reward model"
     judged = RL | {"custom_reward_function": {"path": None}, "reward_model": {"enable": True}}
     assert training(judged).endswith("the reward is a reward model")
+    for environment in ({"name": "guess"}, {"path": "guess.py", "name": "Guess"}):
+        assert training(RL | {"environment": environment}).rsplit("`")[-2] in ("guess", "guess.py")
 
 
 def test_the_lines_that_load_it_are_python(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from click.shell_completion import ShellComplete
 
 import megarl
 from megarl.__main__ import main
+from megarl.bench.options import PARSERS
 from megarl.cli import version
 from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS, EXPORT, PLAN, TRAIN
 from megarl.cli.commands import megarl as megarl_command
 from megarl.config.faults import ConfigError
+from megarl.data.prepare.__main__ import TASKS
 from megarl.evaluate import as_configuration
 from megarl.plan import main as plan
 from megarl.platform.terminal import typed
@@ -48,11 +50,13 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]:
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
-    more = [["bench", name] for name in ("step", "reshard", "plan", "checkpoint")]
-    more += [["prepare", name] for name in ("countdown", "gsm8k")]
+    more = [*(["bench", name] for name in PARSERS), *(["prepare", name] for name in TASKS)]
     printed = succeed(sys.executable, "-c", HELP_OF_ALL.replace("{more}", str(more)), timeout_s=120)
     for text in printed.split("HELP OF")[2:]:  # the first is that of `megarl` itself
-        assert re.search(r"usage: megarl \w", text, re.IGNORECASE), text
+        name = text.splitlines()[0].strip()
+        assert f"\nUsage: megarl {name} " in text, text
+        assert re.search(rf"Example:\n *megarl {name}", text), text
+        assert "default: None" not in text
     for command in COMMANDS:
         assert re.search(rf"^  {command.name} ", printed, re.MULTILINE)
 
@@ -190,5 +194,7 @@ def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
         f"trainer.resume_from_path={checkpoint}",
     ]
     assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
+    with pytest.raises(ConfigError, match=r"global_step_4: is no directory; .*run has global_step_3"):
+        as_configuration(str(run_dir / "global_step_4"))
     with pytest.raises(ConfigError, match=r"has no config.yaml: name a run's directory"):
         as_configuration(str(tmp_path))

@@ -38,6 +38,14 @@ def test_a_model_directory_must_be_complete(
     assert faults(argv, check_paths=False) == {}
 
 
+def test_a_model_needs_a_tokenizer_or_another_one(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert "has no tokenizer: give a directory" in faults(argv)["data.tokenizer"]
+    assert faults(argv, f"data.tokenizer={tmp_path}") == {}
+    assert "has no tokenizer" in faults(argv, f"data.tokenizer={tmp_path / 'model'}")["data.tokenizer"]
+    assert faults(argv, check_paths=False) == {}
+
+
 def test_a_model_config_must_have_sizes(argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
     assert "model_type is vit; known are llama" in faults(argv)["actor_rollout_ref.model.path"]

@@ -6,14 +6,13 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_reward_train_config, to_dict
-from tests.support.hollow import write_hollow
-from tests.support.tiny import SIZES
+from tests.support.configs import make_model
 
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "pairs.parquet").touch()
-    write_hollow(tmp_path, {**SIZES, "model_type": "llama"})
+    make_model(tmp_path)
     return [
         f"data.train_files={tmp_path}/pairs.parquet",
         f"model.path={tmp_path}",

@@ -17,6 +17,7 @@ from megarl.data.config import DataSection
 from megarl.data.prepare.__main__ import main
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.models.config import CheckpointSection
 from tests.support.sentencepieces import train_sentencepiece
 
 ROWS = [{"question": f"What is {n} + 1, please?", "solution": f"00{n + 1}", "level": f"l{n % 2}"} for n in range(40)]
@@ -194,5 +195,6 @@ def test_a_column_missing_from_a_table_of_texts_is_named(tmp_path: Path, capsys:
 
 
 def test_a_run_that_names_such_files_is_sent_here(tmp_path: Path) -> None:
-    (fault,) = data_faults(DataSection(train_files=str(saved_data_set(tmp_path))))
+    data = DataSection(train_files=str(saved_data_set(tmp_path)))
+    (fault,) = data_faults(data, CheckpointSection(path="nobody/nothing"))
     assert "is a directory: name the files in it, or convert a saved data set with `megarl prepare own" in fault.message

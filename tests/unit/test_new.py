@@ -11,6 +11,7 @@ import pytest
 from megarl.data.prepare.__main__ import main as prepare
 from megarl.explain import main as config
 from megarl.new.__main__ import DATA, FILES, main
+from megarl.tracking.mlflow_place import database_of
 from tests.support.programs import succeed
 from tests.support.sentencepieces import train_sentencepiece
 from tests.support.tiny import write_checkpoint
@@ -40,6 +41,8 @@ def test_a_new_project_works(
     assert [command[:2] for command in (plan, train, export)] == [
         ["megarl", name] for name in ("plan", "train", "export")
     ]
+    store = f"sqlite:///{database_of(Path('run')).relative_to(project)}"  # config.yaml: trainer.default_local_dir
+    assert store in (project / "README.md").read_text()
     prepare(data[2:])
     assert "row 2 of train as the model reads it" in capsys.readouterr().out
     assert pq.read_table("data/train.parquet").num_rows > pq.read_table("data/val.parquet").num_rows > 0

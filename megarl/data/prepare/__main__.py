@@ -1,4 +1,4 @@
-"""Make the files of a task or of your own rows: `megarl prepare countdown --out DIR`; `--check FILE` checks a file."""
+"""The command `megarl prepare`: makes the files of a known task or of the user's own rows, or checks a file."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.config import DataSection
-from megarl.data.messages import as_read, encode_prompt
+from megarl.data.messages import as_read, as_written, encode_prompt
 from megarl.data.parquet import write_rows
 from megarl.data.prepare import (
     check,
@@ -24,7 +24,8 @@ from megarl.data.prepare import (
     tinystories_sentiment,
 )
 from megarl.data.table import DataRow
-from megarl.platform.secrets import Parser, guard_output, redact
+from megarl.platform.arguments import Arguments
+from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.signature import fault_in_file
 
@@ -41,6 +42,18 @@ TASKS = {
     "svamp": svamp,
     "tinystories-sentiment": tinystories_sentiment,
 }
+SUMMARY = "Make the files of a known task or of your own rows, or check a file."
+EXAMPLE = """\
+megarl prepare countdown --out data/countdown
+megarl prepare own mine.csv --prompt question --answer solution --out data/mine
+megarl prepare --check data/mine/train.parquet"""
+NEEDED = {
+    "own": "mine.csv --prompt question --answer solution",
+    "preferences": "--from pairs.jsonl --held-out 500",
+    "reasoning-gym": "chain_sum",
+    "tinystories-sentiment": "--from stories.jsonl",
+}
+"""Task -> the arguments of its example, if it cannot do without."""
 SHOWN_FAULTS = 20
 SHOWN_ROWS, COUNTED_ROWS = 3, 1000
 """Prompts that are shown as the model reads them, and prompts whose tokens are counted."""
@@ -62,20 +75,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = arguments.out / f"{split}.parquet"
             write_rows(path, rows)
             print(f"{path}: {len(rows)} rows")
-        if arguments.tokenizer:
-            _show(splits, arguments.tokenizer)
+        _show(splits, arguments.tokenizer)
     except ValueError as error:
         parser.exit(2, redact(f"{parser.prog}: {error}\n"))
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="megarl prepare", description=__doc__)
+def _parser() -> Arguments:
+    parser = Arguments(prog="megarl prepare", description=SUMMARY, example=EXAMPLE)
     parser.add_argument(
         "--check",
         metavar="FILE",
         help="list the faults of a parquet or JSON file of prompts or of preference pairs, by row",
     )
-    checked = parser.add_argument_group("options of a run that reads the checked file")
+    checked = parser.add_argument_group("Options of a run that reads the checked file")
     checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
     checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
     checked.add_argument(
@@ -97,11 +109,9 @@ def _parser() -> Parser:
         help="name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated",
     )
     checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
-    tasks = parser.add_subparsers(dest="task")
+    tasks = parser.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=parser.prog)
     for name, task in TASKS.items():
-        task_parser = tasks.add_parser(
-            name, help=task.__doc__, description=task.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        task_parser = tasks.add_parser(name, help=task.__doc__, description=task.__doc__, example=_example(name))
         task_parser.add_argument(
             "--out", "--output", type=Path, required=True, metavar="DIR", help="directory of the parquet files"
         )
@@ -113,21 +123,36 @@ def _parser() -> Parser:
     return parser
 
 
-def _show(splits: Mapping[str, Sequence[DataRow]], place: str) -> None:
-    """Print the first prompts as a model reads them, and the number of tokens of the longest."""
+def _example(task: str) -> str:
+    arguments = f"{NEEDED[task]} " if task in NEEDED else ""
+    return f"megarl prepare {task} {arguments}--out data/{task}"
+
+
+def _show(splits: Mapping[str, Sequence[DataRow]], place: str | None) -> None:
+    """Print the first prompts, with the tokenizer at `place` as its model reads them, and the longest prompt."""
+    split, rows = next(iter(splits.items()))
+    if place is None:
+        for number, row in enumerate(islice(rows, SHOWN_ROWS)):
+            print(as_written(f"row {number} of {split}", row["prompt"]))
+            _show_truth(row)
+        print("--tokenizer DIR shows prompts as the model with this tokenizer reads them, and counts tokens")
+        return
     from megarl.data.tokenizer import load_tokenizer  # imports transformers
 
     tokenizer = load_tokenizer(place)
-    split, rows = next(iter(splits.items()))
     lengths = []
     for number, row in enumerate(islice(rows, COUNTED_ROWS)):
         token_ids = encode_prompt(row["prompt"], tokenizer)
         lengths.append(len(token_ids))
         if number < SHOWN_ROWS:
             print(as_read(f"row {number} of {split}", row["prompt"], token_ids, tokenizer))
-            if answer := row.get("reward_model"):
-                print(f"  its ground truth: {answer['ground_truth']!r}")
+            _show_truth(row)
     print(f"longest of {len(lengths)} prompts: {max(lengths)} tokens, the least for data.max_prompt_length")
+
+
+def _show_truth(row: DataRow) -> None:
+    if truth := row.get("reward_model"):
+        print(redact(f"  its ground truth: {truth['ground_truth']!r}"))
 
 
 def _columns(arguments: argparse.Namespace) -> PromptColumns:
