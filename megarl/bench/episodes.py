@@ -6,9 +6,10 @@ however slow the environments are. What they cost is the seconds in which the en
 """
 
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl.bench import report
 from megarl.bench.options import episodes_parser
 from megarl.bench.step import WARM_UP, run_module
 from megarl.bench.workload import Workload
 from megarl.platform.secrets import redact
+from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 
 TURNS = 3
@@ -52,10 +55,16 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = episodes_parser().parse_known_args(argv)
     cases = [(most, overlap) for overlap in options.overlap for most in (0.0, options.seconds)]
     try:
-        found = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
+        measured = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
     except ValueError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
+    found = {
+        "command": shlex.join(["megarl", "bench", "episodes", *argv]),
+        "machine": report.machine("cpu"),
+        "versions": versions(),
+        "cases": measured,
+    }
     if options.json:
         print(json.dumps(found))
     else:
@@ -103,10 +112,12 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
     }
 
 
-def show(found: Sequence[dict[str, Any]], console: Console) -> None:
+def show(found: Mapping[str, Any], console: Console) -> None:
     """Print the results as a table."""
     table = Table("seconds of a turn", "overlap", "occupancy", "seconds of generation")
-    for case in found:
+    for case in found["cases"]:
         limits = f"0 to {case['seconds']:g}" if case["seconds"] else "0"
         table.add_row(limits, str(case["overlap"]), f"{case['occupancy']:.3f}", f"{case['gen_s']:.1f}")
     console.print(table)
+    for title in ("machine", "versions", "command"):
+        console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)

@@ -100,7 +100,7 @@ def episodes_parser() -> Arguments:
     parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn")
     parser.add_argument("--overlap", type=int, nargs="+", default=[1, 4], help="environment.overlap")
     parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -1,8 +1,8 @@
 """A client of environments that a server plays by the HTTP protocol of OpenEnv: `POST /reset` and `POST /step`.
 
 An episode is reset with the seed of its row, so all episodes of a row begin alike. The server must distinguish episodes
-by the `episode_id` of each request. A request that fails is not sent again, because the server
-may have taken the turn: the episode begins anew under another id, and its earlier turns are played again.
+by the `episode_id` of each request. A request that fails is not sent again, because the server may have taken the turn:
+the episode begins anew under another id, and its earlier turns are played again.
 """
 
 import asyncio
