@@ -123,7 +123,7 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
         ),
         (["environment.path=own.py"], "environment.name", "environment.path=own.py defines a class: write its name"),
-        (["environment.name=chess"], "environment.name", "'chess' is not built in (calculator, guess)"),
+        (["environment.name=chess"], "environment.name", "'chess' is not built in (calculator, guess, openenv, python, reasoning_gym)"),
         (
             ["environment.name=guess", "environment.timeout_s=1800"],
             "environment.timeout_s",
