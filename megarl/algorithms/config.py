@@ -18,6 +18,7 @@ AdvantageEstimator = Literal[
     "opo",
     "gpg",
     "grpo_passk",
+    "none",
     "custom",
 ]
 LossMode = Literal["vanilla", "gspo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
@@ -25,7 +26,10 @@ Need = Literal["values", "groups", "baselines"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 SampledKL = Literal["kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"]
-KLEstimator = Literal[SampledKL, "full"]
+ExactKL = Literal["full", "full_forward", "full_js"]
+KLEstimator = Literal[SampledKL, ExactKL]
+EXACT: tuple[ExactKL, ...] = get_args(ExactKL)
+Mixture = Annotated[float, Field(gt=0.0, lt=1.0)]
 Covariance = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
@@ -49,6 +53,7 @@ ESTIMATORS: Mapping[AdvantageEstimator, Estimator] = {
     "opo": Estimator(compares=True),
     "gpg": Estimator(compares=True),
     "grpo_passk": Estimator(compares=True, reads=("norm_adv_by_std_in_grpo",)),
+    "none": Estimator(),
     "custom": Estimator(reads=tuple(f"custom_estimator.{name}" for name in ("path", "name", "kwargs", "needs"))),
 }
 """The needs of an estimator of the user are in the configuration: see `AlgorithmSection.estimator`."""
@@ -148,7 +153,8 @@ class AlgorithmSection:
 
     adv_estimator: AdvantageEstimator = "gae"
     """Advantage estimator. It uses a critic (gae), rewards to go (reinforce_plus_plus), a greedy response (remax), a
-    function of the user (custom), or a comparison of the responses to one prompt (all others)."""
+    function of the user (custom), or a comparison of the responses to one prompt (all others). none = all advantages
+    are 0, so that only other terms of the loss teach anything: the divergence from a teacher."""
     custom_estimator: CustomEstimatorSection = field(default_factory=CustomEstimatorSection)
     """An advantage estimator of the user."""
     gamma: Fraction = 1.0
@@ -160,9 +166,12 @@ class AlgorithmSection:
     use_kl_in_reward: bool | None = None
     """Subtract the divergence from the reference from the reward; null = only if actor.use_kl_loss is false."""
     kl_penalty: KLEstimator = "kl"
-    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the vocabulary."""
+    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
+    actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
     kl_penalty_k3_bound: Bound | None = 10.0
     """Largest k3 (low_var_kl) estimate of a token, in nats; null = no bound."""
+    kl_penalty_js_beta: Mixture = 0.5
+    """full_js: the share of the reference in the mixture."""
     kl_ctrl: KLControlSection = field(default_factory=KLControlSection)
     """Coefficient of the divergence in the reward."""
     filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)

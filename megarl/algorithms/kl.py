@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megarl.algorithms.config import SampledKL
+from megarl.algorithms.config import ExactKL, SampledKL
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -62,19 +62,43 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, *, kind: SampledKL, k3_
             return estimate if k3_bound is None else estimate.clamp(max=k3_bound)
 
 
-def full_kl(log_p: Tensor, ref_log_p: Tensor) -> Tensor:
-    """Return the exact `KL(policy || reference) = sum over the vocabulary of p (log p - log q)` of each token.
+@dataclass(frozen=True)
+class Divergence:
+    """An exact divergence of the policy's distribution p from the reference's q: a sum over the vocabulary.
 
-    Args:
-        log_p: `[..., V]` log-probabilities of the policy over the whole vocabulary.
-        ref_log_p: `[..., V]` of the reference.
-
-    Returns:
-        `[...]`, never negative; differentiable. A token of probability 0 under the policy adds nothing.
+    - `full`: `KL(p || q)`, the reverse divergence of distillation, which avoids what the reference avoids;
+    - `full_forward`: `KL(q || p)`, which covers what the reference may choose;
+    - `full_js`: `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p`, at most ln 2
+      (Agarwal et al. 2024, arXiv 2306.13649, equation 1 with the reference as teacher).
     """
-    assert log_p.shape == ref_log_p.shape, f"{log_p.shape} against {ref_log_p.shape}"
-    ruled_out = log_p == -torch.inf
-    return (log_p.masked_fill(ruled_out, 0.0).exp() * (log_p - ref_log_p).masked_fill(ruled_out, 0.0)).sum(-1)
+
+    kind: ExactKL = "full"
+    beta: float = 0.5
+
+    def summands(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summands d of the divergence D, and s = p dD/dp up to a multiple of p.
+
+        The gradient in the logits of p is `s - p sum s`, with the sum over the vocabulary.
+
+        Args:
+            log_p: `[N, V]` float32 log-probabilities of the policy for a part of the vocabulary. Must be finite.
+            log_q: `[N, V]` of the reference. Must be finite.
+
+        Returns:
+            d and s, `[N, V]`, which may be the same tensor. At most five such tensors exist at once, inputs included.
+        """
+        match self.kind:
+            case "full":
+                d = (log_p - log_q).mul_(log_p.exp())
+                return d, d
+            case "full_forward":
+                q = log_q.exp()
+                return (log_q - log_p).mul_(q), q.neg_()
+            case "full_js":
+                log_m = torch.logaddexp(log_q + math.log(self.beta), log_p + math.log(1.0 - self.beta))
+                s = (log_p - log_m).mul_(log_p.exp()).mul_(1.0 - self.beta)
+                d = log_m.neg_().add_(log_q).mul_(log_q.exp()).mul_(self.beta).add_(s)
+                return d, s
 
 
 @dataclass(frozen=True)

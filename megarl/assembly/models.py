@@ -4,14 +4,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megarl.algorithms.config import EXACT, KLEstimator
+from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
+from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Learner, Objective
+from megarl.learner.learner import Objective
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
@@ -19,7 +22,7 @@ from megarl.platform.early import starting
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
-from megarl.training.roles import Model, Updates
+from megarl.training.roles import Model, Reference, Updates
 from megarl.training.skips import Skips
 
 
@@ -39,7 +42,7 @@ class Models:
 
     mesh: Mesh
     actor: Model[Any]
-    reference: Model[Any] | None
+    reference: Reference | None
     critic: Model[Any] | None
 
 
@@ -52,8 +55,8 @@ def make_models(
     """
     mesh = build_mesh(config.actor_rollout_ref.actor.megatron)
     reference = make_reference(config, source, mesh, tokenizer)
-    anchor, supervision = reference.learner if reference else None, Supervision.of(config, tokenizer)
-    actor = make_actor(config, source, mesh, anchor, supervision, own_loss, last_step=last_step)
+    supervision = Supervision.of(config, tokenizer)
+    actor = make_actor(config, source, mesh, reference, supervision, own_loss, last_step=last_step)
     critic = make_critic(config, mesh, tokenizer, last_step=last_step)
     return Models(mesh=mesh, actor=actor, reference=reference, critic=critic)
 
@@ -62,7 +65,7 @@ def make_actor(
     config: Config,
     source: Source,
     mesh: Mesh,
-    reference: Learner | None,
+    reference: Reference | None,
     supervision: Supervision | None,
     own_loss: OwnLoss | None,
     *,
@@ -86,51 +89,63 @@ def make_actor(
     return Model(
         name="actor",
         learner=learner,
-        against=reference if config.kl_of_reward == "full" else None,
+        against=_against(reference, config.kl_of_reward, config.algorithm.kl_penalty_js_beta),
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, "actor", actor, objective),
             prepare=partial(mark, section=actor),
-            against=reference if config.kl_of_loss == "full" else None,
+            against=_against(reference, config.kl_of_loss, actor.kl_loss_js_beta),
             extra_terms=supervision.terms if supervision else None,
         ),
     )
 
 
-def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> Model[Any] | None:
-    """Make the frozen policy: the actor's start in `source`, or a teacher. Return None if no KL to it is needed.
+def _against(reference: Reference | None, kind: KLEstimator | None, beta: float) -> Against | None:
+    """Return the exact divergence of this kind from the reference; None if it is estimated, or if there is none."""
+    return reference.against(Divergence(kind, beta)) if reference and kind in EXACT else None
+
+
+def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokenizer) -> Reference | None:
+    """Make the frozen policies: the actor's start in `source`, or teachers. Return None if no KL to them is needed.
 
     Raises:
-        ValueError: the teacher's tokenizer is not `tokenizer`, the policy's.
+        ValueError: the tokenizer of a teacher is not `tokenizer`, the policy's.
     """
-    policy = config.actor_rollout_ref
     if not config.has_reference:
         return None
-    if config.has_teacher:
-        source = Source.read(policy.ref.model)
-        theirs = source.tokenizer(trust_remote_code=policy.ref.model.trust_remote_code)
+    models = dict[str | None, Model[Any]]()
+    if None not in config.teachers:
+        models[None] = make_frozen(config, source, mesh)
+    for data_source, section in config.teachers.items():
+        teacher = Source.read(section)
+        theirs = teacher.tokenizer(trust_remote_code=section.trust_remote_code)
         if differing := tokenizer.differences(theirs):
+            key = "model.path" if data_source is None else f"teachers.{data_source}"
             raise ValueError(
-                f"{source.directory} (actor_rollout_ref.ref.model.path) has other tokens than the policy: {differing}. "
+                f"{teacher.directory} (actor_rollout_ref.ref.{key}) has other tokens than the policy: {differing}. "
                 "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
             )
+        models[data_source] = make_frozen(config, teacher, mesh)
+    other = models.pop(None)
+    return Reference(BySource(named={str(name): model for name, model in models.items()}, other=other))
+
+
+def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:
+    """Make a policy that never learns from the checkpoint in `source`."""
+    policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
     starting("the reference")
     learner = make_learner(
         source.directory,
         source.architecture,
-        policy.ref.megatron,
+        ref.megatron,
         mesh,
         role="policy",
         temperature=policy.rollout.temperature,
         balance=config.trainer.balance_batch,
     )
-    ref = policy.ref
-    max_tokens = ref.log_prob_max_token_len_per_gpu
-    return Model(
-        name="reference",
-        learner=learner,
-        budget=make_budget(config, ref.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size, max_tokens),
-    )
+    max_sequences = ref.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size
+    budget = make_budget(config, max_sequences, ref.log_prob_max_token_len_per_gpu)
+    return Model(name="reference", learner=learner, budget=budget)
 
 
 def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: int) -> Model[Any] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megarl.algorithms.config import KLControlSection
+from megarl.algorithms.config import EXACT, KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
@@ -21,6 +21,7 @@ from megarl.assembly.resume import ResumePoint, resumed_checkpoint
 from megarl.assembly.reward import make_environments, make_rules
 from megarl.assembly.sampling import (
     make_engine,
+    make_kept,
     make_limits,
     make_sampler,
     make_samples,
@@ -116,7 +117,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
         scorer = make_scorer(config, rules, models.mesh, tokenizer)
-        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments)
+        kept = make_kept(config, prompts, resume_point)
+        sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments, kept)
         samples = make_samples(config, prompts, sampler, scorer)
         if val_prompts:
             validation = make_validation(config, val_prompts, sampler, scorer, tracker, replaces=continues)
@@ -149,11 +151,10 @@ def _make_job(
     own_estimator: OwnEstimator | None,
 ) -> Job:
     """Put the parts of a run together."""
-    kl_kinds = {config.kl_of_reward, config.kl_of_loss}
     return Job(
         samples=samples,
         actor=models.actor,
-        reference=models.reference if kl_kinds - {None, "full"} else None,
+        reference=models.reference if config.divergence_kinds - {*EXACT} else None,
         critic=models.critic,
         gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
@@ -176,7 +177,7 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     policy = actor.architecture
     passes = dict.fromkeys(("gen", "old_log_prob"), (policy, 1))
     if models.reference:
-        passes["ref"] = (models.reference.learner.architecture, 1)
+        passes["ref"] = (models.reference.models.other.learner.architecture, 1)
     passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
     if critic:
         value = critic.learner.architecture

@@ -1,11 +1,16 @@
 """Builds what a run samples and scores with: prompts, engine, sampler, reward and validation."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.assembly.models import make_budget
+from megarl.assembly.resume import ResumePoint
 from megarl.assembly.reward import Reward, make_reward
+from megarl.checkpoint.differences import Effect, effect_of
+from megarl.checkpoint.directory import STEP_PREFIX
+from megarl.config.load import to_dict
 from megarl.config.ppo_rules import needs_of
 from megarl.config.root import Config
 from megarl.data.prompts import PromptDataset, PromptStream
@@ -23,12 +28,14 @@ from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
 from megarl.rollout.sampling import stop_token_ids
 from megarl.rollout.start import start_engine
+from megarl.section import flatten
 from megarl.sync.plan import plan_sync
 from megarl.sync.selfcheck import SelfCheck
 from megarl.sync.transfer import Sync
 from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.collect import Collector, SampleSource
+from megarl.training.kept import Kept
 from megarl.training.partial import Partial
 from megarl.training.replay import Recorder
 from megarl.training.roles import EngineSampler
@@ -82,8 +89,9 @@ def make_sampler(
     scorer: Reward,
     launch: Launch,
     environments: Environments | None,
+    kept: Kept | None = None,
 ) -> EngineSampler:
-    """Plan the sync from actor to engine, and make the sampler that uses it."""
+    """Plan the sync from actor to engine, and make the sampler that uses it. `kept` None: it keeps no responses."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     budget = make_budget(config, rollout.log_prob_micro_batch_size or policy.actor.ppo_micro_batch_size)
     plan = plan_sync(
@@ -101,6 +109,21 @@ def make_sampler(
         section=rollout,
         finished=scorer.begin,
         environments=environments,
+        kept=kept,
+    )
+
+
+def make_kept(config: Config, prompts: PromptStream, resume_point: ResumePoint) -> Kept | None:
+    """Make the files of complete responses. Return None if the run keeps none."""
+    if not config.actor_rollout_ref.rollout.keep_complete:
+        return None
+    run_dir, first_step = Path(config.trainer.default_local_dir), resume_point.state.step
+    what_matters = {key: value for key, value in flatten(to_dict(config)) if effect_of(key)[0] is not Effect.NONE}
+    return Kept(
+        run_dir,
+        config=json.dumps(what_matters),
+        checkpoint_of=lambda step: resume_point.checkpoint if step == first_step else run_dir / f"{STEP_PREFIX}{step}",
+        prompt_of=prompts.prompt_of,
     )
 
 

@@ -87,8 +87,8 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("*model.trust_remote_code", Effect.NONE, "which code may be loaded"),
     ("*model.enable_gradient_checkpointing", Effect.ROUNDING, "what is recomputed"),
     *(
-        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen model that it is compared with")
-        for pattern in ("model.*", "*.model.*")
+        (pattern, Effect.CURVE, "the model: its tokenizer, and the frozen models that it is compared with")
+        for pattern in ("model.*", "*.model.*", "actor_rollout_ref.ref.teachers*")
     ),
     *(
         (pattern, Effect.ROUNDING, _MICRO)
@@ -106,7 +106,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
         (f"actor_rollout_ref.rollout.{name}", Effect.ROUNDING, _ENGINE)
         for name in (
             *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching"),
+            *("max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "keep_complete"),
         )
     ),
     ("actor_rollout_ref.rollout.*", Effect.CURVE, "what is sampled"),

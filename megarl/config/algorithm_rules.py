@@ -116,6 +116,33 @@ def _partial(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
+@rule(f"{ROLLOUT}.keep_complete", f"{ROLLOUT}.partial.enable", "algorithm.filter_groups.enable", "environment.name")
+def _keeping(config: Config, facts: Facts) -> Iterator[Fault]:
+    others = {
+        f"{ROLLOUT}.partial.enable": config.actor_rollout_ref.rollout.partial.enable,
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        "environment.name": config.environment.name,
+    }
+    if config.actor_rollout_ref.rollout.keep_complete:
+        for key in (key for key, is_on in others.items() if is_on):
+            yield Fault(
+                path=f"{ROLLOUT}.keep_complete",
+                message=f"{key} decides by counted engine steps what a step draws, and kept responses take none: write "
+                "false",
+            )
+
+
+@rule("algorithm.adv_estimator", f"{ACTOR}.use_kl_loss", f"{ACTOR}.ptx_coef")
+def _teaches(config: Config, facts: Facts) -> Iterator[Fault]:
+    actor = config.actor_rollout_ref.actor
+    if config.algorithm.adv_estimator == "none" and not (actor.use_kl_loss or actor.ptx_coef):
+        yield Fault(
+            path="algorithm.adv_estimator",
+            message=f"without advantages the actor would learn nothing: write {ACTOR}.use_kl_loss=true to learn from a "
+            "teacher, or choose another estimator",
+        )
+
+
 @rule(f"{ACTOR}.policy_loss")
 def _policy_loss(config: Config, facts: Facts) -> Iterator[Fault]:
     loss = config.actor_rollout_ref.actor.policy_loss
@@ -151,6 +178,8 @@ ALGORITHM_RULES: tuple[Rule[Config], ...] = (
     _overlong,
     _correction,
     _partial,
+    _keeping,
+    _teaches,
     _policy_loss,
     _supervision,
 )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megarl.algorithms.config import KLEstimator, LossAggregation, PolicyLossSection
+from megarl.algorithms.config import KLEstimator, LossAggregation, Mixture, PolicyLossSection
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.models.config import CriticModelSection, ReferenceModelSection
 from megarl.section import Bound, Count, Fraction, Length, Weight, section
@@ -44,9 +44,12 @@ class ActorSection:
     kl_loss_coef: Weight = 0.001
     """Weight of that divergence."""
     kl_loss_type: KLEstimator = "low_var_kl"
-    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl; full = exact, over the vocabulary."""
+    """Estimator of that divergence; k1 = kl, k2 = mse, k3 = low_var_kl. Exact, over the vocabulary: full = from the
+    actor's side, full_forward = from the reference's side, full_js = Jensen-Shannon."""
     kl_loss_k3_bound: Bound | None = 10.0
     """Largest k3 (low_var_kl) estimate of a token, in nats. A larger estimate has no gradient; null = no bound."""
+    kl_loss_js_beta: Mixture = 0.5
+    """full_js: the share of the reference in the mixture."""
     ptx_coef: Weight = 0.0
     """Weight of the loss of supervised pairs in every update (PPO-ptx)."""
     ptx_files: str | list[str] | None = None
@@ -69,6 +72,9 @@ class RefSection:
 
     model: ReferenceModelSection = field(default_factory=ReferenceModelSection)
     """The checkpoint of the reference."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Further references by data source: Hugging Face directories, URIs or ids, as in ref.model.path. A reference reads
+    the samples of its data source, and ref.model reads all others."""
     log_prob_micro_batch_size: Count | None = None
     """Most sequences per forward pass, per rank; null = only the token budget limits them."""
     log_prob_max_token_len_per_gpu: Length | None = None

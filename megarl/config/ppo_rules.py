@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.algorithms.config import EXACT
 from megarl.config.checks import (
     data_faults,
     engine_argument_faults,
@@ -34,6 +35,7 @@ POLICY = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 TEACHER = f"{REF}.model"
+TEACHERS = f"{REF}.teachers"
 KL_KEYS = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_type")
 ROLLOUT = "actor_rollout_ref.rollout"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -105,24 +107,22 @@ def _models(config: Config, facts: Facts) -> Iterator[Fault]:
         )
 
 
-@rule(POLICY, TEACHER, *KL_KEYS)
-def _teacher(config: Config, facts: Facts) -> Iterator[Fault]:
-    teacher, policy = config.actor_rollout_ref.ref.model, config.actor_rollout_ref.model
-    if not config.has_teacher:
-        return
+@rule(POLICY, TEACHER, TEACHERS, *KL_KEYS)
+def _teachers(config: Config, facts: Facts) -> Iterator[Fault]:
+    for source, teacher in config.teachers.items():
+        yield from _teacher(config, teacher, f"{TEACHER}.path" if source is None else TEACHERS, facts)
+
+
+def _teacher(config: Config, teacher: CheckpointSection, key: str, facts: Facts) -> Iterator[Fault]:
+    policy = config.actor_rollout_ref.model
     if facts.check_paths:
-        yield from model_faults(teacher, f"{TEACHER}.path")
+        yield from model_faults(teacher, key)
     sizes, known = read_sizes(teacher), read_sizes(policy)
     if sizes and sizes.scalar_head:
+        yield Fault(path=key, message=f"{teacher.path} scores sequences and predicts no tokens: name a language model")
+    elif sizes and known and config.divergence_kinds & {*EXACT} and sizes.vocab_size != known.vocab_size:
         yield Fault(
-            path=f"{TEACHER}.path",
-            message=f"{teacher.path} scores sequences and predicts no tokens: name a language model",
-        )
-    elif (
-        sizes and known and "full" in (config.kl_of_reward, config.kl_of_loss) and sizes.vocab_size != known.vocab_size
-    ):
-        yield Fault(
-            path=f"{TEACHER}.path",
+            path=key,
             message=f"{teacher.path} knows {sizes.vocab_size} tokens and {policy.path} {known.vocab_size}: the exact "
             "divergence compares the same tokens. Name a teacher with this vocabulary, or choose kl_loss_type=k2 or "
             "kl_penalty=k1, which compare only the tokens of the responses",
@@ -182,10 +182,10 @@ def _critic_cut(config: Config, facts: Facts) -> Iterator[Fault]:
         yield from follower_cut(config, config.critic.model, config.critic.megatron, "critic")
 
 
-@rule(POLICY, TEACHER, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
+@rule(POLICY, TEACHER, TEACHERS, *MESH, LAYERS, f"{REF}.megatron", *KL_KEYS)
 def _teacher_cut(config: Config, facts: Facts) -> Iterator[Fault]:
-    if config.has_teacher:
-        yield from follower_cut(config, config.actor_rollout_ref.ref.model, config.actor_rollout_ref.ref.megatron, REF)
+    for teacher in config.teachers.values():
+        yield from follower_cut(config, teacher, config.actor_rollout_ref.ref.megatron, REF)
 
 
 def follower_cut(config: Config, model: CheckpointSection, megatron: MegatronSection, where: str) -> Iterator[Fault]:
@@ -356,7 +356,7 @@ PPO_RULES: tuple[Rule[Config], ...] = (
     _rows,
     _prompt_ids,
     _models,
-    _teacher,
+    _teachers,
     _launch,
     _mesh,
     _one_mesh,

@@ -95,8 +95,9 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
     if (partial := config.actor_rollout_ref.rollout.partial).enable:
-        drawn = ceil(prompts / partial.stop_when)
-        yield BatchRow("prompts drawn at once", f"{drawn}", f"{drawn - prompts} of them continue in the next step")
+        drawn = partial.num_drawn(prompts)
+        left = f"{drawn - prompts} of them" if drawn > prompts else "those that are not complete"
+        yield BatchRow("prompts drawn at once", f"{drawn}", f"{left} continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 

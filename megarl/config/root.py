@@ -6,12 +6,12 @@ A key that follows another key is an interpolation below the user's files, so th
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 
-from megarl.algorithms.config import AlgorithmSection
+from megarl.algorithms.config import AlgorithmSection, KLEstimator
 from megarl.config.policy import ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import MegatronSection, OptimSection
-from megarl.models.config import ModelSection, RewardCheckpointSection
+from megarl.models.config import ModelSection, ReferenceModelSection, RewardCheckpointSection
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import Bound, Count, Length, Weight, section
@@ -105,13 +105,13 @@ class Config:
         return None if own in (self.data.tokenizer, self.actor_rollout_ref.model.path) else own
 
     @property
-    def kl_of_reward(self) -> str | None:
+    def kl_of_reward(self) -> KLEstimator | None:
         """Return the estimator of the divergence in the reward; None if there is no such term."""
         algorithm = self.algorithm
         return algorithm.kl_penalty if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0.0 else None
 
     @property
-    def kl_of_loss(self) -> str | None:
+    def kl_of_loss(self) -> KLEstimator | None:
         """Return the estimator of the divergence in the loss; None if there is no such term."""
         actor = self.actor_rollout_ref.actor
         return actor.kl_loss_type if actor.use_kl_loss else None
@@ -149,9 +149,18 @@ class Config:
         return bool(self.kl_of_reward or self.kl_of_loss)
 
     @property
-    def has_teacher(self) -> bool:
-        """Tell whether the reference starts from a checkpoint of its own."""
-        return self.has_reference and bool(self.actor_rollout_ref.ref.model.path)
+    def teachers(self) -> dict[str | None, ReferenceModelSection]:
+        """Return the checkpoints of references that are not the actor's start, by data source; None is all others."""
+        if not self.has_reference:
+            return {}
+        ref = self.actor_rollout_ref.ref
+        named = {source: replace(ref.model, path=path) for source, path in ref.teachers.items()}
+        return ({None: ref.model} if ref.model.path else {}) | named
+
+    @property
+    def divergence_kinds(self) -> set[KLEstimator]:
+        """Return the estimators of the divergence from the reference, in the reward and in the loss."""
+        return {kind for kind in (self.kl_of_reward, self.kl_of_loss) if kind}
 
 
 @section

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
-from megarl.algorithms.config import ESTIMATORS, K3, LOSS_READS
+from megarl.algorithms.config import ESTIMATORS, EXACT, K3, LOSS_READS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import OptimSection
@@ -93,8 +93,8 @@ def _penalises_reward(config: Config) -> bool:
 
 
 def _reference_computes(config: Config) -> bool:
-    """Tell whether the reference has forward passes of its own; `full` runs it together with the actor."""
-    return bool({config.kl_of_reward, config.kl_of_loss} - {None, "full"})
+    """Tell whether the reference has forward passes of its own; an exact one runs it together with the actor."""
+    return bool(config.divergence_kinds - {*EXACT})
 
 
 def _decays(optim: OptimSection) -> bool:
@@ -142,6 +142,7 @@ def _shared_rows(megatron: tuple[str, ...]) -> tuple[Row, ...]:
     )
 
 
+KL_PENALTY = ("algorithm.kl_penalty_k3_bound", "algorithm.kl_penalty_js_beta")
 UNTRAINED = ("use_distributed_optimizer", "grad_offload", "optimizer_offload")
 
 PPO_ROWS: tuple[Row, ...] = (
@@ -153,18 +154,19 @@ PPO_ROWS: tuple[Row, ...] = (
     ),
     *_arm_rows("algorithm", ESTIMATOR, {name: estimator.reads for name, estimator in ESTIMATORS.items()}),
     Row(
-        keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
+        keys=("algorithm.kl_ctrl.*", "algorithm.kl_penalty", *KL_PENALTY),
         read=_penalises_reward,
         only="the divergence is part of the reward",
         because=("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"),
     ),
     Row(
-        keys=("algorithm.kl_penalty", "algorithm.kl_penalty_k3_bound"),
+        keys=("algorithm.kl_penalty", *KL_PENALTY),
         read=lambda config: config.algorithm.kl_ctrl.kl_coef > 0.0,
         only="`algorithm.kl_ctrl.kl_coef` is more than 0",
         because=("algorithm.kl_ctrl.kl_coef",),
     ),
     _with("algorithm.kl_penalty_k3_bound", "algorithm.kl_penalty", *K3),
+    _with("algorithm.kl_penalty_js_beta", "algorithm.kl_penalty", "full_js"),
     _with(("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.type", "adaptive"),
     _with(
         ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
@@ -199,6 +201,7 @@ PPO_ROWS: tuple[Row, ...] = (
     ),
     _with(f"{ACTOR}.kl_loss_*", f"{ACTOR}.use_kl_loss", True),
     _with(f"{ACTOR}.kl_loss_k3_bound", f"{ACTOR}.kl_loss_type", *K3),
+    _with(f"{ACTOR}.kl_loss_js_beta", f"{ACTOR}.kl_loss_type", "full_js"),
     *_arm_rows(ACTOR, LOSS, LOSS_READS),
     Row(
         keys=(f"{ACTOR}.clip_ratio",),
@@ -223,14 +226,14 @@ PPO_ROWS: tuple[Row, ...] = (
     ),
     Row(
         keys=(f"{REF}.model.*",),
-        read=lambda config: not config.has_reference or config.has_teacher,
-        only=f"`{REF}.model.path` names a teacher",
-        because=(f"{REF}.model.path",),
+        read=lambda config: not config.has_reference or bool(config.teachers),
+        only=f"`{REF}.model.path` or `{REF}.teachers` names a teacher",
+        because=(f"{REF}.model.path", f"{REF}.teachers"),
     ),
     Row(
         keys=(f"{REF}.log_prob_*",),
         read=lambda config: not config.has_reference or _reference_computes(config),
-        only="such a divergence has another estimator than `full`",
+        only="such a divergence is estimated",
         because=("algorithm.kl_penalty", f"{ACTOR}.kl_loss_type"),
     ),
     Row(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.algorithms.kl import Divergence
 from megarl.learner.softmax import gradient, merge, moments
 
 CHUNK_TOKENS = 1024
@@ -119,11 +120,8 @@ def vocab_parallel_log_probs(
     return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, keeps)
 
 
-class VocabParallelKL(torch.autograd.Function):
-    """The exact KL between two policies, each given as `softmax(hidden @ weight.T / temperature)`.
-
-    With logits z, p = softmax(z), the reference's q, and D = sum p (log p - log q):  dD/dz = p (log p - log q - D).
-    """
+class VocabParallelDivergence(torch.autograd.Function):
+    """An exact divergence of two policies, each given as `softmax(hidden @ weight.T / temperature)`."""
 
     @staticmethod
     def forward(
@@ -132,64 +130,75 @@ class VocabParallelKL(torch.autograd.Function):
         weight: Tensor,
         ref_hidden: Tensor,
         ref_weight: Tensor,
+        divergence: Divergence,
         temperature: float,
         valid_rows: int,
         group: Any,
     ) -> Tensor:
-        """See `vocab_parallel_kl`."""
-        divergences, shifts, factor, ref_factor = [], [], _factor(weight), _factor(ref_weight)
+        """See `vocab_parallel_divergence`."""
+        totals, shifts, factor, ref_factor = [], [], _factor(weight), _factor(ref_weight)
         for chunk, ref_chunk in zip(hidden.split(CHUNK_TOKENS), ref_hidden.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
             ref_logits = _logits(ref_chunk, ref_factor, temperature, valid_rows)
-            maxima = torch.stack([logits.amax(-1), ref_logits.amax(-1)])
-            _all_reduce(maxima, dist.ReduceOp.MAX, group)
-            exponentials = (logits - maxima[0, :, None]).exp_()
-            sums = torch.stack(
-                [
-                    exponentials.sum(-1),
-                    (ref_logits - maxima[1, :, None]).exp_().sum(-1),
-                    (exponentials * (logits - ref_logits)).sum(-1),
-                ]
+            normalizers = _normalizers(logits, ref_logits, group)
+            summands = divergence.summands(
+                _log_softmax(logits, *normalizers[:, 0]), _log_softmax(ref_logits, *normalizers[:, 1])
             )
+            sums = torch.stack([x.sum(-1) for x in summands])
             _all_reduce(sums, dist.ReduceOp.SUM, group)
-            normalizers = sums[:2].log() + maxima
-            divergences.append(sums[2] / sums[0] - normalizers[0] + normalizers[1])
+            totals.append(sums)
             shifts.append(normalizers)
-        divergence, normalizers = torch.cat(divergences), torch.cat(shifts, dim=1)
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, divergence, *normalizers)
-        ctx.settings = temperature, valid_rows
-        return divergence
+        value, slope = torch.cat(totals, dim=1)
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, slope, *torch.cat(shifts, dim=2).flatten(0, 1))
+        ctx.settings = divergence, temperature, valid_rows
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
-        temperature, valid_rows = ctx.settings
+        divergence, temperature, valid_rows = ctx.settings
         grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
         factor, ref_factor = _factor(weight), _factor(ref_weight)
-        per_token = [hidden, ref_hidden, grad_divergence, *per_token]
-        for chunk, ref_chunk, grad, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
-            divergence, normalizer, ref_normalizer = (value[:, None] for value in values)
-            log_p = _logits(chunk, factor, temperature, valid_rows).sub_(normalizer)
-            log_q = _logits(ref_chunk, ref_factor, temperature, valid_rows).sub_(ref_normalizer)
-            grad_logits = grad[:, None] * log_p.exp() * (log_p - log_q - divergence) / temperature
-            grad_logits = grad_logits.to(weight.dtype)
+        per_token = [hidden, ref_hidden, grad_divergence / temperature, *per_token]
+        for chunk, ref_chunk, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
+            grad, slope, maximum, ref_maximum, log_sum, ref_log_sum = values
+            log_p = _log_softmax(_logits(chunk, factor, temperature, valid_rows), maximum, log_sum)
+            log_q = _log_softmax(_logits(ref_chunk, ref_factor, temperature, valid_rows), ref_maximum, ref_log_sum)
+            _, grad_logits = divergence.summands(log_p, log_q)
+            grad_logits = grad_logits.sub_(log_p.exp_().mul_(slope[:, None])).mul_(grad[:, None]).to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             grad_weight += _product(grad_logits.T, chunk)
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 6
 
 
-def vocab_parallel_kl(
+def _normalizers(logits: Tensor, ref_logits: Tensor, group: Any) -> Tensor:
+    """Return [2, 2, N] float32 of both policies: the maxima over the whole vocabulary, and log sum e^(z - maximum)."""
+    both = (logits, ref_logits)
+    maxima = torch.stack([x.amax(-1) for x in both])
+    _all_reduce(maxima, dist.ReduceOp.MAX, group)
+    sums = torch.stack([(x - maximum[:, None]).exp_().sum(-1) for x, maximum in zip(both, maxima, strict=True)])
+    _all_reduce(sums, dist.ReduceOp.SUM, group)
+    return torch.stack([maxima, sums.log_()])
+
+
+def _log_softmax(logits: Tensor, maximum: Tensor, log_sum: Tensor) -> Tensor:
+    """Turn logits into log-probabilities in place: two small steps, as the maximum may be large and the sum small."""
+    return logits.sub_(maximum[:, None]).sub_(log_sum[:, None])
+
+
+def vocab_parallel_divergence(
     hidden: Tensor,
     weight: Tensor,
     ref_hidden: Tensor,
     ref_weight: Tensor,
+    divergence: Divergence,
     *,
     temperature: float,
     vocab_size: int,
     group: Any,
 ) -> Tensor:
-    """Compute the exact KL(policy || reference) of each next-token distribution; see `megarl.algorithms.kl.full_kl`.
+    """Compute an exact divergence of each next-token distribution from the reference's; see `Divergence`.
 
     The reference is given by its hidden states: thousands of numbers per token, compared with 100,000 logits.
 
@@ -198,6 +207,7 @@ def vocab_parallel_kl(
         weight: [rows, hidden_size] this rank's slice of the policy's output embedding; rank r's begins at r * rows.
         ref_hidden: [N, ref_hidden_size] final hidden states of the reference; no gradient reaches them.
         ref_weight: [rows, ref_hidden_size] the reference's slice for the same tokens; no gradient reaches it.
+        divergence: which one.
         temperature: divides the logits of both, as it does in the engine's sampler.
         vocab_size: rows of the whole embeddings that are tokens; the rows behind them are padding.
         group: the tensor-parallel process group.
@@ -207,4 +217,6 @@ def vocab_parallel_kl(
     """
     assert len(weight) == len(ref_weight), f"{len(weight)} rows of the policy, {len(ref_weight)} of the reference"
     valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
-    return VocabParallelKL.apply(hidden, weight, ref_hidden, ref_weight, temperature, valid_rows, group)
+    return VocabParallelDivergence.apply(
+        hidden, weight, ref_hidden, ref_weight, divergence, temperature, valid_rows, group
+    )

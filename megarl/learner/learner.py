@@ -4,9 +4,10 @@ Invariant: every rank calls with the same batch and receives the same result. Th
 over data-parallel ranks and micro-batches. No split changes a result: objectives return contributions to the global
 batch, and the learner only adds them.
 
-`against` computes the exact divergence from another policy with the same vocabulary and mesh. The other policy runs
-first, on the same micro-batches and ranks; its hidden states wait in host memory until the policy needs them. These are
-a few thousand numbers for each response token, and no rank sends any of them.
+`against` computes an exact divergence from other policies with the same vocabulary and mesh. The other policies run
+first, on the same micro-batches and ranks; their hidden states wait in host memory until the policy needs them. These
+are a few thousand numbers for each response token, and no rank sends any of them. A micro-batch has samples of one of
+the other policies alone.
 """
 
 import math
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
+from megarl.learner.against import Against
 from megarl.learner.batching import Batching, Budget
 from megarl.learner.contributions import add_metrics, add_outputs, any_rank
 from megarl.learner.experts import share_batch_size
@@ -47,7 +50,7 @@ class LossTerm:
 
     batch: Rollouts
     objective: Objective
-    against: "Learner | None" = None  # the policy that the objective receives the exact divergence from
+    against: Against | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
 
 
@@ -107,12 +110,12 @@ class Learner:
             yield weights(self.modules)
 
     def infer(
-        self, batch: Rollouts, budget: Budget, *, against: "Learner | None" = None, temperature: float | None = None
+        self, batch: Rollouts, budget: Budget, *, against: Against | None = None, temperature: float | None = None
     ) -> Any:
         """Compute log-probabilities and entropies, or values, of every response token; `temperature` replaces its own.
 
         Returns:
-            For a policy, `PolicyOutputs` of [B, T] float32, with the exact divergence if there is a policy `against`.
+            For a policy, `PolicyOutputs` of [B, T] float32, with the exact divergence if there is one.
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
@@ -125,7 +128,7 @@ class Learner:
         objective: Objective,
         budget: Budget,
         *,
-        against: "Learner | None" = None,
+        against: Against | None = None,
         extra_terms: Iterable[LossTerm] | None = None,
         on_minibatch: OnMinibatch | None = None,
         review: Review | None = None,
@@ -136,7 +139,7 @@ class Learner:
         gradient is not finite is skipped on all ranks: weights, optimizer and routers stay as they were before it.
 
         Args:
-            against: the policy that the objective receives the exact divergence from.
+            against: the exact divergence that the objective receives.
             extra_terms: a second term of the loss of every mini-batch; may be endless.
             on_minibatch: called after each mini-batch that is not left out; may raise.
             review: called with the outputs on each mini-batch, as `infer` returns them, before the step; may raise, and
@@ -222,17 +225,27 @@ class Learner:
         return self._micro_batches(term.batch, budget, head, term.against)
 
     def _micro_batches(
-        self, batch: Rollouts, budget: Budget, head: Callable[..., Any], against: "Learner | None"
+        self, batch: Rollouts, budget: Budget, head: Callable[..., Any], against: Against | None
     ) -> list[MicroBatch]:
-        """Return this rank's micro-batches, each with `head` on it and on the logit factors of `against`."""
-        samples = self._batching.divide(batch, budget)
-        factors = against._logit_factors(batch, samples, budget) if against else [None] * len(samples)
-        rows = self._batching.pack(batch, samples)
-        return [(row, partial(head, packed=row, other=other)) for row, other in zip(rows, factors, strict=True)]
+        """Return this rank's micro-batches, each with `head` on it and on the logit factors of its other policy."""
+        work = list[MicroBatch]()
+        everything = torch.arange(len(batch))
+        for other, share in against.policies.shares(batch) if against else [(None, everything)]:
+            divided = self._batching.divide(batch.select(share), budget)
+            samples = [share[micro].tolist() for micro in divided]
+            factors = [None] * len(samples)
+            if against and other:
+                factors = other._logit_factors(batch, samples, budget, against.divergence)
+            rows = self._batching.pack(batch, samples)
+            work += [(row, partial(head, packed=row, other=of_row)) for row, of_row in zip(rows, factors, strict=True)]
+        return work
 
-    def _logit_factors(self, batch: Rollouts, samples: list[list[int]], budget: Budget) -> list[Any]:
+    def _logit_factors(
+        self, batch: Rollouts, samples: list[list[int]], budget: Budget, divergence: Divergence
+    ) -> list[Any]:
         """Return this policy's `LogitFactors` on each micro-batch; None before the last pipeline stage."""
-        work = [(row, partial(self._head.logit_factors, packed=row)) for row in self._batching.pack(batch, samples)]
+        head = partial(self._head.logit_factors, divergence=divergence)
+        work = [(row, partial(head, packed=row)) for row in self._batching.pack(batch, samples)]
         return self._read(work, budget) or [None] * len(work)
 
     def _outputs(self, batch: Rollouts, work: Sequence[MicroBatch], numbers: Sequence[Tensor], *, with_kl: bool) -> Any:

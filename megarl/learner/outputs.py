@@ -12,8 +12,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.learner.heads import vocab_parallel_kl, vocab_parallel_log_probs
+from megarl.learner.heads import vocab_parallel_divergence, vocab_parallel_log_probs
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import Architecture
@@ -21,8 +22,9 @@ from megarl.models.architecture import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class LogitFactors:
-    """The two factors of a policy's logits on one micro-batch: the exact divergence from the policy needs no more."""
+    """The two factors of a policy's logits on one micro-batch, and the exact divergence that is taken from it."""
 
+    divergence: Divergence
     hidden: Tensor  # [R, hidden_size] final hidden states that predict a response token; on the host
     weight: Tensor  # [rows, hidden_size] this rank's slice of the output embedding; on the device
 
@@ -65,7 +67,8 @@ class OutputHead:
         }
         numbers = [*vocab_parallel_log_probs(states, weight, packed.targets, **softmax)]
         if other:
-            numbers.append(vocab_parallel_kl(states, weight, other.hidden.to(states.device), other.weight, **softmax))
+            there = other.hidden.to(states.device)
+            numbers.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
         return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
 
     def named(self, numbers: Sequence[Tensor] | Tensor) -> Any:
@@ -75,10 +78,11 @@ class OutputHead:
         log_probs, entropy, *kl = numbers
         return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=kl[0] if kl else None)
 
-    def logit_factors(self, hidden: Tensor, *, packed: Packed) -> LogitFactors:
+    def logit_factors(self, hidden: Tensor, *, packed: Packed, divergence: Divergence) -> LogitFactors:
         """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""
         # The weight is not copied: this storage stays on the device when the model's parameters are offloaded.
-        return LogitFactors(hidden=self._states(hidden, packed).cpu(), weight=self._weight().detach())
+        states, weight = self._states(hidden, packed).cpu(), self._weight().detach()
+        return LogitFactors(divergence=divergence, hidden=states, weight=weight)
 
     def _states(self, hidden: Tensor, packed: Packed) -> Tensor:
         """Return [R, hidden_size] states that predict a response token, equal on all tensor-parallel ranks."""

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from megarl.planning.host import host_memory
 from megarl.planning.memory import PHASES, Phase, RankMemory
-from megarl.planning.workload import REWARD_MODEL, Workload
+from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SECTIONS = {
     "actor": ACTOR,
-    "reference": "actor_rollout_ref.ref",
     "critic": "critic",
     REWARD_MODEL: "reward_model",
 }
@@ -88,10 +87,15 @@ def host_remedies(
 def host_candidates(workload: Workload) -> Iterator[str]:
     """Yield changes that leave less on the host, as `a.b.c=value`."""
     for flag in ("param_offload", "optimizer_offload"):
-        for model in workload.models:
+        for where, model in _by_section(workload).items():
             if getattr(model.section, flag):
-                yield f"{SECTIONS[model.name]}.megatron.{flag}=false"
+                yield f"{where}.megatron.{flag}=false"
     yield from _splits(workload)
+
+
+def _by_section(workload: Workload) -> dict[str, TrainerModel]:
+    """Return the models by their section of the configuration. All references share one."""
+    return {SECTIONS.get(model.name, "actor_rollout_ref.ref"): model for model in workload.models}
 
 
 def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, now: int) -> list[Remedy]:
@@ -125,8 +129,7 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
     if not actor.megatron.use_distributed_optimizer:
         yield f"{ACTOR}.megatron.use_distributed_optimizer=true"
     for flag in ("optimizer_offload", "grad_offload", "param_offload"):
-        for model in workload.models:
-            where = SECTIONS[model.name]
+        for where, model in _by_section(workload).items():
             if not getattr(model.section, flag) and (model.updates or flag == "param_offload"):
                 yield f"{where}.megatron.{flag}=true"
     if not policy.model.enable_gradient_checkpointing:

@@ -131,33 +131,39 @@ def _moments(
         if model.name == REWARD_MODEL and workload.config.algorithm.filter_groups.enable:
             here |= weights | cache  # dynamic sampling has samples scored before it draws more
         size = inference_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.infers)
-        kept = _kept_of_reference(workload, stage, model.infers, here)
+        kept = _kept_of_references(workload, stage, model.infers, here)
         yield Moment(phase="infer", worker=model.name, parts=here | kept | {activations: size})
         if model.updates:
             here |= {f"{model.name} gradients": present.gradients, f"{model.name} optimizer": present.optimizer}
             if model.updates.exact_kl:
-                yield _reading(workload, stage, states["reference"], model.updates, here)
+                for reference in workload.references:
+                    yield _reading(workload, reference, stage, states[reference.name], model.updates, here)
             size = training_bytes(model.architecture, model.section, workload.grid, stage=stage, work=model.updates)
-            kept = _kept_of_reference(workload, stage, model.updates, here)
+            kept = _kept_of_references(workload, stage, model.updates, here)
             yield Moment(phase="update", worker=model.name, parts=here | kept | {activations: size})
 
 
-def _reading(workload: Workload, stage: int, states: States, work: Work, here: Mapping[str, int]) -> Moment:
-    """Return the moment in which the reference reads a mini-batch of an update; its hidden states go to host memory."""
-    a, section = workload.reference, workload.config.actor_rollout_ref.ref.megatron
+def _reading(
+    workload: Workload, reference: TrainerModel, stage: int, states: States, work: Work, here: Mapping[str, int]
+) -> Moment:
+    """Return the moment in which a reference reads a mini-batch of an update; its hidden states go to host memory."""
+    name, section = reference.name, reference.section
     work = replace(work, role="value")  # like a value model it computes no logits
-    size = inference_bytes(a, section, workload.grid, stage=stage, work=work)
-    parts = {**here, "reference weights": states.weights, "reference activations": size}
-    return Moment(phase="update", worker="reference", parts=parts)
+    size = inference_bytes(reference.architecture, section, workload.grid, stage=stage, work=work)
+    parts = {**here, f"{name} weights": states.weights, f"{name} activations": size}
+    return Moment(phase="update", worker=name, parts=parts)
 
 
-def _kept_of_reference(workload: Workload, stage: int, work: Work, here: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of the reference that the head of the exact divergence keeps: a slice of the vocabulary."""
+def _kept_of_references(workload: Workload, stage: int, work: Work, here: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of the references that the head of the exact divergence keeps: slices of the vocabulary."""
     if not work.exact_kl or stage != workload.grid.pp - 1:
         return {}
-    rows = -(-workload.reference.vocab_size // workload.grid.tp)
-    itemsize = DTYPE_BYTES[workload.config.actor_rollout_ref.ref.megatron.dtype]
-    return {"reference weights": max(here["reference weights"], rows * workload.reference.hidden_size * itemsize)}
+    kept = {}
+    for reference in workload.references:
+        a, name = reference.architecture, f"{reference.name} weights"
+        rows = -(-a.vocab_size // workload.grid.tp)
+        kept[name] = max(here[name], rows * a.hidden_size * DTYPE_BYTES[reference.section.dtype])
+    return kept
 
 
 def _parked(model: TrainerModel, states: States) -> dict[str, int]:

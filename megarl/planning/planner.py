@@ -135,9 +135,9 @@ class Planner:
         faults = [*model_faults(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", needs_weights=False)]
         if config.has_critic:
             faults += model_faults(config.critic.model, "critic.model.path", needs_weights=False, needs_head=False)
-        if config.has_teacher:
-            teacher = config.actor_rollout_ref.ref.model
-            faults += model_faults(teacher, "actor_rollout_ref.ref.model.path", needs_weights=False)
+        for source, teacher in config.teachers.items():
+            key = "actor_rollout_ref.ref.model.path" if source is None else "actor_rollout_ref.ref.teachers"
+            faults += model_faults(teacher, key, needs_weights=False)
         if config.reward_model.enable:
             faults += model_faults(config.reward_model.model, "reward_model.model.path", needs_weights=False)
         if faults:
@@ -148,8 +148,8 @@ class Planner:
         policy = architecture_of(config.actor_rollout_ref.model)
         critic = architecture_of(config.critic.model) if config.has_critic else None
         reward_model = architecture_of(config.reward_model.model) if config.reward_model.enable else None
-        teacher = architecture_of(config.actor_rollout_ref.ref.model) if config.has_teacher else None
-        return workload_of(config, policy=policy, critic=critic, reward_model=reward_model, teacher=teacher)
+        teachers = {source: architecture_of(teacher) for source, teacher in config.teachers.items()}
+        return workload_of(config, policy=policy, critic=critic, reward_model=reward_model, teachers=teachers)
 
     def _try(self, overrides: Sequence[str]) -> Workload | None:
         try:

@@ -72,7 +72,10 @@ def step_time(
     tokens = _tokens(num_samples, lengths)
     flops = forward_flops(workload.policy, tokens)
     seconds = {"sync": sync_seconds, "gen": _generation(workload, memory, machine, lengths, num_samples)}
-    for model in workload.models:
+    readers = [model for model in workload.models if not model.is_reference]
+    if references := workload.references:  # one reference reads a sample; the smallest takes the least time
+        readers.append(min(references, key=lambda model: forward_flops(model.architecture, tokens)))
+    for model in readers:
         if model.name != "actor" or not config.reads_while_learning:
             seconds[f"infer {model.name}"] = _passes(workload, model, model.infers, machine, tokens, num_passes=1)
             flops += forward_flops(model.architecture, tokens)

@@ -1,9 +1,10 @@
 """From the configuration to the models of a run: their roles, their split, and their computation in each phase."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from megarl.algorithms.config import EXACT
 from megarl.config.checks import world_size
 from megarl.config.root import Config
 from megarl.learner.config import MegatronSection
@@ -12,18 +13,23 @@ from megarl.models.architecture import Architecture
 from megarl.models.grid import Grid
 from megarl.planning.activations import Work
 
-REWARD_MODEL = "reward model"
+REWARD_MODEL, REFERENCE = "reward model", "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerModel:
-    """Actor, critic, reference or reward model."""
+    """Actor, critic, reward model, or one of the references."""
 
     name: str
     architecture: Architecture
     section: MegatronSection
     infers: Work
     updates: Work | None  # None: it never learns
+
+    @property
+    def is_reference(self) -> bool:
+        """Return whether this is one of the references. Each reads a share of the samples."""
+        return self.name.startswith(REFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,9 @@ class Workload:
     models: tuple[TrainerModel, ...]
 
     @property
-    def reference(self) -> Architecture:
-        """Return the sizes of the reference; of the policy if there is none."""
-        return next((model.architecture for model in self.models if model.name == "reference"), self.policy)
+    def references(self) -> tuple[TrainerModel, ...]:
+        """Return the frozen policies."""
+        return tuple(model for model in self.models if model.is_reference)
 
     @property
     def longest(self) -> int:
@@ -53,15 +59,16 @@ def workload_of(
     policy: Architecture,
     critic: Architecture | None,
     reward_model: Architecture | None = None,
-    teacher: Architecture | None = None,
+    teachers: Mapping[str | None, Architecture] | None = None,
 ) -> Workload:
     """Return the models of a run of `config`; `critic` is the critic of adv_estimator=gae.
 
-    Without a `teacher`, the reference is as large as the policy.
+    `teachers` are the references by data source, as in `Config.teachers`. Without one for None, the reference of all
+    other data sources is as large as the policy.
     """
     grid = grid_of(config.actor_rollout_ref.actor.megatron, world_size(config.trainer))
     models = (
-        *_policies(config, grid, policy, teacher or policy),
+        *_policies(config, grid, policy, {None: policy, **(teachers or {})}),
         *_critics(config, grid, critic),
         *_reward_models(config, grid, reward_model),
     )
@@ -69,7 +76,7 @@ def workload_of(
 
 
 def _policies(
-    config: Config, grid: Grid, architecture: Architecture, reference: Architecture
+    config: Config, grid: Grid, architecture: Architecture, references: Mapping[str | None, Architecture]
 ) -> Iterator[TrainerModel]:
     policy = config.actor_rollout_ref
     actor, ref = policy.actor, policy.ref
@@ -89,14 +96,16 @@ def _policies(
         name="actor",
         architecture=architecture,
         section=actor.megatron,
-        infers=replace(infers, exact_kl=config.kl_of_reward == "full"),
-        updates=replace(updates, exact_kl=config.kl_of_loss == "full"),
+        infers=replace(infers, exact_kl=config.kl_of_reward in EXACT),
+        updates=replace(updates, exact_kl=config.kl_of_loss in EXACT),
     )
     if config.has_reference:
-        if config.kl_of_reward != "full":  # with `full` it reads the micro-batches of the actor
+        if config.kl_of_reward not in EXACT:  # it reads the micro-batches of the actor for an exact divergence
             max_sequences = ref.log_prob_micro_batch_size or actor.ppo_micro_batch_size
             infers = _work(config, grid, max_sequences, max_tokens=ref.log_prob_max_token_len_per_gpu)
-        yield TrainerModel(name="reference", architecture=reference, section=ref.megatron, infers=infers, updates=None)
+        for source, reference in references.items():
+            name = REFERENCE if source is None else f"{REFERENCE} of {source}"
+            yield TrainerModel(name=name, architecture=reference, section=ref.megatron, infers=infers, updates=None)
 
 
 def _critics(config: Config, grid: Grid, architecture: Architecture | None) -> Iterator[TrainerModel]:

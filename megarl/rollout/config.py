@@ -1,6 +1,7 @@
 """The configuration of generation by vLLM."""
 
 from dataclasses import field
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -70,9 +71,20 @@ class PartialSection:
     max_staleness: Count = 4
     """Most steps that may finish between the weights that drew a token and the step that learns from it. A step waits
     for responses that would become older."""
-    stop_when: Annotated[float, Field(ge=0.5, le=1.0)] = 0.8
-    """The share of the prompts being drawn whose responses must be complete for a step to end. A step learns from
-    data.train_batch_size prompts, so the engine draws the responses to train_batch_size / stop_when prompts at once."""
+    stop_when: Annotated[float, Field(ge=0.5, le=1.0)] | Annotated[int, Field(ge=2, le=1_000_000)] = 0.8
+    """When a step ends. 0.5 to 1.0 = as soon as this share of the prompts being drawn have all their responses: a step
+    learns from data.train_batch_size prompts, so the engine draws train_batch_size / stop_when prompts at once. 2 or
+    more = after so many engine steps: the engine draws train_batch_size prompts at once, and a step learns from those
+    that have all their responses."""
+
+    @property
+    def num_engine_steps(self) -> int | None:
+        """Return the engine steps of a step; None if a step ends when enough prompts have all their responses."""
+        return self.stop_when if isinstance(self.stop_when, int) else None
+
+    def num_drawn(self, num_prompts: int) -> int:
+        """Return the number of prompts that the engine draws at once, if a step learns from at most `num_prompts`."""
+        return num_prompts if isinstance(self.stop_when, int) else ceil(num_prompts / self.stop_when)
 
 
 @section
@@ -125,6 +137,9 @@ class RolloutSection:
     """Sampling in validation."""
     partial: PartialSection = field(default_factory=PartialSection)
     """Responses that continue under the weights of the next step."""
+    keep_complete: bool = False
+    """Keep the complete responses of a running step in files: a run that is killed and resumes at this step draws only
+    the others."""
     sync: SyncSection = field(default_factory=SyncSection)
     """The transfer of weights to the engine, and its checks."""
 

@@ -149,6 +149,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("rollout/occupancy", "0-1", "Share of the engine's slots that drew a training sample, over all steps"),
         Metric("rollout/staleness/mean", "steps", "Mean age of the weights that drew a response token", _PARTIAL),
         Metric("rollout/staleness/max", "steps", "Largest age of the weights that drew a response token", _PARTIAL),
+        Metric("rollout/complete_prompts", "prompts", "Prompts that the step learns from", _PARTIAL),
         Metric("rollout/carried_share", "0-1", "Share of the drawn prompts that continue in the next step", _PARTIAL),
         Metric("rollout/recomputed_tokens", "tokens", "Response tokens whose keys were computed again", _PARTIAL),
         Metric("rollout/wasted_tokens", "tokens", "Response tokens that became too old and were dropped", _PARTIAL),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param
@@ -26,8 +27,21 @@ logger = logging.getLogger(__name__)
 
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
-START_TAG = "megarl.start"
+START_TAG, NOTE = "megarl.start", "mlflow.note.content"
+HEADLINES = ("val/score", "train/reward", "train/kl")
 FAILURES = (MlflowException, OSError)
+
+
+def glance(run_id: str, experiment_id: str) -> str:
+    """Return the place, in MLflow's own pages, of one chart that shows what a run has learnt."""
+    query = {
+        "runs": [run_id],
+        "experiments": [experiment_id],
+        "metric": HEADLINES[0],
+        "plot_metric_keys": HEADLINES,
+    }
+    words = {key: json.dumps(value) for key, value in query.items()} | {"x_axis": "step"}
+    return f"#/metric?{urlencode(words, quote_via=quote)}"
 
 
 class Store:
@@ -62,6 +76,9 @@ class Store:
             tags = more["tags"] | {START_TAG: start}
             run = self._client.create_run(experiment_id, run_name=experiment, tags=tags, start_time=more["time"])
         run_id = str(run.info.run_id)
+        place = glance(run_id, experiment_id)
+        note = more["tags"].get(NOTE, "")
+        self._client.set_tag(run_id, NOTE, f"{note}\n\n[Score, reward and KL in one chart]({place})")
         for batch in _batches(params, MAX_PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=[Param(*item) for item in batch])
         log_inputs(self._client, run, more.get("data", []), more.get("model"))

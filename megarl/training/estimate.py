@@ -54,7 +54,7 @@ def estimate(
         baselines: `[B]` rewards of the greedy responses; None if none were drawn. ReMax needs them.
         algorithm: the estimator and its parameters.
         kl_coef: weight of the KL penalty in the reward; None keeps the KL out of the reward.
-        exact_kl: `[B, T]` of the actor from the reference; `kl_penalty=full` needs it, other settings estimate the KL.
+        exact_kl: `[B, T]` of the actor from the reference; the exact kinds of `kl_penalty` need it.
         own: the user's estimator; `adv_estimator=custom` needs it.
     """
     mask = scored.mask
@@ -99,12 +99,16 @@ def _divergence(
     algorithm: AlgorithmSection,
 ) -> Tensor:
     """Return the `[B, T]` divergence of the sampling actor from the reference, zero outside the mask."""
-    if algorithm.kl_penalty == "full":
-        assert exact_kl is not None, "log-probabilities that were not taken against the reference"
-        return masked(exact_kl, mask)
-    assert old_log_probs is not None and ref_log_probs is not None, "a KL in the reward without log-probabilities"
-    old, ref = masked(old_log_probs, mask), masked(ref_log_probs, mask)
-    return kl_penalty(old, ref, kind=algorithm.kl_penalty, k3_bound=algorithm.kl_penalty_k3_bound)
+    match algorithm.kl_penalty:
+        case "full" | "full_forward" | "full_js":
+            assert exact_kl is not None, "log-probabilities that were not taken against the reference"
+            return masked(exact_kl, mask)
+        case kind:
+            assert old_log_probs is not None and ref_log_probs is not None, (
+                "a KL in the reward without log-probabilities"
+            )
+            old, ref = masked(old_log_probs, mask), masked(ref_log_probs, mask)
+            return kl_penalty(old, ref, kind=kind, k3_bound=algorithm.kl_penalty_k3_bound)
 
 
 def response_rewards(scored: Scored, section: OverlongBufferSection) -> Tensor:
@@ -151,6 +155,8 @@ def _advantages(
             return gpg(scores, groups, mask), no_returns
         case "grpo_passk":
             return grpo_passk(scores, groups, mask, normalize_by_std=by_std), no_returns
+        case "none":
+            return torch.zeros_like(rewards), no_returns
         case "custom":
             assert own is not None, "an estimator of the user that nothing has loaded"
             given = {"token_rewards": rewards, "scores": scores, "groups": groups, "mask": mask}

@@ -82,11 +82,15 @@ class Scorer(Protocol):
         """Forget finished responses that will not be scored."""
 
 
-class Policy(Protocol):
-    """A model of the next token: the actor, or the reference, which is never updated."""
+class Reference(Protocol):
+    """A policy that never learns."""
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         """Return log-probabilities and entropies of the response tokens."""
+
+
+class Policy(Reference, Protocol):
+    """The actor."""
 
     def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
         """Learn from the experience of one step. Return metrics.

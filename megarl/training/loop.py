@@ -23,7 +23,7 @@ from megarl.training.carried import CARRIED_FILE, to_bytes
 from megarl.training.collect import Collected, SampleSource
 from megarl.training.estimate import estimate, mismatch_metrics
 from megarl.training.gate import Gate, require_version
-from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy
+from megarl.training.interfaces import Checkpoints, Critic, Metrics, Policy, Reference
 from megarl.training.own import OwnEstimator
 from megarl.training.steps import Schedule, run_steps
 from megarl.training.validation import Validation
@@ -61,7 +61,7 @@ class Job:
 
     samples: SampleSource
     actor: Policy
-    reference: Policy | None  # None: its log-probabilities are not needed
+    reference: Reference | None  # None: its log-probabilities are not needed
     critic: Critic | None  # None: the advantages come from groups
     gate: Gate | None  # None: the samples may come from other weights, as in a replay
     algorithm: AlgorithmSection

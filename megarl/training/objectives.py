@@ -75,12 +75,14 @@ class ActorObjective:
 
 def divergence(outputs: PolicyOutputs, micro: Experience, section: ActorSection) -> Tensor:
     """Return the `[b, T]` divergence from the reference of type `kl_loss_type`, zero outside the mask."""
-    if section.kl_loss_type == "full":
-        assert outputs.kl is not None, "outputs that were not taken against the reference"
-        return masked(outputs.kl, micro.mask)
-    assert micro.ref_log_probs is not None, "a KL loss without the reference"
-    log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
-    return kl_penalty(log_probs, ref_log_probs, kind=section.kl_loss_type, k3_bound=section.kl_loss_k3_bound)
+    match section.kl_loss_type:
+        case "full" | "full_forward" | "full_js":
+            assert outputs.kl is not None, "outputs that were not taken against the reference"
+            return masked(outputs.kl, micro.mask)
+        case kind:
+            assert micro.ref_log_probs is not None, "a KL loss without the reference"
+            log_probs, ref_log_probs = masked(outputs.log_probs, micro.mask), masked(micro.ref_log_probs, micro.mask)
+            return kl_penalty(log_probs, ref_log_probs, kind=kind, k3_bound=section.kl_loss_k3_bound)
 
 
 def policy_loss(

@@ -1,25 +1,26 @@
 """Partial rollouts: a step ends before its slowest responses do, and these continue under the weights of later steps.
 
-The engine draws more groups than a step learns from. The step ends at the first exchange that finds a full batch
-of complete groups, and learns from the oldest of them. The others keep their tokens, and each token keeps its
+If `stop_when` is a share, the engine draws more groups than a step learns from. The step ends at the first exchange
+that finds a full batch of complete groups, and learns from the oldest of them. If `stop_when` is a number of engine
+steps, the engine draws one batch of groups. The step ends at the first exchange after so many engine steps that finds a
+complete group, and learns from all that are complete. The other groups keep their tokens, and each token keeps its
 log-probability and the version of the weights that drew it. In the next step their tokens are given to the engine as a
 part of the prompt, so that no key of older weights is read.
 
 A step waits for every group that would otherwise become older than `max_staleness` steps. So nothing is drawn in vain,
-and long responses are learnt from as often as short ones. No more than `wanted / stop_when - wanted` groups outlive a
-step. These are at most `wanted` if `stop_when` is at least one half, so that a step can learn from all groups that it
-waited for.
+and long responses are learnt from as often as short ones. No more than `wanted` groups outlive a step, because a share
+is at least one half, so that a step can learn from all groups that it waited for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 
 from megarl.batch import Group, Rollouts
 from megarl.data.order import Position
 from megarl.rollout.config import PartialSection
+from megarl.rollout.session import WINDOW
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
 
@@ -27,13 +28,19 @@ from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 class Partial:
     """How many groups a step draws and learns from, and how old their tokens may be."""
 
-    wanted: int
+    wanted: int  # the most groups that a step learns from
     section: PartialSection
 
     @property
     def num_drawn(self) -> int:
         """The number of groups that the engine draws at once."""
-        return ceil(self.wanted / self.section.stop_when)
+        return self.section.num_drawn(self.wanted)
+
+    def may_end(self, *, num_complete: int, num_exchanges: int) -> bool:
+        """Return whether a step may end with so many complete groups, after so many exchanges."""
+        if num_steps := self.section.num_engine_steps:
+            return num_complete > 0 and num_exchanges * WINDOW >= num_steps
+        return num_complete >= self.wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ def draw_enough(
     *,
     step: int,
 ) -> Drawn:
-    """Continue the `carried` groups and begin others, until enough are complete."""
+    """Continue the `carried` groups and begin others, until the step may end."""
     groups, num_wasted = _renewed(carried, step=step, max_staleness=partial.section.max_staleness)
     if (missing := partial.num_drawn - len(groups)) > 0:
         fresh, position = prompts.take(position, missing)
@@ -65,6 +72,7 @@ def draw_enough(
     chosen, rest = _draw(session, groups, partial, step=step)
     metrics = {
         "rollout/occupancy": session.occupancy(),
+        "rollout/complete_prompts": float(len(chosen)),
         "rollout/carried_share": len(rest) / len(groups),
         "rollout/recomputed_tokens": float(recomputed),
         "rollout/wasted_tokens": float(num_wasted),
@@ -93,12 +101,16 @@ def _renewed(carried: Sequence[Group], *, step: int, max_staleness: int) -> tupl
 
 
 def _draw(session: Session, groups: Sequence[Group], partial: Partial, *, step: int) -> tuple[list[Group], list[Group]]:
-    """Draw until enough groups are complete. Return those to learn from and the others, each in their order."""
+    """Draw until the step may end. Return the groups to learn from and the others, each in their order."""
     complete = {number: group for number, group in enumerate(groups) if group.is_complete}
     late = {number for number, group in enumerate(groups) if step - group.begun >= partial.section.max_staleness}
     session.add({number: group for number, group in enumerate(groups) if number not in complete})
-    while len(complete) < partial.wanted or not late <= complete.keys():
+    num_exchanges = 0
+    while session.num_open and not (
+        late <= complete.keys() and partial.may_end(num_complete=len(complete), num_exchanges=num_exchanges)
+    ):
         complete |= session.advance()
+        num_exchanges += 1
     everything = complete | session.stop()
     chosen = sorted(complete)[: partial.wanted]
     rest = sorted(everything.keys() - set(chosen))

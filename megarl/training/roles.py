@@ -5,12 +5,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollouts
 from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
+from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner, LossTerm, Objective
 from megarl.rollout.config import RolloutSection
@@ -21,6 +24,7 @@ from megarl.rollout.session import Session
 from megarl.sync.transfer import Sync
 from megarl.tracking.timers import Timers
 from megarl.training.interfaces import Metrics, Review
+from megarl.training.kept import Kept
 from megarl.training.minibatches import minibatches
 from megarl.training.skips import Skips
 
@@ -39,7 +43,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
-    against: Learner | None = None  # another policy, if the objective uses the exact divergence from it
+    against: Against | None = None  # the exact divergence that the objective uses
     extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
@@ -54,7 +58,7 @@ class Model(Generic[Outputs]):
         learner: Learner,
         budget: Budget,
         updates: Updates | None = None,
-        against: Learner | None = None,
+        against: Against | None = None,
         translate: Translation | None = None,
     ) -> None:
         """Give a learner its role.
@@ -64,7 +68,7 @@ class Model(Generic[Outputs]):
             learner: the model.
             budget: the size of a forward pass in `infer`.
             updates: how the model learns; None if it never does.
-            against: another policy; `infer` then reports the exact divergence from it.
+            against: the exact divergence that `infer` reports, if any.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
         """
         self.name, self.learner, self.translate = name, learner, translate
@@ -115,6 +119,27 @@ class Model(Generic[Outputs]):
         return batch, replace(budget, max_tokens=max(budget.max_tokens, longest))
 
 
+class Reference:
+    """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
+
+    def __init__(self, models: BySource[Model[PolicyOutputs]]) -> None:
+        self.models = models
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        """Return the outputs for the response tokens, `[B, T]` float32."""
+        shares = self.models.shares(batch)
+        read = [model.infer(batch.select(samples)) for model, samples in shares]
+        order = torch.cat([samples for _, samples in shares]).argsort()
+        log_probs = torch.cat([outputs.log_probs for outputs in read])[order]
+        entropy = torch.cat([outputs.entropy for outputs in read])[order]
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy)
+
+    def against(self, divergence: Divergence) -> Against:
+        """Return the divergence from these policies."""
+        named = {source: model.learner for source, model in self.models.named.items()}
+        return Against(policies=BySource(named=named, other=self.models.other.learner), divergence=divergence)
+
+
 class EngineSampler:
     """The engine replicas together. Each replica takes a share of the prompts; every rank receives all responses."""
 
@@ -126,13 +151,15 @@ class EngineSampler:
         section: RolloutSection,
         finished: Callable[[Prompt, Sequence[int]], None],
         environments: Environments | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Take the sampling parameters from `section`. `finished` is called for each response, on one rank, at once.
 
-        With `environments`, samples are episodes, and their turns go to the environments instead.
+        With `environments`, samples are episodes, and their turns go to the environments instead. With `kept`, the
+        complete responses of a step are kept in files until the next step.
         """
         self._engine, self._sync, self._section, self._finished = engine, sync, section, finished
-        self._environments = environments
+        self._environments, self._kept = environments, kept
 
     def awake(self, timers: Timers, *, step: int) -> AbstractContextManager[Metrics]:
         """Wake the engine with the actor's weights, as `Sync.awake` does."""
@@ -149,8 +176,8 @@ class EngineSampler:
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
-        session = self.open(step=step)
-        rollouts = _finish(session, self.groups(prompts, step=step))
+        session, groups = self.open(step=step), self.groups(prompts, step=step)
+        rollouts = _finish_and_keep(session, groups, self._kept, step=step) if self._kept else _finish(session, groups)
         return rollouts, {"rollout/occupancy": session.occupancy()}
 
     def greedy(self, prompts: Prompts, *, step: int) -> Rollouts:
@@ -192,4 +219,16 @@ def _finish(session: Session, groups: Sequence[Group]) -> Rollouts:
     """Draw all samples of the groups."""
     session.add(dict(enumerate(groups)))
     complete = session.advance(None)
+    return of_groups([complete[number] for number in range(len(groups))])
+
+
+def _finish_and_keep(session: Session, groups: Sequence[Group], kept: Kept, *, step: int) -> Rollouts:
+    """Draw all samples of the groups, except those that an earlier job has kept. Keep the others as they complete."""
+    known = kept.begin(step)
+    complete = {number: known[row] for number, group in enumerate(groups) if (row := group.prompt.index) in known}
+    session.add({number: group for number, group in enumerate(groups) if number not in complete})
+    while session.num_open:
+        drawn = session.advance()
+        kept.keep([*drawn.values()])
+        complete |= drawn
     return of_groups([complete[number] for number in range(len(groups))])

@@ -3,8 +3,6 @@
 The ranks are forked from a process that has imported everything. SIGKILL ends them all at once in their fifth step.
 """
 
-import json
-import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from tests.support.forked import Job
 from tests.support.outcomes import PASSING, metrics_of, mlflow_runs
 from tests.support.programs import ROOT
 from tests.support.shards import tensors_of
-from tests.support.workspace import Workspace, train_arguments
+from tests.support.workspace import Workspace, train_arguments, with_many_ends
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -47,8 +45,9 @@ PIPELINE = [
 ]
 CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
 CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
-EPISODES, PARTIAL, PARTIAL_EPISODES = ("episodes", "tensor"), ("partial", "data"), ("partial-episodes", "tensor")
-CASES += [EPISODES, PARTIAL, PARTIAL_EPISODES]
+EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "tensor"), ("partial", "data"), ("partial_steps", "tensor")
+PARTIAL_EPISODES = ("partial_episodes", "tensor")
+CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES]
 GOES_ON = [
     "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 3, stop_when: 0.5}",
     "algorithm.rollout_correction.rollout_is=token",
@@ -64,15 +63,6 @@ class Runs:
     killed: Path
 
 
-def with_many_ends(model: Path, copy: Path) -> Path:
-    """Return a copy of a model in which one token of 16 ends a response."""
-    shutil.copytree(model, copy)
-    vocab_size = json.loads((copy / "config.json").read_text())["vocab_size"]
-    ends = {"eos_token_id": list(range(0, vocab_size, 16))}
-    (copy / "generation_config.json").write_text(json.dumps(ends))
-    return copy
-
-
 def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str]:
     """Return arguments for every part of an algorithm that keeps state."""
     if name == "partial":
@@ -82,8 +72,11 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             *GOES_ON,
             "data.max_response_length=96",
         ]
-    if name == "partial-episodes":
+    if name == "partial_episodes":
         return [*algorithm_arguments("episodes", workspace, root), *GOES_ON]
+    if name == "partial_steps":
+        partial = "actor_rollout_ref.rollout.partial.stop_when"
+        return [*algorithm_arguments("partial", workspace, root), f"{partial}=16"]
     if name == "episodes":
         return [
             *algorithm_arguments("ppo", workspace, root),
@@ -194,7 +187,7 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
     assert State.read(killed) == _timeless(State.read(whole), like=State.read(killed))
 
 
-@pytest.mark.parametrize("runs", [PARTIAL, PARTIAL_EPISODES], indirect=True, ids="-".join)
+@pytest.mark.parametrize("runs", [PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES], indirect=True, ids="-".join)
 def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
     whole, killed = (run_dir / f"global_step_{SAVED}" / CARRIED_FILE for run_dir in (runs.whole, runs.killed))
     assert whole.read_bytes() == killed.read_bytes()

@@ -365,20 +365,20 @@ def test_dynamic_sampling_draws_until_scores_differ_and_remax_draws_a_greedy_res
         assert state["position"] == {"epoch": epoch, "offset": 8 * batch}
 
 
-def test_a_larger_teacher_is_read_exactly(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_larger_teacher_of_a_data_source_is_read_exactly(workspace: Workspace, tmp_path: Path) -> None:
     teacher = write_checkpoint(tmp_path / "teacher", "llama", seed=5, hidden_size=128, num_hidden_layers=4)
     shutil.copy(workspace.model / "tokenizer.model", teacher)
+    [source] = {*pq.read_table(workspace.train)["data_source"].to_pylist()}
     run_job(
         2,
         train.main,
         *train_arguments(workspace, tmp_path / "run"),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        f"actor_rollout_ref.ref.model.path={teacher}",
+        f"actor_rollout_ref.ref.teachers={{{source}: {teacher}}}",
         "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.kl_loss_type=full_js",
         "actor_rollout_ref.actor.kl_loss_coef=1.0",
-        "algorithm.adv_estimator=grpo",
-        "algorithm.use_kl_in_reward=false",
+        "algorithm.adv_estimator=none",
         "actor_rollout_ref.rollout.n=2",
         "trainer.total_training_steps=3",
         "trainer.save_freq=-1",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
 from tests.support.heads import assert_not_rounded, in_bfloat16
@@ -21,14 +22,16 @@ ACTOR = ActorObjective(ActorSection(use_kl_loss=True, kl_loss_type="full", kl_lo
 
 def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
+    from megarl.learner.against import Against, BySource
     from megarl.learner.batching import Budget
 
     split = {"param_offload": param_offload}
     learner = make_test_learner(policy, split)
     other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
+    against = Against(policies=BySource(other=other), divergence=Divergence())
     budget = Budget(max_tokens=24, max_sequences=None)
-    kl = learner.infer(experience(), budget, against=other).kl
-    metrics: dict[str, Any] = learner.update([experience()], ACTOR, budget, against=other)
+    kl = learner.infer(experience(), budget, against=against).kl
+    metrics: dict[str, Any] = learner.update([experience()], ACTOR, budget, against=against)
     homes = {parameter.device.type for parameter in other.modules[0].parameters()}
     assert homes == {"cpu" if param_offload else "cuda"}
     return kl, metrics

@@ -1,13 +1,27 @@
 """Vocabulary-parallel log-probabilities, entropies and divergences against the plain softmax, with their gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.kl import full_kl
+from megarl.algorithms.kl import Divergence
 from megarl.learner import heads
-from tests.support.heads import HIDDEN, ROWS, TEMPERATURE, TOKENS, VOCAB, assert_not_rounded, example, in_bfloat16
+from tests.support.heads import (
+    HIDDEN,
+    ROWS,
+    TEMPERATURE,
+    TOKENS,
+    VOCAB,
+    assert_not_rounded,
+    example,
+    in_bfloat16,
+    plain_divergence,
+)
 from tests.support.ranks import RankPool
+
+DIVERGENCES = [Divergence(), Divergence("full_forward"), Divergence("full_js"), Divergence("full_js", 0.1)]
 
 
 def sharded(chunk_tokens: int, rows: int, entropy_weight: float) -> tuple[torch.Tensor, ...]:
@@ -50,8 +64,11 @@ def test_equals_plain_softmax(
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 
-def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(pool: RankPool) -> None:
-    [numbers] = pool.run(1, in_bfloat16, "cpu")
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(
+    pool: RankPool, divergence: Divergence
+) -> None:
+    [numbers] = pool.run(1, in_bfloat16, "cpu", divergence)
     assert_not_rounded(*numbers)
 
 
@@ -81,50 +98,95 @@ def two_policies() -> tuple[torch.Tensor, ...]:
     return hidden, weight, ref_hidden, ref_weight, upstream[0]
 
 
-def sharded_kl(chunk_tokens: int, rows: int) -> tuple[torch.Tensor, ...]:
+def sharded_divergence(chunk_tokens: int, rows: int, divergence: Divergence) -> tuple[torch.Tensor, ...]:
     heads.CHUNK_TOKENS = chunk_tokens
     hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
     size, rank = dist.get_world_size(), dist.get_rank()
     mine, ref_mine = (whole[: size * rows].chunk(size)[rank].clone() for whole in (weight, ref_weight))
     hidden.requires_grad_()
     mine.requires_grad_()
-    divergence = heads.vocab_parallel_kl(
-        hidden, mine, ref_hidden, ref_mine, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+    found = heads.vocab_parallel_divergence(
+        hidden,
+        mine,
+        ref_hidden,
+        ref_mine,
+        divergence,
+        temperature=TEMPERATURE,
+        vocab_size=VOCAB,
+        group=dist.group.WORLD,
     )
-    (divergence * upstream).sum().backward()
+    (found * upstream).sum().backward()
     dist.all_reduce(hidden.grad)
     assert hidden.grad is not None and mine.grad is not None
-    return divergence.detach(), hidden.grad, mine.grad
+    return found.detach(), hidden.grad, mine.grad
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 1024])
-@pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
-def test_divergence_is_that_of_plain_softmaxes(pool: RankPool, world_size: int, rows: int, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "rows", "chunk_tokens"), [(1, ROWS, 3), (2, ROWS, 1024), (2, 20, 3), (4, 10, 1024)]
+)
+def test_divergence_is_that_of_plain_softmaxes(
+    pool: RankPool, world_size: int, rows: int, chunk_tokens: int, divergence: Divergence
+) -> None:
     hidden, weight, ref_hidden, ref_weight, upstream = two_policies()
     hidden.requires_grad_()
     weight.requires_grad_()
     log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
     log_q = (ref_hidden @ ref_weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
-    divergence = full_kl(log_p, log_q)
-    (divergence * upstream).sum().backward()
-    results = pool.run(world_size, sharded_kl, chunk_tokens, rows)
+    expected = plain_divergence(log_p, log_q, divergence)
+    (expected * upstream).sum().backward()
+    results = pool.run(world_size, sharded_divergence, chunk_tokens, rows, divergence)
     for result in results:
-        torch.testing.assert_close(result[0], divergence.detach())
+        torch.testing.assert_close(result[0], expected.detach())
         torch.testing.assert_close(result[1], hidden.grad)
     gathered = torch.cat([result[2] for result in results])
     assert weight.grad is not None
     torch.testing.assert_close(gathered, weight.grad[: len(gathered)])
 
 
-def test_a_policy_does_not_diverge_from_itself(pool: RankPool) -> None:
-    assert pool.run(1, divergence_from_itself) == [(0.0, 0.0)]
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+def test_a_policy_does_not_diverge_from_itself(pool: RankPool, divergence: Divergence) -> None:
+    [(value, gradient)] = pool.run(1, divergence_from_itself, divergence)
+    assert value < 1e-6
+    assert gradient < 1e-6
 
 
-def divergence_from_itself() -> tuple[float, float]:
+def divergence_from_itself(divergence: Divergence) -> tuple[float, float]:
     hidden, weight, *_ = example()
     hidden.requires_grad_()
-    divergence = heads.vocab_parallel_kl(
-        hidden, weight, hidden.detach(), weight, temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+    found = heads.vocab_parallel_divergence(
+        hidden, weight, hidden.detach(), weight, divergence, temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
     )
-    divergence.sum().backward()
-    return float(divergence.abs().max()), float(hidden.grad.abs().max())
+    found.sum().backward()
+    assert hidden.grad is not None
+    return float(found.detach().abs().max()), float(hidden.grad.abs().max())
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+def test_policies_that_exclude_each_other_have_finite_gradients(pool: RankPool, divergence: Divergence) -> None:
+    value, *gradients = pool.run(1, far_apart, divergence)[0]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    limit = 2000.0 if divergence.kind != "full_js" else _entropy(divergence.beta)
+    torch.testing.assert_close(value, torch.full_like(value, limit), rtol=1e-4, atol=1e-4)
+
+
+def _entropy(beta: float) -> float:
+    return -beta * math.log(beta) - (1.0 - beta) * math.log(1.0 - beta)
+
+
+def far_apart(divergence: Divergence) -> tuple[torch.Tensor, ...]:
+    """Two tokens: the policy always chooses the first, and the reference the second."""
+    hidden, weight = torch.ones(3, 1, requires_grad=True), torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    found = heads.vocab_parallel_divergence(
+        hidden,
+        weight,
+        torch.ones(3, 1),
+        weight.detach().flip(0),
+        divergence,
+        temperature=1.0,
+        vocab_size=2,
+        group=dist.group.WORLD,
+    )
+    found.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return found.detach(), hidden.grad, weight.grad

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection
 from megarl.training.objectives import ActorObjective
 from tests.support.learners import TOLERANCE, learner_outputs
@@ -19,6 +20,7 @@ from tests.support.references import reference_outputs
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("qwen3-tied", {"num_hidden_layers": 4}),
     "reference": ("qwen3-tied", {"num_hidden_layers": 4, "seed": 1}),
+    "teacher": ("qwen3-tied", {"num_hidden_layers": 8, "seed": 2}),
     "policy of experts": ("qwen3_moe", {}),
     "reference of experts": ("qwen3_moe", {"seed": 1}),
 }
@@ -63,6 +65,19 @@ def test_it_is_that_of_whole_logits_under_every_split(pool: RankPool, checkpoint
             torch.testing.assert_close(found["after"].kl, first["after"].kl, rtol=1e-4, atol=1e-4)
     assert first is not None
     assert first["after"].kl.sum() < first["before"].kl.sum()
+
+
+@pytest.mark.parametrize("divergence", [Divergence("full_forward"), Divergence("full_js", 0.3)], ids=str)
+@pytest.mark.parametrize("split", ["one rank, many micro-batches", "tensor, context", "virtual pipeline, data"])
+def test_each_data_source_has_its_own_teacher(
+    pool: RankPool, checkpoints: dict[str, Path], split: str, divergence: Divergence
+) -> None:
+    policy, reference, named = checkpoints["policy"], checkpoints["reference"], {"odd": checkpoints["teacher"]}
+    expected = reference_outputs(policy, ACTOR, against=reference, named=named, divergence=divergence)
+    world_size, section, max_tokens = SPLITS[split]
+    arguments = (policy, "policy", section, max_tokens, ACTOR, reference, named, divergence)
+    for found in pool.run(world_size, learner_outputs, *arguments):
+        check(found, *expected)
 
 
 def test_experts_on_several_ranks_take_part_in_the_reading(pool: RankPool, checkpoints: dict[str, Path]) -> None:

@@ -56,8 +56,8 @@ def expected_metrics(checkpoint: Path) -> dict[str, float]:
     """Return the metrics by `transformers`, and autograd through the sum of both losses."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch, supervised = experience(), pairs()
-    loss, metrics = ACTOR(outputs_of(model, batch, model), batch, Totals.of(batch.mask))
-    outputs = outputs_of(model, supervised, model, temperature=1.0)
+    loss, metrics = ACTOR(outputs_of(model, batch, {None: model}), batch, Totals.of(batch.mask))
+    outputs = outputs_of(model, supervised, {None: model}, temperature=1.0)
     ptx_loss = -outputs.log_probs.sum() / supervised.mask.sum()
     (loss + 2.0 * ptx_loss).backward()
     metrics |= {"actor/ptx_loss": ptx_loss.detach(), "grad_norm": torch.tensor(gradient_norm(model))}

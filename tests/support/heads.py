@@ -3,10 +3,12 @@
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.kl import full_kl
+from megarl.algorithms.kl import Divergence
 from megarl.learner import heads
 
 VOCAB, ROWS, HIDDEN, TOKENS, TEMPERATURE = 37, 64, 8, 11, 0.7
+
+REVERSE = Divergence()
 
 
 def example() -> tuple[torch.Tensor, ...]:
@@ -19,7 +21,21 @@ def example() -> tuple[torch.Tensor, ...]:
     return hidden, weight, targets, upstream
 
 
-def in_bfloat16(device: str) -> tuple[torch.Tensor, ...]:
+def plain_divergence(log_p: torch.Tensor, log_q: torch.Tensor, divergence: Divergence) -> torch.Tensor:
+    """Return [N] divergences of [N, V] complete log-probabilities, as their definitions say."""
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one.exp() * (one - other)).sum(-1)
+
+    if divergence.kind == "full":
+        return kl(log_p, log_q)
+    if divergence.kind == "full_forward":
+        return kl(log_q, log_p)
+    log_m = (divergence.beta * log_q.exp() + (1.0 - divergence.beta) * log_p.exp()).log()
+    return divergence.beta * kl(log_q, log_m) + (1.0 - divergence.beta) * kl(log_p, log_m)
+
+
+def in_bfloat16(device: str, divergence: Divergence = REVERSE) -> tuple[torch.Tensor, ...]:
     """Return results and gradients of the heads for bfloat16 inputs with logits up to 40, then float64 ones."""
     hidden, weight, targets, upstream = (tensor.to(device) for tensor in example())
     inputs = [(2 * hidden).bfloat16(), (2 * weight).bfloat16(), hidden.flip(0).bfloat16()]
@@ -29,13 +45,19 @@ def in_bfloat16(device: str) -> tuple[torch.Tensor, ...]:
     found = torch.stack(
         [
             *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, **settings),
-            heads.vocab_parallel_kl(rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), **settings),
+            heads.vocab_parallel_divergence(
+                rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), divergence, **settings
+            ),
         ]
     )
     log_p = (exact[0] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1)
     log_q = (exact[2] @ exact[1][:VOCAB].T / TEMPERATURE).log_softmax(-1).detach()
     wanted = torch.stack(
-        [log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), full_kl(log_p, log_q)]
+        [
+            log_p.gather(1, targets[:, None])[:, 0],
+            -(log_p.exp() * log_p).sum(-1),
+            plain_divergence(log_p, log_q, divergence),
+        ]
     )
     for numbers in (found, wanted):
         (numbers * torch.stack([*upstream, upstream[0]])).sum().backward()

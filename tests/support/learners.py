@@ -1,14 +1,17 @@
 """Learners on tiny checkpoints: in float32, over all ranks of a test."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.algorithms.kl import Divergence
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.training.objectives import ActorObjective, CriticObjective
+from tests.support.heads import REVERSE
 from tests.support.ranks import fresh_mesh
 from tests.support.records import experience
 
@@ -64,14 +67,25 @@ def learner_outputs(
     max_tokens: int,
     objective: Any = None,
     against: Path | None = None,
+    named: Mapping[str, Path] | None = None,
+    divergence: Divergence = REVERSE,
 ) -> dict[str, Any]:
-    """On each rank: infer, update and infer again; compare with the policy `against`, if given."""
+    """On each rank: infer, update and infer again; compare with the policy `against`, if given, and with those `named`.
+
+    The policies that are `named` read the samples of their data source.
+    """
+    from megarl.learner.against import Against, BySource
     from megarl.learner.batching import Budget
 
     learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
     other = None
     if against:
-        other = make_test_learner(against, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
+        rest, *others = (
+            make_test_learner(path, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
+            for path in (against, *(named or {}).values())
+        )
+        policies = BySource(named=dict(zip(named or {}, others, strict=True)), other=rest)
+        other = Against(policies=policies, divergence=divergence)
     if role == "value" and learner.mesh.is_last_stage:
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():

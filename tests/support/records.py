@@ -45,14 +45,14 @@ def answer(asked: Prompts, lengths: Sequence[int], *, version: int = 0) -> Rollo
 
 
 def experience() -> Experience:
-    """Return four prompts with two samples each, of very different lengths."""
+    """Return four prompts with two samples each, of very different lengths, from the sources even, odd, even, odd."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         Prompt(
             index=number,
             token_ids=torch.randint(3, 200, (3 + 4 * number,), generator=generator).tolist(),
             text="",
-            data_source="",
+            data_source="odd" if number % 2 else "even",
             ground_truth=None,
             extra_info={},
         )

@@ -1,14 +1,17 @@
 """Results of one unsharded `transformers` model with plain autograd, to compare learners with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.algorithms.kl import Divergence
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience, Rollouts
 from megarl.training.objectives import ActorObjective
+from tests.support.heads import REVERSE, plain_divergence
 from tests.support.learners import ACTOR, TEMPERATURE
 from tests.support.records import experience
 
@@ -18,22 +21,39 @@ def reference_outputs(
     objective: ActorObjective = ACTOR,
     batch: Experience | None = None,
     against: Path | None = None,
+    named: Mapping[str, Path] | None = None,
+    divergence: Divergence = REVERSE,
 ) -> tuple[PolicyOutputs, float, dict[str, float]]:
     """Return outputs, gradient norm and metrics of an objective by `transformers` and autograd."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch = experience() if batch is None else batch
-    other = AutoModelForCausalLM.from_pretrained(against or checkpoint, dtype=torch.float32).requires_grad_(False)
-    outputs = outputs_of(model, batch, other)
+    paths: dict[str | None, Path] = {None: against or checkpoint, **(named or {})}
+    others = {
+        source: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+        for source, path in paths.items()
+    }
+    outputs = outputs_of(model, batch, others, divergence=divergence)
     loss, metrics = objective(outputs, batch, Totals.of(batch.mask))
     loss.backward()
     return outputs, gradient_norm(model), {name: float(value) for name, value in metrics.items()}
 
 
-def outputs_of(model: Any, batch: Rollouts, other: Any, *, temperature: float = TEMPERATURE) -> PolicyOutputs:
-    """Return the outputs of a `transformers` model and its divergence from `other`, sequence by sequence."""
+def outputs_of(
+    model: Any,
+    batch: Rollouts,
+    others: Mapping[str | None, Any],
+    *,
+    temperature: float = TEMPERATURE,
+    divergence: Divergence = REVERSE,
+) -> PolicyOutputs:
+    """Return the outputs of a `transformers` model and its divergence from another, sequence by sequence.
+
+    `others` are models by data source; None is that of all other data sources.
+    """
     log_probs, entropy, kl = [], [], []
     for sample in range(len(batch)):
         prompt, response = list(batch.prompt_of(sample).token_ids), batch.response_ids(sample)
+        other = others.get(batch.prompt_of(sample).data_source, others[None])
         log_p, log_q = (
             (policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
             for policy in (model, other)
@@ -42,7 +62,7 @@ def outputs_of(model: Any, batch: Rollouts, other: Any, *, temperature: float = 
         chosen = log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.int64)]
         log_probs.append(torch.nn.functional.pad(chosen, padding))
         entropy.append(torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1), padding))
-        kl.append(torch.nn.functional.pad((log_p.exp() * (log_p - log_q)).sum(-1), padding))
+        kl.append(torch.nn.functional.pad(plain_divergence(log_p, log_q, divergence), padding))
     return PolicyOutputs(log_probs=torch.stack(log_probs), entropy=torch.stack(entropy), kl=torch.stack(kl))
 
 

@@ -1,5 +1,7 @@
 """Files for tests that run programs: Countdown problems, a SentencePiece tokenizer and a random Llama."""
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,15 @@ def make_workspace(root: Path) -> Workspace:
     reward.write_text(DIGITS_REWARD)
     files = {name: data / f"{file}.parquet" for name, file in (("train", "train"), ("val", "val"), ("pairs", "sft"))}
     return Workspace(model=model, reward=reward, **files)
+
+
+def with_many_ends(model: Path, copy: Path) -> Path:
+    """Return a copy of a model in which one token of 16 ends a response."""
+    shutil.copytree(model, copy)
+    vocab_size = json.loads((copy / "config.json").read_text())["vocab_size"]
+    ends = {"eos_token_id": list(range(0, vocab_size, 16))}
+    (copy / "generation_config.json").write_text(json.dumps(ends))
+    return copy
 
 
 def train_arguments(workspace: Workspace, run_dir: Path) -> list[str]:

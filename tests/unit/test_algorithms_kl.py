@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.config import SampledKL
-from megarl.algorithms.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
+from megarl.algorithms.config import EXACT, ExactKL, SampledKL
+from megarl.algorithms.kl import AdaptiveKL, Divergence, FixedKL, kl_penalty
 
 D = math.log(2.0)
 
@@ -47,21 +47,59 @@ def test_what_each_kind_is_as_a_loss(kind: SampledKL, gradient_of: str) -> None:
     (gradient,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
     exact = {
         "nothing": 0.0 * logits.sum(),
-        "KL(policy || reference)": full_kl(log_p, reference),
-        "KL(reference || policy)": full_kl(reference, log_p),
+        "KL(policy || reference)": (log_p.exp() * (log_p - reference)).sum(),
+        "KL(reference || policy)": (reference.exp() * (reference - log_p)).sum(),
     }[gradient_of]
     torch.testing.assert_close(gradient, *torch.autograd.grad(exact, logits))
 
 
-def test_full_by_hand() -> None:
-    policy = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
-    reference = torch.tensor([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
-    log_p = policy.log().requires_grad_()
-    divergence = full_kl(log_p, reference.log())
-    torch.testing.assert_close(divergence, torch.tensor([0.5 * D - 0.25 * D, D]))  # a token ruled out adds nothing
-    divergence.sum().backward()
-    assert log_p.grad is not None
-    assert log_p.grad.isfinite().all()
+POLICY = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+TEACHER = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (Divergence("full"), 0.25 * D),
+        (Divergence("full_forward"), 0.25 * D),
+        # The mixture of equal shares is (3/8, 1/4, 3/8), and the two divergences from it are equal.
+        (Divergence("full_js"), 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3)),
+        # A quarter of the teacher: (7/16, 1/4, 5/16).
+        (
+            Divergence("full_js", 0.25),
+            0.25 * (0.25 * math.log(4 / 7) + 0.5 * math.log(8 / 5))
+            + 0.75 * (0.5 * math.log(8 / 7) + 0.25 * math.log(4 / 5)),
+        ),
+    ],
+    ids=str,
+)
+def test_each_exact_kind_by_hand(divergence: Divergence, expected: float) -> None:
+    summands, _ = divergence.summands(POLICY.log()[None], TEACHER.log()[None])
+    assert summands.sum().item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_gradient_of_each_exact_kind_is_that_of_small_changes(kind: ExactKL) -> None:
+    divergence, logits = Divergence(kind, 0.3), torch.tensor([[0.3, -0.2, 1.0]], dtype=torch.float64)
+
+    def value(z: torch.Tensor) -> float:
+        return float(divergence.summands(z.log_softmax(-1), TEACHER.log()[None])[0].sum())
+
+    log_p = logits.log_softmax(-1)
+    _, slope = divergence.summands(log_p, TEACHER.log()[None])
+    gradient = slope - log_p.exp() * slope.sum()
+    for place, step in enumerate(1e-6 * torch.eye(3, dtype=torch.float64)):
+        assert gradient[0, place].item() == pytest.approx(
+            (value(logits + step) - value(logits - step)) / 2e-6, abs=1e-8
+        )
+
+
+def test_jensen_shannon_of_small_shares_is_a_divergence_of_its_own() -> None:
+    """As the share of the teacher vanishes, JS / beta becomes the forward divergence; as it grows, the reverse one."""
+    for beta, kind, share in ((1e-6, "full_forward", 1e-6), (1.0 - 1e-6, "full", 1e-6)):
+        js, _ = Divergence("full_js", beta).summands(POLICY.log()[None], TEACHER.log()[None])
+        limit, _ = Divergence(kind).summands(POLICY.log()[None], TEACHER.log()[None])  # type: ignore[arg-type]
+        assert js.sum().item() / share == pytest.approx(limit.sum().item(), rel=1e-5)
 
 
 def test_k3_stays_finite_far_from_the_reference() -> None:

@@ -184,3 +184,15 @@ def test_a_teacher_must_exist_fit_the_mesh_and_know_the_same_tokens(argv: list[s
     others = make_model(tmp_path / "others", vocab_size=1000)
     assert faults(argv, *loss, f"{teacher}={others}") == {}
     assert "the exact divergence" in faults(argv, *loss, f"{teacher}={others}", exact)[teacher]
+
+
+def test_each_teacher_of_a_data_source_is_checked(argv: list[str], tmp_path: Path) -> None:
+    teachers, larger = f"{REF}.teachers", make_model(tmp_path / "larger", hidden_size=96)
+    loss = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_js", "algorithm.use_kl_in_reward=false"]
+    assert faults(argv, *loss, f"{teachers}={{math: {larger}}}") == {}
+    assert "no directory" in faults(argv, *loss, f"{teachers}={{math: {larger}, code: {tmp_path}/none}}")[teachers]
+    others = make_model(tmp_path / "others", vocab_size=1000)
+    assert "the exact divergence" in faults(argv, *loss, f"{teachers}={{math: {others}}}")[teachers]
+    uneven = make_model(tmp_path / "uneven", num_attention_heads=3, num_key_value_heads=3)
+    cut = f"{ACTOR}.megatron.{TP}"
+    assert faults(argv, *loss, f"{teachers}={{math: {uneven}}}", f"{cut}=2").keys() == {cut}

@@ -123,7 +123,11 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
         ),
         (["environment.path=own.py"], "environment.name", "environment.path=own.py defines a class: write its name"),
-        (["environment.name=chess"], "environment.name", "'chess' is not built in (calculator, guess, openenv, python, reasoning_gym)"),
+        (
+            ["environment.name=chess"],
+            "environment.name",
+            "'chess' is not built in (calculator, guess, openenv, ",
+        ),
         (
             ["environment.name=guess", "environment.timeout_s=1800"],
             "environment.timeout_s",
@@ -162,6 +166,8 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "algorithm.filter_groups.enable",
             "prompts cannot be refilled while their episodes run yet",
         ),
+        ([f"{ROLLOUT}.keep_complete=true", "environment.name=guess"], f"{ROLLOUT}.keep_complete", "by counted engine"),
+        (["algorithm.adv_estimator=none"], "algorithm.adv_estimator", "the actor would learn nothing"),
         (
             [f"{ROLLOUT}.partial.enable=true"],
             "algorithm.rollout_correction.rollout_is",

@@ -91,6 +91,12 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     f"{REF}.megatron.dtype=float32": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
     f"{REF}.log_prob_micro_batch_size=4": ([], ["algorithm.kl_penalty=full"]),
     f"{REF}.model.trust_remote_code=true": ([f"{REF}.model.path=org/teacher"], []),
+    f"{REF}.teachers={{math: org/teacher}}": ([], ["algorithm.kl_ctrl.kl_coef=0"]),
+    "algorithm.kl_penalty_js_beta=0.3": (["algorithm.kl_penalty=full_js"], ["algorithm.kl_penalty=full"]),
+    f"{ACTOR}.kl_loss_js_beta=0.3": (
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_js"],
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
+    ),
     f"{REF}.megatron.param_offload=true": ([], ["trainer.device=cpu"]),
     "reward_model.model.path=org/rm": (["reward_model.enable=true"], []),
     "reward_model.micro_batch_size=9": (["reward_model.enable=true", "reward_model.model.path=org/rm"], []),
@@ -125,6 +131,10 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         [f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"],
         [],
     ),
+    f"{ROLLOUT}.partial.stop_when=64": (
+        [f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token"],
+        [],
+    ),
     f"{ROLLOUT}.top_k=5": ([], [f"{ROLLOUT}.do_sample=false"]),
     f"{ROLLOUT}.sync.mismatch_growth=5": ([], [f"{ROLLOUT}.calculate_log_probs=false"]),
     f"{ROLLOUT}.free_cache_engine=false": ([], ["trainer.device=cpu"]),
@@ -146,7 +156,7 @@ ALWAYS = {
     ROLLOUT: """n temperature do_sample response_length prompt_length ignore_eos dtype gpu_memory_utilization
         enforce_eager load_format tensor_model_parallel_size max_num_batched_tokens max_num_seqs enable_prefix_caching
         log_prob_micro_batch_size calculate_log_probs seed engine_kwargs sync.bucket_megabytes sync.two_level
-        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable""",
+        sync.check_every sync.logprob_warn sync.logprob_stop partial.enable keep_complete""",
     "algorithm": """adv_estimator use_kl_in_reward filter_groups.enable overlong_buffer.enable
         mask_truncated_completions rollout_correction.rollout_is rollout_correction.rollout_rs""",
     "reward_model": "weights enable judge.url",

@@ -169,7 +169,10 @@ def workload(*argv: str, model: str = "llama-3-8b") -> Workload:
         check_paths=False,
     )
     reward_model = architecture(model).with_scalar_head() if config.reward_model.enable else None
-    return workload_of(config, policy=architecture(model), critic=architecture(model), reward_model=reward_model)
+    teachers = {source: architecture(model) for source in config.teachers}
+    return workload_of(
+        config, policy=architecture(model), critic=architecture(model), reward_model=reward_model, teachers=teachers
+    )
 
 
 def memory(*argv: str) -> RankMemory:
@@ -274,3 +277,12 @@ def test_supervised_pairs_are_micro_batches_of_the_update() -> None:
         work = workload("trainer.n_gpus_per_node=16", *mixed, *argv).models[0].updates
         assert work is not None
         assert (work.num_tokens, work.num_micro_batches) == (tokens, number)
+
+
+def test_each_teacher_has_its_place() -> None:
+    full = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full_js")
+    alone, both = moments(1, *full), moments(1, *full, "actor_rollout_ref.ref.teachers={math: org/teacher}")
+    before, now = alone["update", "actor"].parts, both["update", "actor"].parts
+    assert now == {**before} | {"reference of math weights": before["reference weights"]}
+    reads = both["update", "reference of math"].parts
+    assert reads["reference of math activations"] == alone["update", "reference"].parts["reference activations"]

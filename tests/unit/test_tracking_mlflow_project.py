@@ -46,6 +46,7 @@ def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(tmp_path: Pat
     tags = run.data.tags
     assert tags["megarl.run_dir"] == str(tmp_path / "first")
     assert tags["mlflow.source.name"] in tags["mlflow.note.content"]
+    assert f"(#/metric?runs=%5B%22{run.info.run_id}%22%5D&" in tags["mlflow.note.content"]
     assert tags["mlflow.user"]
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.tags[0].value) == ("train.parquet", "training")

@@ -136,6 +136,7 @@ def advantages_of(**keys: Any) -> torch.Tensor:
         ("gpg", [0.5, -0.5, 0.5, -0.5]),
         ("opo", [0.25, -0.75, 0.5, -0.5]),
         ("grpo_passk", [math.sqrt(2.0), 0.0, math.sqrt(2.0), 0.0]),
+        ("none", [0.0, 0.0, 0.0, 0.0]),
     ],
 )
 def test_estimators_that_compare_responses(estimator: str, per_sample: list[float]) -> None:

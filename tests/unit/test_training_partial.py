@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megarl.data.order import Position
 from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
 from megarl.rollout.responses import of_groups
+from megarl.rollout.session import WINDOW
 from megarl.training.carried import read, to_bytes
 from megarl.training.partial import Drawn, Partial, draw_enough, staleness
 
@@ -115,13 +117,41 @@ def test_three_steps_by_hand() -> None:
     assert ages == {"rollout/staleness/mean": pytest.approx(10 / 14), "rollout/staleness/max": 2.0}
 
 
-@pytest.mark.parametrize("stop_when", [0.5, 0.7, 0.8])
+def test_steps_of_counted_engine_steps_by_hand() -> None:
+    """Three prompts are drawn for two exchanges. Row 1 takes 5, row 3 and row 4 take 9, and others take one."""
+    world = World(lambda row: {1: 5, 3: 9, 4: 9}.get(row, 1))
+    found = run(world, 6, wanted=3, stop_when=WINDOW + 1, max_staleness=4)
+    assert [rows(drawn.chosen) for drawn, _ in found] == [[0, 2], [1], [5], [6], [3, 4, 7], [8, 9, 10]]
+    assert [num_exchanges for _, num_exchanges in found] == [2, 3, 2, 2, 2, 1]  # step 1 waits for its first prompt
+    assert [drawn.metrics["rollout/complete_prompts"] for drawn, _ in found] == [2.0, 1.0, 1.0, 1.0, 3.0, 3.0]
+    assert [drawn.position.offset for drawn, _ in found] == [3, 5, 6, 7, 8, 11]
+
+
+def test_a_step_of_counted_engine_steps_waits_for_old_prompts() -> None:
+    found = run(World(lambda row: {1: 6}.get(row, 2)), 2, wanted=2, stop_when=2 * WINDOW, max_staleness=1)
+    assert [rows(drawn.chosen) for drawn, _ in found] == [[0], [1, 2]]
+    assert [num_exchanges for _, num_exchanges in found] == [2, 4]
+
+
+def test_the_law_of_counted_engine_steps() -> None:
+    """A prompt whose longest response takes T exchanges is in the engine for T / 4 steps, rounded up."""
+    draw = random.Random(5)
+    lengths = [draw.choice([1, 2, 3, 5, 9, 14]) for _ in range(4000)]
+    found = [drawn for drawn, _ in run(World(lengths.__getitem__), 200, wanted=20, stop_when=4 * WINDOW)]
+    mean_steps = sum(ceil(length / 4) for length in (1, 2, 3, 5, 9, 14)) / 6
+    learnt = [drawn.metrics["rollout/complete_prompts"] for drawn in found[20:]]
+    assert sum(learnt) / len(learnt) == pytest.approx(20 / mean_steps, rel=0.03)
+    lives = [step - group.begun for step, drawn in enumerate(found) for group in drawn.chosen if step >= 20]
+    assert sum(lives) / len(lives) == pytest.approx(mean_steps - 1, rel=0.05)
+
+
+@pytest.mark.parametrize("stop_when", [0.5, 0.7, 0.8, 6 * WINDOW])
 def test_every_prompt_is_learnt_once_and_never_too_late(stop_when: float) -> None:
     draw = random.Random(3)
     lengths = [draw.choice([1, 2, 3, 3, 4, 30]) for _ in range(1000)]
     found = run(World(lengths.__getitem__), 40, wanted=5, stop_when=stop_when, max_staleness=3)
     learnt = [row for drawn, _ in found for row in rows(drawn.chosen)]
-    assert all(len(drawn.chosen) == 5 for drawn, _ in found)
+    assert all(len(drawn.chosen) == 5 or stop_when > 1 and drawn.chosen for drawn, _ in found)
     assert len(learnt) == len({*learnt})
     last, _ = found[-1]
     assert {*learnt} | {*rows(last.carried)} == {*range(last.position.offset)}, "no prompt is lost"

@@ -1,6 +1,7 @@
 """A role prepares the data for its learner, which here only records them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 
 from megarl.algorithms.config import PolicyLossSection
-from megarl.batch import Experience, Marked, Scored
+from megarl.algorithms.losses import PolicyOutputs
+from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
 from megarl.config.policy import ActorSection
+from megarl.learner.against import BySource
 from megarl.learner.batching import Budget
 from megarl.learner.learner import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
-from megarl.training.roles import Model, Updates
+from megarl.training.roles import Model, Reference, Updates
 from tests.support.records import answer, prompts
 
 BUDGET = Budget(max_tokens=64, max_sequences=None)
@@ -107,3 +110,31 @@ def test_supervised_pairs_go_on_from_mini_batch_to_mini_batch_and_follow_from_th
     assert {(term.objective, term.temperature, term.against) for term in learner.extra_terms} == {
         (objective, 1.0, None)
     }
+
+
+class Reader:
+    """A frozen policy that answers with the first response token of each sample, times `factor`."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.num_read = factor, 0
+
+    def infer(self, batch: Rollouts) -> PolicyOutputs:
+        self.num_read += len(batch)
+        found = self.factor * batch.responses.float()
+        return PolicyOutputs(log_probs=found, entropy=-found)
+
+
+def test_each_reference_reads_the_samples_of_its_data_source() -> None:
+    asked = prompts([4, 6, 5])
+    sources = ["math", "code", "math"]
+    asked = Prompts(
+        prompts=[replace(each, data_source=name) for each, name in zip(asked.prompts, sources, strict=True)]
+    )
+    batch = answer(asked, [2, 3, 1, 2, 3, 3])
+    math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
+    reference = Reference(BySource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
+    outputs = reference.infer(batch)
+    factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
+    assert torch.equal(outputs.log_probs, factors * batch.responses)
+    assert torch.equal(outputs.entropy, -factors * batch.responses)
+    assert (math.num_read, unused.num_read, others.num_read) == (4, 0, 2)

@@ -1,0 +1,41 @@
+"""The frozen policies that a policy is compared with: one for all samples, or several by data source."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.kl import Divergence
+from megarl.batch import Rollouts
+
+if TYPE_CHECKING:
+    from megarl.learner.learner import Learner
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BySource(Generic[T]):
+    """Readers of samples. The data source of its prompt decides which of them reads a sample."""
+
+    named: Mapping[str, T] = field(default_factory=dict)
+    other: T  # reads the samples of all other data sources
+
+    def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
+        """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
+        readers, number = [self.other, *self.named.values()], dict(zip(self.named, count(1), strict=False))
+        of_prompt = torch.tensor([number.get(prompt.data_source, 0) for prompt in batch.prompts])
+        of_sample = of_prompt[batch.groups]
+        shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]
+        return [(reader, samples) for reader, samples in zip(readers, shares, strict=True) if len(samples)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """An exact divergence, and the policies that it is taken from."""
+
+    policies: "BySource[Learner]"
+    divergence: Divergence

@@ -1,0 +1,104 @@
+"""A run that is killed while it generates draws only what it had not drawn, and ends like an undisturbed run.
+
+The ranks are forked from a process that has imported everything. SIGKILL ends them all between two exchanges.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from megarl import train
+from megarl.batch import Group
+from megarl.rollout.session import Session
+from megarl.training.kept import KEPT
+from tests.support.forked import Job
+from tests.support.outcomes import metrics_of
+from tests.support.shards import tensors_of
+from tests.support.workspace import Workspace, train_arguments, with_many_ends
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+RUN_S = 600
+KILLED = 1  # the step, counted from 0, in which the run is killed
+
+
+def stand_still(marker: Path, arguments: list[str]) -> None:
+    """On each rank: train until the second exchange of step KILLED, create `marker`, and wait to be killed."""
+    advance, num_windows = Session.advance, [0]
+
+    def advance_and_wait(self: Session, num_steps: int | None = 16) -> dict[int, Group]:
+        if self._drawing._version == KILLED:
+            num_windows[0] += 1
+            if num_windows[0] == 3:
+                marker.touch()
+                signal.pause()
+        return advance(self, num_steps)
+
+    Session.advance = advance_and_wait  # type: ignore[method-assign]
+    train.main(arguments)
+
+
+def count_prompts(file: Path, arguments: list[str]) -> None:
+    """On each rank: train, and write the rows that each session draws to `file`."""
+    add = Session.add
+
+    def add_and_count(self: Session, groups: dict[int, Group]) -> None:
+        if self._engine.replica == 0:
+            with file.open("a") as lines:
+                rows = sorted(group.prompt.index for group in groups.values())
+                lines.write(json.dumps([self._drawing._version, rows]) + "\n")
+        add(self, groups)
+
+    Session.add = add_and_count  # type: ignore[method-assign]
+    train.main(arguments)
+
+
+def test_a_run_that_is_killed_while_it_generates_draws_only_the_rest(workspace: Workspace, tmp_path: Path) -> None:
+    model = with_many_ends(workspace.model, tmp_path / "model")
+
+    def arguments(run_dir: Path) -> list[str]:
+        return [
+            *train_arguments(workspace, run_dir),
+            f"actor_rollout_ref.model.path={model}",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.rollout.keep_complete=true",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "data.max_response_length=96",
+            f"trainer.rollout_data_dir={run_dir / 'samples'}",
+            "trainer.logger=[jsonl]",
+            "trainer.save_freq=1",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+            "trainer.total_training_steps=3",
+        ]
+
+    whole, killed, marker, drawn = (tmp_path / name for name in ("whole", "killed", "marker", "drawn"))
+    Job(2, train.main, arguments(whole), log=tmp_path / "log-whole").finish(timeout_s=RUN_S)
+    job = Job(2, stand_still, marker, arguments(killed), log=tmp_path / "log-killed")
+    job.kill_when(marker.exists, timeout_s=RUN_S)
+    kept = {row for file in (killed / KEPT).rglob("*.parquet") for row in pq.read_table(file)["row"].to_pylist()}
+    Job(2, count_prompts, drawn, arguments(killed), log=tmp_path / "log-resumed").finish(timeout_s=RUN_S)
+
+    sample = pq.read_table(whole / "samples" / f"step_{KILLED + 1}.parquet")
+    asked = {
+        row for version, rows in map(json.loads, drawn.read_text().splitlines()) if version == KILLED for row in rows
+    }
+    assert kept and asked, "some prompts were complete, and some were not"
+    assert not kept & asked
+    assert len(kept | asked) == 8
+    for step in (1, 2, 3):
+        ours, theirs = (pq.read_table(run_dir / "samples" / f"step_{step}.parquet") for run_dir in (killed, whole))
+        assert ours.equals(theirs), step
+    assert sample.num_rows == 16
+    other = {
+        name for name, value in metrics_of(whole)[KILLED + 1].items() if metrics_of(killed)[KILLED + 1][name] != value
+    }
+    assert other <= {"rollout/occupancy"}
+    expected, found = (tensors_of(run_dir / "global_step_3" / "actor") for run_dir in (whole, killed))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not [place for place in (killed / KEPT).iterdir() if not place.name.startswith("step_2-")]
