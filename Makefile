@@ -63,7 +63,8 @@ OF_MEGATRON := tests/unit/test_models_grid.py tests/unit/test_learner_patches.py
 	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-newest:
 	@scripts/setup.sh newest
-	.venv-newest/bin/python -m pytest $(TWO) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py
+	.venv-newest/bin/python -m pytest $(TWO) $(OF_MEGATRON) tests/unit/test_rewards_reasoning_gym.py \
+		tests/unit/test_environments_reasoning_gym.py
 
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)

@@ -54,6 +54,7 @@ class Turn:
     end: int  # and after its last
     reward: float
     num_observed: int = 0  # tokens of the observation after it
+    observation: str | None = None  # after it, as the environment gave it, in JSON; None: unknown, or there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Two equal runs, one undisturbed, one whose ranks are killed at random moments: both must end the same.
 
-    python scripts/chaos.py [--kills 20] [--seed 1] [--out runs/chaos] [--ranks 2]
+    python scripts/chaos.py [--task countdown|guess] [--kills 20] [--seed 1] [--out runs/chaos] [--ranks 2]
 
 Data, tokenizer and model are made as in the quickstart. Both runs train the model by PPO, the second run with `torchrun
---max-restarts` and a SIGKILL to one rank after each start. The exit code is 1 if metrics, samples or models differ in
-one bit. The same command resumes after an interruption, because OUT keeps finished parts.
+--max-restarts` and a SIGKILL to one rank after each start. With `--task guess`, samples are episodes of several turns,
+and unfinished episodes continue in the next step. The exit code is 1 if metrics, samples or models differ in one bit.
+The same command resumes after an interruption, because OUT keeps finished parts.
 """
 
 import argparse
@@ -27,8 +28,23 @@ from megarl.tracking.jsonl import read_jsonl  # noqa: E402
 from tests.support.faulty import START, Fault, Faults  # noqa: E402
 from tests.support.outcomes import differences  # noqa: E402
 
-CONFIG = "configs/quickstart_ppo.yaml"
-WARM_UP_STEPS = 20
+TASKS = {
+    "countdown": ["configs/quickstart_ppo.yaml", "actor_rollout_ref.rollout.max_num_seqs=64"],
+    "guess": [
+        "configs/grpo_guess.yaml",
+        "algorithm={adv_estimator: gae, use_kl_in_reward: true, rollout_correction: {rollout_is: token}}",
+        "critic={model: {path: '${actor_rollout_ref.model.path}'}, optim: {lr: 1.0e-3}}",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.max_num_seqs=4",  # episodes wait, so a step stops some in the middle of a turn
+        "environment.max_turns=6",
+        "data.max_response_length=56",
+        "actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5, max_staleness: 3}",
+    ],
+}
+"""The configuration of each task, and keys that change it."""
+WARM_UP_STEPS = {"countdown": 20, "guess": 100}
 SAVE_FREQ = 2
 KILLS_PER_STEP = 2
 PHASES = ("sync", "gen", "reward", "old_log_prob", "values", "update_critic", "update_actor", "save_checkpoint")
@@ -38,6 +54,7 @@ START_S = 10.0  # a rank that has not begun to train is killed within this time
 def main() -> int:
     """Make the missing parts of OUT, compare the runs, print a report, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="countdown")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
@@ -48,10 +65,11 @@ def main() -> int:
     num_steps = SAVE_FREQ * max(2, -(-options.kills // (KILLS_PER_STEP * SAVE_FREQ)) + 1)
 
     if not (out / "world" / "sft" / "huggingface").exists():
-        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--sft-steps", WARM_UP_STEPS]
-        call("world", *script, "--seed", options.seed, "--out", out / "world", log=out / "world.log")
+        script = [ROOT / "scripts" / "quickstart.py", "--warm-up-only", "--task", options.task]
+        of_world = ["--sft-steps", WARM_UP_STEPS[options.task], "--seed", options.seed, "--out", out / "world"]
+        call("world", *script, *of_world, log=out / "world.log")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
-    common = [*arguments(out / "world"), f"trainer.n_gpus_per_node={options.ranks}"]
+    common = [*arguments(options.task, out / "world"), f"trainer.n_gpus_per_node={options.ranks}"]
     common += [f"trainer.total_training_steps={num_steps}"]
     expected, found = out / "undisturbed", out / "killed"
     if not is_finished(expected, num_steps):
@@ -67,16 +85,15 @@ def main() -> int:
     return report(out, faults, odd, num_kills=options.kills, num_steps=num_steps)
 
 
-def arguments(world: Path) -> list[str]:
-    """Return the arguments of the quickstart's PPO, with a smaller batch and an adaptive KL controller."""
+def arguments(task: str, world: Path) -> list[str]:
+    """Return the arguments of a task's PPO, with a smaller batch and an adaptive KL controller."""
     return [
-        CONFIG,
+        *TASKS[task],
         f"data.train_files={world}/data/train.parquet",
         f"data.val_files={world}/data/val.parquet",
         "data.train_batch_size=32",
         f"actor_rollout_ref.model.path={world}/sft/huggingface",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.rollout.max_num_seqs=64",
         "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.001, target_kl: 0.01, horizon: 1000}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",

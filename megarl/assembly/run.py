@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megarl.algorithms.config import EXACT, KLControlSection
@@ -39,6 +40,7 @@ from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
+from megarl.environments.episodes import Environments
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
@@ -125,7 +127,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     )
     gate = _make_gate(config, launch) if engine else None
     job = _make_job(config, launch, models, samples, schedule, validation, checkpoints, tracker, gate, estimator)
-    progress = make_progress(config, state, prompts, resume_point.checkpoint)
+    progress = make_progress(config, state, prompts, resume_point.checkpoint, environments)
     return Run(job=job, progress=progress, engine=engine)
 
 
@@ -209,17 +211,24 @@ def make_schedule(
     )
 
 
-def make_progress(config: Config, state: State, prompts: PromptStream, checkpoint: Path | None) -> Progress:
+def make_progress(
+    config: Config,
+    state: State,
+    prompts: PromptStream,
+    checkpoint: Path | None,
+    environments: Environments | None,
+) -> Progress:
     """Return the progress that the first step starts from. Raises what `carried.read` does."""
-    is_partial = config.actor_rollout_ref.rollout.partial.enable
-    carried = checkpoint / CARRIED_FILE if checkpoint and is_partial else None
+    rollout = config.actor_rollout_ref.rollout
+    carried = checkpoint / CARRIED_FILE if checkpoint and rollout.partial.enable else None
+    opened = partial(environments.open, max_tokens=rollout.prompt_length) if environments else None
     position = state.position or prompts.position_of(state.step)
     return Progress(
         kl=make_kl_controller(config.algorithm.kl_ctrl, state),
         position=position,
         best=state.best,
         mismatches=state.mismatches,
-        carried=read_carried(carried, prompts.prompt_of) if carried and carried.exists() else (),
+        carried=read_carried(carried, prompts.prompt_of, opened) if carried and carried.exists() else (),
     )
 
 

@@ -11,6 +11,7 @@ from megarl.platform.arguments import Arguments
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
 RESHARD = "The time and memory of a sync, next to a usual way of other trainers."
 PHASES = "The time between training and generation: to wake the engine, to sync it, to make room, to let it sleep."
+EPISODES = "The occupancy of the engine while environments of many turns take their time."
 PLAN = "The time that one rank of thousands takes to plan its part of a sync, and the size of the plan."
 CHECKPOINT = "The time of saves and loads of checkpoints, normal and asynchronous."
 NUM_RANKS = 2048
@@ -88,6 +89,21 @@ def checkpoint_parser() -> Arguments:
     return parser
 
 
+def episodes_parser() -> Arguments:
+    """Return the options of measured episodes; other arguments are keys of a run."""
+    parser = Arguments(
+        prog="megarl bench episodes",
+        description=EPISODES,
+        example="megarl bench episodes --seconds 2 --overlap 1 4 --json",
+        usage="%(prog)s [options] [a.b.c=value ...]",
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="most of a turn")
+    parser.add_argument("--overlap", type=int, nargs="+", default=[1, 4], help="environment.overlap")
+    parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def plan_parser() -> Arguments:
     """Return the options of measured plans."""
     parser = Arguments(prog="megarl bench plan", description=PLAN, example="megarl bench plan --rank 1000")
@@ -109,6 +125,7 @@ def _rank(text: str) -> int:
 
 PARSERS: Mapping[str, tuple[str, Callable[[], Arguments]]] = {
     "step": (STEP, step_parser),
+    "episodes": (EPISODES, episodes_parser),
     "reshard": (RESHARD, reshard_parser),
     "phases": (PHASES, phases_parser),
     "plan": (PLAN, plan_parser),

@@ -85,7 +85,7 @@ def measure(
         f"trainer.profile_steps=[{num_steps + 1 if options.profile else ''}]",
         *overrides,
     ]
-    _run("megarl.train", *arguments)
+    run_module("megarl.train", *arguments)
     if options.profile:
         shutil.copytree(run_dir / "profile", options.profile, dirs_exist_ok=True)
     steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if WARM_UP < line["step"] <= num_steps]
@@ -94,7 +94,7 @@ def measure(
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
     (directory / "peers.json").write_text(json.dumps(settings))
     for peer in PEERS:
-        _run("megarl.bench.step_peers", peer, str(directory))
+        run_module("megarl.bench.step_peers", peer, str(directory))
     peers = {peer: json.loads((directory / f"{peer}.json").read_text()) for peer in PEERS}
     config = json.loads((model / "config.json").read_text())
     return {
@@ -170,7 +170,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)
 
 
-def _run(module: str, *arguments: str) -> None:
+def run_module(module: str, *arguments: str) -> None:
     """Run a module of megarl with its output on standard error. Raise ValueError if it fails."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=os.environ, check=False)
     if done.returncode:

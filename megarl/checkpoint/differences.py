@@ -121,6 +121,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("reward_model.*", Effect.CURVE, _REWARD),
     ("custom_reward_function.*", Effect.CURVE, _REWARD),
     ("environment.num_workers", Effect.NONE, "how many episodes are played at once"),
+    ("environment.run_code", Effect.NONE, "whether programs of the policy may run"),
     ("environment.overlap", Effect.ROUNDING, _ENGINE),
     ("environment.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),

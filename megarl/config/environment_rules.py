@@ -24,6 +24,13 @@ def _environment(config: Config, facts: Facts) -> Iterator[Fault]:
             message=f"{section.name!r} is not built in ({', '.join(BUILT_IN)}): set {SECTION}.path to the file that "
             "defines it",
         )
+    if section.name == "python" and section.path is None and not section.run_code:
+        yield Fault(
+            path=f"{SECTION}.run_code",
+            message=f"{NAME}=python runs programs that the policy writes, and no sandbox holds them: they may read, "
+            "write and send what the user of this run may. Start the run in a container without network and secrets, "
+            "and write true",
+        )
     if facts.check_paths:
         yield from path_faults(section.path, f"{SECTION}.path", "give a Python file that exists")
 
@@ -65,7 +72,6 @@ def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
 
 @rule(
     NAME,
-    f"{ROLLOUT}.partial.enable",
     f"{ROLLOUT}.ignore_eos",
     "algorithm.filter_groups.enable",
     "algorithm.adv_estimator",
@@ -75,7 +81,6 @@ def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
 def _sampling(config: Config, facts: Facts) -> Iterator[Fault]:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     refused = {
-        f"{ROLLOUT}.partial.enable": (rollout.partial.enable, "an episode cannot continue in the next step yet"),
         f"{ROLLOUT}.ignore_eos": (rollout.ignore_eos, "a turn ends at the end-of-sequence token"),
         "algorithm.filter_groups.enable": (
             algorithm.filter_groups.enable,

@@ -11,11 +11,14 @@ class EnvironmentSection:
     """`environment.*`: the environment that responses are turns of, instead of a reward of single responses."""
 
     name: str | None = None
-    """A built-in environment (calculator or guess), or the class in `path`; null = every response is judged once."""
+    """A built-in environment (calculator, guess, openenv, python, reasoning_gym), or the class in `path`; null = every
+    response is judged once."""
     path: str | None = None
     """Python file that defines the class; null = a built-in environment."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
+    run_code: bool = False
+    """Allow name=python to run the programs that the policy writes, with all rights of this run's user."""
     max_turns: Count = 8
     """Most turns of the policy in an episode."""
     max_observation_length: Length = 512

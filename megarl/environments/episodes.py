@@ -5,30 +5,25 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed import watchdog
-from megarl.distributed.exchange import together
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
 from megarl.platform.seeds import seed_of
+from megarl.rewards.collective import gather
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.wire import pack
 
-ROUND_S = 1.0
-K = TypeVar("K")
-V = TypeVar("V")
 Key = tuple[int, int]
 """An episode of a session: the number of its prompt, and of the sample."""
 
@@ -39,6 +34,7 @@ class Answer:
 
     reward: float = 0.0
     observation: list[int] = field(default_factory=list)  # tokens; none if it is `done`
+    text: str | None = None  # the observation as the environment gave it, in JSON
     done: bool = False
     fault: StopReason | None = None
     detail: str | None = None  # of the fault, for people
@@ -65,10 +61,11 @@ def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, ma
         reason = StopReason.TURNS
     elif end + num_observed >= max_tokens:
         reason = StopReason.TOKENS
-    turns = (*said.turns, Turn(start, end, reward, num_observed=0 if reason else num_observed))
     if reason:
+        turns = (*said.turns, Turn(start, end, reward))
         is_cut, fault = reason is StopReason.TOKENS, answer.detail if answer.fault else None
         return replace(said, turns=turns, stop_reason=reason, truncated=is_cut, fault=fault, complete=True)
+    turns = (*said.turns, Turn(start, end, reward, num_observed=num_observed, observation=answer.text))
     return replace(
         said,
         token_ids=said.token_ids + answer.observation,
@@ -163,8 +160,7 @@ class _Episode:
 
     number: int
     prompt: Prompt
-    responses: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
+    responses: list[str]
     last: int = 0  # token of the last turn
 
 
@@ -186,13 +182,14 @@ class Episodes:
         key = (said.prompt, said.sample)
         if said.truncated:
             return
+        observations = [turn.observation or "" for turn in said.turns]
         if key not in self._playing:
-            self._playing[key] = _Episode(next(self._numbers), prompt)
+            self._playing[key] = self._begin(prompt, said, observations)
         episode = self._playing[key]
         turn = said.token_ids[start_of_turn(said) :]
         episode.responses.append(self._environments.tokenizer.decode(turn))
         episode.last = turn[-1]
-        self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, episode.observations)
+        self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
 
     def answer(self, said: Sequence[Generation]) -> list[Generation]:
         """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
@@ -204,15 +201,27 @@ class Episodes:
             for each in said
         ]
 
+    def _begin(self, prompt: Prompt, said: Generation, observations: Sequence[str]) -> _Episode:
+        """Return an episode after its answered turns. An environment plays turns of earlier steps again.
+
+        Each of these turns is a request of its own, with a time limit of its own. Nothing waits for the results: if an
+        answer differs from the `observations`, or has none, the request for the next turn fails.
+        """
+        decode = self._environments.tokenizer.decode
+        responses = [decode(said.token_ids[turn.start : turn.end]) for turn in said.turns]
+        episode = _Episode(next(self._numbers), prompt, responses)
+        for num_turns in range(1, len(responses) + 1):
+            self._environments.submit(prompt, episode.number, responses[:num_turns], observations[: num_turns - 1])
+        return episode
+
     def _read(self, key: Key, result: ScoringResult) -> Answer:
-        """Return the answer in a result, and remember its observation for the next turn."""
+        """Return the answer in a result."""
         if result.fault:
             return _failed(StopReason.TIMEOUT if result.fault == "timeout" else StopReason.FAILED, result.detail)
         reward = result.numbers["score"]
         if result.pred is None:
             return Answer(reward=reward, done=bool(result.numbers[DONE]))
         episode, limit = self._playing[key], self._environments.section.max_observation_length
-        episode.observations.append(result.pred)
         observer = self._environments.observer
         try:
             tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt, last=episode.last)
@@ -221,28 +230,7 @@ class Episodes:
         if len(tokens) > limit:
             detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"
             return _failed(StopReason.FAILED, detail)
-        return Answer(reward=reward, observation=tokens)
-
-
-def gather(futures: Mapping[K, Future[ScoringResult]], num: int, read: Callable[[K, ScoringResult], V]) -> dict[K, V]:
-    """Return what `read` makes of the results of all ranks, `num` together, by their keys. Collective.
-
-    Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
-    """
-    found, left = dict[K, V](), dict(futures)
-
-    def collect() -> dict[K, V]:
-        wait(left.values(), timeout=ROUND_S)
-        done = [key for key, future in left.items() if future.done()]
-        return {key: read(key, left.pop(key).result()) for key in done}
-
-    with watchdog.polling(lambda: not all(future.done() for future in futures.values())):
-        while len(found) < num:
-            new = {key: value for part in together(collect) for key, value in part.items()}
-            if new:
-                watchdog.note_progress()
-            found |= new
-    return found
+        return Answer(reward=reward, observation=tokens, text=result.pred)
 
 
 def _failed(reason: StopReason, detail: str) -> Answer:

@@ -9,18 +9,24 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.data.messages import prompt_faults, shown
-from megarl.environments.calculator import Calculator
-from megarl.environments.guess import Guess
 from megarl.environments.protocol import Environment, Observation, Row, Step
 from megarl.platform.functions import load_module
 from megarl.rewards.calls import GroupReward, each
 from megarl.rewards.results import RuleResult, is_number
 
-BUILT_IN: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator, "guess": Guess}
+BUILT_IN: Mapping[str, str] = {
+    "calculator": "Calculator",
+    "guess": "Guess",
+    "openenv": "OpenEnv",
+    "python": "Python",
+    "reasoning_gym": "ReasoningGym",
+}
+"""Name of an environment, which is a module of this package -> its class."""
 MAX_KEPT = 1024
 """Most episodes that a worker keeps for their next turn; another is played again."""
 DONE = "done"
@@ -39,12 +45,7 @@ class Host:
 
     def load(self) -> GroupReward:
         """Return the function that answers requests. Raises ValueError if the environment cannot be made."""
-        make = BUILT_IN.get(self.name) if self.path is None else self._own(Path(self.path))
-        if make is None:
-            known = ", ".join(BUILT_IN)
-            raise ValueError(
-                f"environment.name: {self.name!r} is not built in ({known}): set environment.path to its file"
-            )
+        make = self._built_in() if self.path is None else self._own(Path(self.path))
         try:
             inspect.signature(make).bind(**self.kwargs)
         except TypeError as error:
@@ -53,6 +54,17 @@ class Host:
 
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""
+
+    def _built_in(self) -> Callable[..., Environment]:
+        if self.name not in BUILT_IN:
+            known = ", ".join(BUILT_IN)
+            raise ValueError(
+                f"environment.name: {self.name!r} is not built in ({known}): set environment.path to its file"
+            )
+        made: Callable[..., Environment] = getattr(
+            import_module(f"megarl.environments.{self.name}"), BUILT_IN[self.name]
+        )
+        return made
 
     def _own(self, path: Path) -> Callable[..., Environment]:
         own = getattr(load_module(path, key="environment.path"), self.name, None)
@@ -69,7 +81,7 @@ class _Playing:
     """An episode in progress."""
 
     environment: Environment
-    num_turns: int = 0
+    observations: list[str | None] = field(default_factory=list)  # its answers so far, as JSON
 
 
 class Players:
@@ -108,14 +120,13 @@ class Players:
         playing = self._playing.pop(episode, None)
         if not responses:
             return RuleResult({"score": 0.0}, _prompt(self._make().reset(start)))
-        if playing is None or playing.num_turns != len(responses) - 1:
+        if playing is None or len(playing.observations) != len(observations):
             playing = _Playing(self._make())
             playing.environment.reset(start)
-            for response, before in zip(responses[:-1], observations, strict=True):
-                if _take_turn(playing, response).pred != before:
-                    raise RuntimeError(
-                        "the environment is not deterministic: it answers a turn otherwise when replayed"
-                    )
+            for response in responses[:-1]:
+                _take_turn(playing, response)
+        if playing.observations != [*observations]:
+            raise RuntimeError("the environment is not deterministic: it answers a turn otherwise when replayed")
         result = _take_turn(playing, responses[-1])
         if not result.numbers[DONE]:
             self._playing[episode] = playing
@@ -126,13 +137,13 @@ class Players:
 
 def _take_turn(playing: _Playing, response: str) -> RuleResult:
     answer = playing.environment.step(response)
-    playing.num_turns += 1
     if not isinstance(answer, tuple) or len(answer) != len(Step._fields):
         raise TypeError(f"step returns (observation, reward, done), not {shown(answer)}")
     observation, reward, done = answer
     if not is_number(reward):
         raise TypeError(f"the reward of a turn is a finite number (as float32), not {shown(reward)}")
     text = None if done else _prompt(observation)
+    playing.observations.append(text)
     return RuleResult({"score": float(reward), DONE: float(bool(done))}, text)
 
 

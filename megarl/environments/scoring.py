@@ -1,18 +1,15 @@
 """The scores of episodes, which their environments have given turn by turn, and what is measured of them."""
 
-import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from megarl.batch import Prompt, Rollouts, Scored, StopReason
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.config import EnvironmentSection
-from megarl.rewards.scoring import NUM_WARNINGS, RewardError
+from megarl.rewards.collective import NUM_WARNINGS, report_failures
 
 FAULTS = (StopReason.TIMEOUT, StopReason.FAILED)
-logger = logging.getLogger(__name__)
 
 
 class EpisodeScorer:
@@ -61,13 +58,14 @@ class EpisodeScorer:
             f"the environment failed on sample {sample} (data row {rollouts.prompt_of(sample).index}): {fault}"
             for sample, fault in faults[:NUM_WARNINGS]
         ]
-        if faults and self._section.on_failure == "stop":
-            raise RewardError(f"{'; '.join(messages)} (environment.on_failure=stop)")
-        if dist.get_rank() == 0:
-            for message in messages:
-                logger.warning("%s (environment.on_failure=%s)", message, self._section.on_failure)
-            if len(faults) > len(messages):
-                logger.warning("... and on %d more of %d", len(faults) - len(messages), len(rollouts))
+        report_failures(
+            messages,
+            len(faults),
+            of=len(rollouts),
+            section="environment",
+            on_failure=self._section.on_failure,
+            default_score=self._section.default_score,
+        )
 
 
 def metrics_of(rollouts: Rollouts) -> dict[str, float]:

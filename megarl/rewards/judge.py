@@ -7,8 +7,6 @@ finds in the reply; without one in the range the response has no score.
 import asyncio
 import hashlib
 import json
-import os
-import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,27 +15,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
-
 from megarl.platform.files import explained, write_whole
+from megarl.rewards.http import PassingError, Server, ServerError
 from megarl.rewards.results import show
 
-FIRST_WAIT_S = 0.5
-"""Mean seconds before the second attempt; each later wait is twice as long."""
 KEY = "reward_model.judge"
-_PASSING = (408, 409, 425, 429)  # and all of 500 and above: the same request may succeed later
 
 
 class VerdictError(Exception):
     """A response that the judge gave no score, with the reason."""
-
-
-class _PassingError(Exception):
-    """A failed attempt that may succeed later, and the seconds that the server asks to wait."""
-
-    def __init__(self, detail: str, wait_s: float = 0.0) -> None:
-        super().__init__(detail)
-        self.wait_s = wait_s
 
 
 @dataclass(kw_only=True)
@@ -72,7 +58,10 @@ class Judge:
         reply = await asyncio.to_thread(_read, kept) if kept else None
         if reply is not None:
             return self.verdict_in(reply)
-        reply = await self._ask(body)
+        try:
+            reply = await self._server.patiently(lambda: self._attempt(body))
+        except ServerError as error:
+            raise VerdictError(str(error)) from None
         verdict = self.verdict_in(reply)
         if kept:
             await asyncio.to_thread(_keep, kept, reply)
@@ -90,48 +79,26 @@ class Judge:
             raise VerdictError(f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}: {show(reply)}")
         return number
 
-    async def _ask(self, body: Mapping[str, Any]) -> str:
-        """Return the text of the reply. Raises VerdictError after the last attempt."""
-        wait_s = FIRST_WAIT_S
-        for attempt in range(1, self.num_attempts + 1):
-            try:
-                return await self._attempt(body)
-            except _PassingError as error:
-                if attempt == self.num_attempts:
-                    raise VerdictError(f"the judge failed {attempt} times, at last: {error}") from None
-                print(f"attempt {attempt}: {error}")  # a warning shows it if the time is over before the next
-                await asyncio.sleep(max(error.wait_s, wait_s * random.uniform(0.5, 1.5)))  # noqa: S311 - no secret
-                wait_s *= 2
-        raise AssertionError("no attempt")
-
     async def _attempt(self, body: Mapping[str, Any]) -> str:
+        """Return the text of the reply to one request. Raises what `Server.post` does."""
+        reply = await self._server.post(f"{self.url.rstrip('/')}/chat/completions", body)
         try:
-            async with asyncio.timeout(self.attempt_s):
-                reply = await self._client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
-        except (TimeoutError, httpx.TimeoutException):
-            raise _PassingError(f"no reply in {KEY}.attempt_s={self.attempt_s:g}") from None
-        except httpx.TransportError as error:
-            raise _PassingError(f"{type(error).__name__}: {error}") from None
-        said = f"status {reply.status_code}: {show(reply.text)}"
-        if reply.status_code in _PASSING or reply.status_code >= 500:
-            raise _PassingError(said, _asked_wait_s(reply))
-        if not reply.is_success:
-            raise VerdictError(f"the judge at {KEY}.url refuses the request: {said}")
-        try:
-            content = reply.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            raise _PassingError(f"the reply is no chat completion: {show(reply.text)}") from None
+            content = reply["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            raise PassingError(f"the reply is no chat completion: {show(json.dumps(reply))}") from None
         if not isinstance(content, str):
-            raise _PassingError(f"the reply has no text: {show(reply.text)}")
+            raise PassingError(f"the reply has no text: {show(json.dumps(reply))}")
         return content
 
     @cached_property
-    def _client(self) -> httpx.AsyncClient:
-        """The connections of this process; the first response opens them, in the event loop of all."""
-        key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
-        limits = httpx.Limits(max_connections=None)  # the number of responses in a process is limited
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.AsyncClient(headers=headers, timeout=self.attempt_s, limits=limits)
+    def _server(self) -> Server:
+        return Server(
+            name="the judge",
+            key=KEY,
+            attempt_s=self.attempt_s,
+            num_attempts=self.num_attempts,
+            api_key_variable=self.api_key_variable,
+        )
 
     def _kept(self, body: Mapping[str, Any]) -> Path | None:
         """Return the file that holds, or will hold, the reply to a request; None without a cache."""
@@ -139,12 +106,6 @@ class Judge:
             return None
         digest = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
         return Path(self.cache).expanduser() / digest[:2] / f"{digest}.json"
-
-
-def _asked_wait_s(reply: httpx.Response) -> float:
-    """Return the seconds of the header Retry-After; 0 if it is absent or a date."""
-    text = reply.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
 
 
 def _read(path: Path) -> str | None:

@@ -5,7 +5,6 @@ response whose reward failed or took too long is counted and reported; `reward_m
 it.
 """
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,24 +16,17 @@ import torch.distributed as dist
 
 from megarl.platform import progress
 from megarl.batch import Prompt, Rollouts, Scored
-from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
 from megarl.platform.secrets import beginning
+from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.wire import pack
 
-ROUND_S = 1.0
 SHOWN_CHARACTERS = 120
-NUM_WARNINGS = 3
 MAX_METRICS = 32
-logger = logging.getLogger(__name__)
-
-
-class RewardError(ValueError):
-    """A reward fails on too many responses, or no reward can read a row."""
 
 
 SampleKey = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -139,46 +131,29 @@ class RuleScorer:
 
     def _gather(self, begun: Mapping[int, PendingResponse]) -> dict[int, tuple[str, ScoringResult]]:
         """Return text and result, by sample, of the responses that any rank has begun."""
-        self._wait([response.result for response in begun.values()])
-
-        def collect() -> dict[int, tuple[str, ScoringResult]]:
-            results = self.pool.wait([response.result for response in begun.values()])
-            texts = [response.text for response in begun.values()]
-            return dict(zip(begun, zip(texts, results, strict=True), strict=True))
-
-        return {sample: judged for part in together(collect) for sample, judged in part.items()}
-
-    def _wait(self, futures: Sequence[Future[ScoringResult]]) -> None:
-        """Wait until every rank has its results, and report each result as progress of all ranks.
-
-        Ranks meet every second: a rank that has finished would see no progress of the others inside a long collective.
-        """
-        before: int | None = None
-        with watchdog.polling(lambda: not all(future.done() for future in futures)):
-            while pending := sum(together(lambda: self.pool.count_pending(futures, within_s=ROUND_S))):
-                if before is None:
-                    progress.announce(pending, "rewards")
-                elif pending != before:
-                    progress.advance(before - pending)
-                if pending != before:
-                    watchdog.note_progress()
-                before = pending
-        progress.advance(before or 0)
+        if num := sum(together(lambda: len(begun))):
+            progress.announce(num, "rewards")
+        return gather(
+            {sample: response.result for sample, response in begun.items()},
+            num,
+            lambda sample, result: (begun[sample].text, result),
+            wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
+            arrived=progress.advance,
+        )
 
     def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
         messages, on_failure = first_failures(scored), self._section.on_failure
         num_failed = sum(result.fault is not None for result in results)
-        if num_failed and on_failure == "stop":
-            raise RewardError(f"{'; '.join(messages)} (reward_model.on_failure=stop)")
         if on_failure == "score" and all(result.fault == "error" for result in results):
             raise RewardError(f"the reward fails on all {len(scored)} responses; {messages[0]}")
-        if dist.get_rank() == 0:
-            score = f"its score is reward_model.default_score={self._section.default_score}"
-            fate = score if on_failure == "score" else "training ignores it (reward_model.on_failure=mask)"
-            for message in messages:
-                logger.warning("%s; %s", message, fate)
-            if num_failed > len(messages):
-                logger.warning("... and on %d more of %d", num_failed - len(messages), len(results))
+        report_failures(
+            messages,
+            num_failed,
+            of=len(results),
+            section="reward_model",
+            on_failure=on_failure,
+            default_score=self._section.default_score,
+        )
 
 
 def _key(prompt: Prompt, token_ids: Sequence[int]) -> SampleKey:

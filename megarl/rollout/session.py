@@ -122,9 +122,14 @@ class Session:
         return complete
 
     def stop(self) -> dict[int, Group]:
-        """Stop all open groups, and return them with the tokens they have, if their terms keep these."""
+        """Stop all open groups, and return them with the tokens they have, if their terms keep these.
+
+        Turns of episodes that wait for their answers get them.
+        """
         for generations in self._engine.on_all_ranks(self._drawing.stop):
             self._note(generations)
+        if self._episodes and self._waiting:
+            self._note(self._episodes.answer([each.said for each in self._waiting]))
         stopped, self._open = self._open, {}
         return stopped
 

@@ -5,18 +5,28 @@ Prompts are not in the file: they are read again from the data, by their row.
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.batch import Generation, Group, Prompt
+from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
 from megarl.data.parquet import read_own
 from megarl.platform.small_files import Damage
 
 CARRIED_FILE = "carried.parquet"
 CONTENT = "unfinished samples of a run"
+TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("reward", pa.float64()),
+        ("num_observed", pa.int32()),
+        ("observation", pa.string()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("group", pa.int64()),  # the same for all samples of a prompt, which are neighbours
@@ -29,6 +39,9 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("log_probs", pa.list_(pa.float32())),
         ("weight_versions", pa.list_(pa.int32())),
+        ("turns", pa.list_(TURN)),
+        ("stop_reason", pa.string()),
+        ("fault", pa.string()),
     ]
 )
 
@@ -42,6 +55,7 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
             "num_prompt_tokens": len(group.prompt.token_ids),
             "begun": group.begun,
             **{name: getattr(sample, name) for name in SCHEMA.names[4:]},
+            "turns": [asdict(turn) for turn in sample.turns],
         }
         for number, group in enumerate(groups)
         for sample in group.samples
@@ -51,8 +65,15 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
     return file.getvalue()
 
 
-def read(path: Path, prompt_of: Callable[[int], Prompt]) -> tuple[Group, ...]:
-    """Read the groups in a file. `prompt_of` returns the prompt of a row of the data set.
+def read(
+    path: Path, prompt_of: Callable[[int], Prompt], opened: Callable[[Prompts], Prompts] | None = None
+) -> tuple[Group, ...]:
+    """Read the groups in a file.
+
+    Args:
+        path: the file.
+        prompt_of: returns the prompt of a row of the data set. IndexError if there is no such row.
+        opened: makes of these prompts those that the policy reads; None: they are the same.
 
     Raises:
         Damage: the file is missing or damaged.
@@ -64,19 +85,27 @@ def read(path: Path, prompt_of: Callable[[int], Prompt]) -> tuple[Group, ...]:
     groups = dict[int, list[dict[str, Any]]]()
     for row in table.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    return tuple(_group(path, rows, prompt_of) for rows in groups.values())
+    prompts = []
+    for first, *_ in groups.values():
+        try:
+            prompts.append(prompt_of(first["row"]))
+        except IndexError:
+            raise _other_data(path, first["row"]) from None
+    asked = opened(Prompts(prompts=prompts)).prompts if opened else prompts
+    return tuple(_group(path, rows, prompt) for rows, prompt in zip(groups.values(), asked, strict=True))
 
 
-def _group(path: Path, rows: list[dict[str, Any]], prompt_of: Callable[[int], Prompt]) -> Group:
+def _group(path: Path, rows: list[dict[str, Any]], prompt: Prompt) -> Group:
     first = rows[0]
-    try:
-        prompt = prompt_of(first["row"])
-    except IndexError:
-        raise _other_data(path, first["row"]) from None
     if len(prompt.token_ids) != first["num_prompt_tokens"]:
         raise _other_data(path, first["row"])
-    samples = (Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]}) for row in rows)
-    return Group(prompt=prompt, samples=tuple(samples), begun=first["begun"])
+    return Group(prompt=prompt, samples=tuple(map(_sample, rows)), begun=first["begun"])
+
+
+def _sample(row: dict[str, Any]) -> Generation:
+    sample = Generation(prompt=0, **{name: row[name] for name in SCHEMA.names[4:]})
+    turns = tuple(Turn(**turn) for turn in row["turns"])
+    return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 
 
 def _other_data(path: Path, row: int) -> ValueError:

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.batch import Rollouts, Scored
-from megarl.rewards.scoring import NUM_WARNINGS, RewardError, first_failures
+from megarl.rewards.collective import NUM_WARNINGS, RewardError
+from megarl.rewards.scoring import first_failures
 from megarl.training.interfaces import Metrics, Scorer
 
 SLOWEST = "reward/slowest_s"

@@ -172,11 +172,11 @@ class EngineSampler:
     def groups(self, prompts: Prompts, *, step: int, batch: int = 0) -> list[Group]:
         """Return new groups of training samples. A later `batch` has other samples of the same prompt."""
         first, n = batch * self._section.n, self._section.n
-        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in prompts.prompts]
+        return [Group.new(prompt, range(first, first + n), begun=step) for prompt in self._opened(prompts).prompts]
 
     def generate(self, prompts: Prompts, *, step: int) -> tuple[Rollouts, Metrics]:
         """Draw the training samples of a step."""
-        session, groups = self.open(step=step), self.groups(self._opened(prompts), step=step)
+        session, groups = self.open(step=step), self.groups(prompts, step=step)
         rollouts = _finish_and_keep(session, groups, self._kept, step=step) if self._kept else _finish(session, groups)
         return rollouts, {"rollout/occupancy": session.occupancy()}
 

@@ -7,7 +7,8 @@ from typing import Any
 from megarl.platform import progress
 from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
-from megarl.rewards.scoring import RewardError, first_failures
+from megarl.rewards.collective import RewardError
+from megarl.rewards.scoring import first_failures
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive

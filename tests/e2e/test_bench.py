@@ -51,6 +51,16 @@ def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
     assert all(0 < times["min"] <= times["median"] <= times["max"] for times in found["seconds"].values())
 
 
+@pytest.mark.timeout(600)  # two trainings
+def test_slow_environments_change_no_engine_step() -> None:
+    arguments = ["episodes", "--seconds", "0.2", "--overlap", "1", "--repeats", "1", "--json"]
+    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
+    quick, slow = found["cases"]
+    assert (quick["seconds"], slow["seconds"]) == (0.0, 0.2)
+    assert quick["occupancy"] == slow["occupancy"] > 0.5
+    assert quick["turns"] == slow["turns"] > 1.0
+
+
 @pytest.mark.timeout(600)  # a training, vLLM and transformers
 def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     arguments = ["step", "--model", "llama-1m", "--algorithm", "ppo", "--lengths", "ragged", "--prompts", "4"]

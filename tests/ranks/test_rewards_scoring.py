@@ -44,15 +44,16 @@ def judged(
 
     import torch.distributed as dist
 
+    from megarl.rewards.collective import RewardError
     from megarl.rewards.config import CustomRewardSection, RulesSection
-    from megarl.rewards.scoring import RewardError, RuleScorer
+    from megarl.rewards.scoring import RuleScorer
 
     class Warnings(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             warned.append(record.getMessage())
 
     warned: list[str] = []
-    logging.getLogger("megarl.rewards.scoring").addHandler(handler := Warnings())
+    logging.getLogger("megarl.rewards.collective").addHandler(handler := Warnings())
     section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s, on_failure=on_failure)
     scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
@@ -64,7 +65,7 @@ def judged(
         return str(error)
     finally:
         scorer.pool.close()
-        logging.getLogger("megarl.rewards.scoring").removeHandler(handler)
+        logging.getLogger("megarl.rewards.collective").removeHandler(handler)
     assert not scorer._begun
     assert (scored.failures is None) == (on_failure == "score" or bool(scored.judged().all()))
     was_called = (scored.accuracies == 1.0).tolist()
@@ -129,7 +130,7 @@ def test_a_response_without_a_score_has_the_default_and_is_named_once(
     (warning,) = ranks[0][-1]
     assert warning.startswith("the reward failed on sample 3 (data source 'countdown', data row 1, response '40'): ")
     assert cause in warning
-    assert warning.endswith("; its score is reward_model.default_score=-1.0")
+    assert warning.endswith("; it gets reward_model.default_score=-1.0")
 
 
 def test_a_response_may_be_left_without_a_score(pool: RankPool, tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ class Dies(Count):
         return super().step(response)
 
 
+class Slow(Count):
+    """Takes 0.4 seconds for a turn."""
+
+    def step(self, response: str) -> Step:
+        time.sleep(0.4)
+        return super().step(response)
+
+
 class Hangs(Count):
     def step(self, response: str) -> Step:
         if response == "hang":

@@ -123,7 +123,11 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             for key, value in (("top_p", 0.9), ("top_k", 50), ("do_sample", "false"))
         ),
         (["environment.path=own.py"], "environment.name", "environment.path=own.py defines a class: write its name"),
-        (["environment.name=chess"], "environment.name", "'chess' is not built in (calculator, guess)"),
+        (
+            ["environment.name=chess"],
+            "environment.name",
+            "'chess' is not built in (calculator, guess, openenv, ",
+        ),
         (
             ["environment.name=guess", "environment.timeout_s=1800"],
             "environment.timeout_s",
@@ -140,12 +144,9 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "environment.name=guess gives the rewards, turn by turn",
         ),
         (
-            [
-                *("environment.name=guess", f"{ROLLOUT}.partial.enable=true"),
-                "algorithm.rollout_correction.rollout_is=token",
-            ],
-            f"{ROLLOUT}.partial.enable",
-            "an episode cannot continue in the next step yet",
+            ["environment.name=python"],
+            "environment.run_code",
+            "they may read, write and send what the user of this run may",
         ),
         (
             ["environment.name=guess", f"{ROLLOUT}.ignore_eos=true"],

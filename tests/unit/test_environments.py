@@ -16,7 +16,7 @@ from megarl.environments.guess import Guess
 from megarl.environments.host import DONE, Host, Players
 from megarl.environments.protocol import Environment, Row, Step
 from megarl.environments.scoring import EpisodeScorer
-from megarl.rewards.scoring import RewardError
+from megarl.rewards.collective import RewardError
 from megarl.rollout.responses import as_rollouts
 from tests.support.own_environments import Count, Fickle
 from tests.support.programs import ROOT
@@ -96,7 +96,7 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        (Host(name="chess"), r"environment.name: 'chess' is not built in \(calculator, guess\)"),
+        (Host(name="chess"), r"environment.name: 'chess' is not built in \(calculator, guess, openenv, "),
         (Host(name="guess", kwargs={"rihgt": 1}), "environment.kwargs: guess does not take them: .*rihgt"),
         (Host(name="Mute", path=OWN), "environment.name: .* has no class Mute with the methods"),
         (Host(name="Count", path="nowhere.py"), "environment.path: no such file: nowhere.py"),
@@ -199,6 +199,35 @@ def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None
     assert (tmp_path / "mark").exists()
     assert LETTERS.decode(twice[1].token_ids) == "b1:bc2:c"
     assert LETTERS.decode(twice[0].token_ids).endswith(f"2:die {tmp_path / 'mark'}")
+
+
+def test_an_episode_continues_in_a_later_session() -> None:
+    """Another environment plays its earlier turns again, each in a request of its own, and answers the next one."""
+    with world_of_one():
+        first = environments("Slow", timeout_s=1.0).begin(max_tokens=200)
+        begun = say("a")
+        for turn in ("b", "c"):
+            first.ask(PROMPT, begun)
+            [begun] = first.answer([begun])
+            begun = say(turn, begun)
+        later = environments("Slow", timeout_s=1.0).begin(max_tokens=200)  # three turns take longer than one may
+        later.ask(PROMPT, begun)
+        [found] = later.answer([begun])
+    assert (found.stop_reason, found.fault) == ("done", None)
+    assert [turn.reward for turn in found.turns] == [1.0, 2.0, 3.0]
+    assert [turn.observation for turn in found.turns] == ['"1:a"', '"2:b"', None]
+
+
+def test_an_environment_that_continues_otherwise_ends_its_episode() -> None:
+    with world_of_one():
+        first = environments("Fickle").begin(max_tokens=200)
+        first.ask(PROMPT, begun := say("a"))
+        [once] = first.answer([begun])
+        later = environments("Fickle").begin(max_tokens=200)
+        later.ask(PROMPT, said := say("b", once))
+        [found] = later.answer([said])
+    assert found.stop_reason is StopReason.FAILED
+    assert found.fault and "not deterministic" in found.fault
 
 
 def test_a_turn_without_an_answer_ends_its_episode_alone() -> None:

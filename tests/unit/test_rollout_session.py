@@ -262,6 +262,20 @@ def test_the_engine_goes_on_for_a_counted_number_of_windows(overlap: int, steps:
     assert [step for step, tokens in asked if len(tokens) in (5, 10)] == [steps[0]] * 2 + [steps[1]] * 2
 
 
+def test_turns_that_wait_are_answered_when_a_session_stops() -> None:
+    """Row 3 waits for the answers to its first turns; row 100 is in the middle of them."""
+    [engine], environment = Replicas(1).engines, Environment(overlap=5)
+    session = Session(engine, TurnDrawing(), num_slots=64, episodes=environment)  # type: ignore[arg-type]
+    session.add({0: group(100, samples=2), 1: group(3, samples=2)})
+    assert session.advance() == {}
+    found = session.stop()
+    assert [sample.token_ids for sample in found[1].samples] == [[1, 1, 1, 9, 9]] * 2
+    assert [len(sample.turns) for sample in found[1].samples] == [1, 1]
+    assert [len(sample.token_ids) for sample in found[0].samples] == [WINDOW] * 2
+    assert not any(sample.complete for group in found.values() for sample in group.samples)
+    assert environment.asked == [(1, 0, 3), (1, 1, 3)]
+
+
 def test_all_replicas_take_the_same_answers_in_the_same_order() -> None:
     found, asked, environments = play([20, 3, 7, 40], overlap=1, replicas=2)
     assert sorted(found) == [0, 1, 2, 3]

@@ -20,7 +20,7 @@ from megarl.data.config import DataSection
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.rewards.scoring import RewardError
+from megarl.rewards.collective import RewardError
 from megarl.tracking.timers import Timers
 from megarl.training.collect import Collected, Collector
 from tests.support.sentencepieces import train_sentencepiece

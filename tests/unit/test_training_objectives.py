@@ -92,11 +92,13 @@ def test_any_split_adds_up_to_the_whole(name: str, mode: str, owners: list[int])
     check_split(name, mode, prepared(name, mode, experience()), owners)
 
 
+@pytest.mark.parametrize("holes", [[], [1, 3]], ids=["responses", "episodes"])
 @pytest.mark.parametrize("mode", MODES)
 @given(owners=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
-def test_tokens_of_older_weights_show_in_no_split(mode: str, owners: list[int]) -> None:
-    """Their weights come from the complete batch, before it is divided."""
+def test_tokens_of_older_weights_show_in_no_split(mode: str, holes: list[int], owners: list[int]) -> None:
+    """Their weights come from the complete batch, before it is divided. Tokens of an environment are in the `holes`."""
     whole = experience()
+    whole.mask[:, holes] = False
     assert whole.old_log_probs is not None
     drift = 0.7 * torch.randn(whole.mask.shape, generator=torch.Generator().manual_seed(2))
     drift[:, 2:] = 0.0  # only the first tokens are of older weights

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.batch import Generation, Group, Prompt, Prompts
+from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
 from megarl.data.order import Position
 from megarl.platform.small_files import Damage
 from megarl.rollout.config import PartialSection
@@ -209,6 +209,32 @@ def test_a_file_keeps_every_group(tmp_path: Path) -> None:
     assert any(sample.token_ids for group in groups for sample in group.samples)
     (tmp_path / "carried.parquet").write_bytes(to_bytes(groups))
     assert read(tmp_path / "carried.parquet", prompt_of=prompt) == groups
+
+
+def test_a_file_keeps_episodes_and_their_prompts_are_opened_again(tmp_path: Path) -> None:
+    first = Turn(0, 1, 0.1, num_observed=2, observation='"low\u00e9"')
+    begun = Generation(
+        0, [4, 5, 6, 7], [-1.0, 0.0, 0.0, -2.0], truncated=False, weight_versions=[3, 0, 0, 4], complete=False
+    )
+    begun = replace(begun, turns=(first,))
+    ended = replace(begun, complete=True, sample=1, turns=(first, Turn(3, 4, 2.0)), stop_reason=StopReason.FAILED)
+    group = Group(prompt=prompt(9), samples=(begun, replace(ended, fault="it died")), begun=3)
+    (tmp_path / "carried.parquet").write_bytes(to_bytes([group]))
+
+    def opened(prompts: Prompts) -> Prompts:
+        return Prompts(prompts=[replace(each, token_ids=[9, 9]) for each in prompts.prompts])
+
+    [found] = read(tmp_path / "carried.parquet", prompt, opened)
+    assert found == replace(group, prompt=replace(group.prompt, token_ids=[9, 9]))
+    assert found.samples[1].stop_reason is StopReason.FAILED
+
+
+def test_staleness_is_of_the_policys_tokens_alone() -> None:
+    """An observation has no weights, and counts nowhere."""
+    turns = (Turn(0, 2, 0.0, num_observed=3), Turn(5, 6, 1.0))
+    tokens = Generation(0, [1] * 6, [0.0] * 6, truncated=False, weight_versions=[5, 6, 0, 0, 0, 8], turns=turns)
+    ages = staleness(of_groups([Group(prompt=prompt(1), samples=(tokens,), begun=5)]), step=8)
+    assert ages == {"rollout/staleness/mean": pytest.approx((3 + 2 + 0) / 3), "rollout/staleness/max": 3.0}
 
 
 def test_other_data_and_damage_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.batch import Prompts, Rollouts, Scored
-from megarl.rewards.scoring import RewardError
+from megarl.rewards.collective import RewardError
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import NullTracker
 from megarl.training.archive import Archive

@@ -1,0 +1,123 @@
+"""`megarl bench episodes`: how busy the engine is while environments take their time.
+
+`megarl.train` plays the same episodes several times, with environments that answer at once and with slow ones. The
+requests in the engine depend on counted steps, so equal `overlap` means the same engine steps and the same occupancy,
+however slow the environments are. What they cost is the seconds in which the engine waits for them.
+"""
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.bench import report
+from megarl.bench.options import episodes_parser
+from megarl.bench.step import WARM_UP, run_module
+from megarl.bench.workload import Workload
+from megarl.platform.secrets import redact
+from megarl.platform.versions import versions
+from megarl.tracking.jsonl import read_jsonl
+
+TURNS = 3
+SLOW = '''
+import random
+import time
+
+from megarl.environments.protocol import Step
+
+
+class Slow:
+    """Takes up to `most` seconds for a turn, the same for the same turn of an episode."""
+
+    def __init__(self, most, turns):
+        self.most, self.turns, self.said = most, turns, []
+
+    def reset(self, row):
+        self.row = row
+        return row.prompt
+
+    def step(self, response):
+        self.said.append(response)
+        time.sleep(random.Random(f"{self.row.seed} {self.said}").uniform(0.0, self.most))
+        return Step(" 5 6 7", len(response) % 7 / 7, done=len(self.said) == self.turns)
+'''
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the results."""
+    options, overrides = episodes_parser().parse_known_args(argv)
+    cases = [(most, overlap) for overlap in options.overlap for most in (0.0, options.seconds)]
+    try:
+        measured = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
+    except ValueError as error:
+        print(redact(f"megarl: {error}"), file=sys.stderr)
+        return 1
+    found = {
+        "command": shlex.join(["megarl", "bench", "episodes", *argv]),
+        "machine": report.machine("cpu"),
+        "versions": versions(),
+        "cases": measured,
+    }
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, Console())
+    return 0
+
+
+def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return occupancy and seconds of a step's generation if turns take up to `most` seconds. ValueError if it fails.
+
+    The engine draws 8 of 32 episodes at once, so there are others to draw while some wait.
+    """
+    workload = Workload(model="llama-3m", lengths="ragged", algorithm="grpo", num_prompts=8, num_responses=4)
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
+        directory = Path(name)
+        (directory / "slow.py").write_text(SLOW)
+        arguments = [
+            *workload.write(directory),
+            "custom_reward_function.path=null",
+            "actor_rollout_ref.rollout.max_num_seqs=8",
+            "data.max_response_length=1024",
+            f"environment.path={directory / 'slow.py'}",
+            "environment.name=Slow",
+            f"environment.kwargs={{most: {most}, turns: {TURNS}}}",
+            f"environment.overlap={overlap}",
+            "environment.num_workers=32",
+            "actor_rollout_ref.actor.megatron.dtype=float32",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "trainer.n_gpus_per_node=1",
+            "trainer.logger=[jsonl]",
+            "trainer.save_freq=-1",
+            "trainer.val_before_train=false",
+            f"trainer.total_training_steps={WARM_UP + repeats}",
+            f"trainer.default_local_dir={directory / 'run'}",
+            *overrides,
+        ]
+        run_module("megarl.train", *arguments)
+        steps = [line for line in read_jsonl(directory / "run" / "metrics.jsonl") if line["step"] > WARM_UP]
+    return {
+        "seconds": most,
+        "overlap": overlap,
+        "occupancy": fmean(step["rollout/occupancy"] for step in steps),
+        "gen_s": fmean(step["timing_s/gen"] for step in steps),
+        "turns": fmean(step["episode/turns/mean"] for step in steps),
+    }
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print the results as a table."""
+    table = Table("seconds of a turn", "overlap", "occupancy", "seconds of generation")
+    for case in found["cases"]:
+        limits = f"0 to {case['seconds']:g}" if case["seconds"] else "0"
+        table.add_row(limits, str(case["overlap"]), f"{case['occupancy']:.3f}", f"{case['gen_s']:.1f}")
+    console.print(table)
+    for title in ("machine", "versions", "command"):
+        console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)

@@ -1,0 +1,87 @@
+"""The client of OpenEnv's HTTP protocol and a server that may fail, stall and lie."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.environments.openenv import OpenEnv
+from megarl.environments.protocol import Row, Step
+from megarl.rewards.http import ServerError
+from tests.support.openenv_server import OpenEnvServer, openenv_server
+
+KEY = "sesame-open-1234567890"
+ROW = Row(prompt="p", data_source="own", ground_truth="7", extra_info={"level": 3}, index=5, seed=11)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[OpenEnvServer]:
+    with openenv_server() as running:
+        yield running
+
+
+def begun(server: OpenEnvServer, **options: Any) -> OpenEnv:
+    environment = OpenEnv(**{"url": f"{server.url}/", "attempt_s": 1.0, "num_attempts": 2, **options})
+    assert environment.reset(ROW) == "begin"
+    return environment
+
+
+def test_requests_are_of_the_protocol(server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENENV_KEY", KEY)
+    fields = {"task": "level", "answer": "ground_truth"}
+    environment = begun(server, reset=fields, api_key_variable="OPENENV_KEY")
+    (path, body, key), episode = server.asked[-1], server.asked[-1][1]["episode_id"]
+    assert (path, key) == ("/reset", f"Bearer {KEY}")
+    assert body == {"seed": 11, "task": 3, "answer": "7", "episode_id": episode}
+    assert environment.step("a") == Step("1: a", 0.25, done=False)
+    path, body, _ = server.asked[-1]
+    assert (path, body) == ("/step", {"action": {"message": "a"}, "episode_id": episode, "timeout_s": 1.0})
+    assert [environment.step(turn) for turn in "bc"] == [("2: a b", 0.5, False), ("3: a b c", 0.75, True)]
+    with pytest.raises(ServerError, match=r"refuses the request: status 422: .*Bearer \*\*\*") as caught:
+        environment.step("refuses")
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "turn", ["fails once", "stalls once", "hangs up once", "lies once", "talks nonsense once", "floods once"]
+)
+def test_a_turn_whose_answer_is_lost_is_taken_once(server: OpenEnvServer, turn: str) -> None:
+    """The server took the turn. Under another id the episode has it once, after its earlier turns."""
+    environment = begun(server)
+    environment.step("a")
+    first = server.asked[-1][1]["episode_id"]
+    assert environment.step(turn) == Step(f"2: a {turn}", 0.5, done=False)
+    assert environment.step("c") == Step(f"3: a {turn} c", 0.75, done=True)
+    last = server.asked[-1][1]["episode_id"]
+    assert (server.said[first], server.said[last]) == (["a", turn], ["a", turn, "c"])
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ("is away", "the environment's server failed 2 times, at last: status 503: 'away'"),
+        ("earns infinity", "at last: the reply to /step has no observation, reward and done"),
+    ],
+)
+def test_a_server_without_an_answer_fails(server: OpenEnvServer, turn: str, message: str) -> None:
+    with pytest.raises(ServerError, match=message):
+        begun(server).step(turn)
+
+
+def test_a_server_that_answers_otherwise_later_fails(server: OpenEnvServer) -> None:
+    environment = begun(server)
+    environment.step("is fickle")
+    server.count["fails once"] = 0
+    with pytest.raises(RuntimeError, match="the server is not deterministic"):
+        environment.step("fails once")
+
+
+def test_what_does_not_fit_is_named(server: OpenEnvServer) -> None:
+    environment = OpenEnv(url=server.url, reset={"task": "colour"})
+    with pytest.raises(ValueError, match=r"environment\.kwargs\.reset names colour, which the row does not have"):
+        environment.reset(ROW)
+    silent = OpenEnv(url=server.url, observation="prompt")
+    assert silent.reset(replace(ROW, prompt="of the row")) == "of the row"
+    with pytest.raises(ServerError, match="failed 1 times, at last: ConnectError"):
+        OpenEnv(url="http://127.0.0.1:9", num_attempts=1).reset(ROW)
