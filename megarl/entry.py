@@ -7,16 +7,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from megarl.platform import early
 from megarl.config.faults import ConfigError
 from megarl.distributed import signals
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import together, wait_for_all
-from megarl.distributed.launch import Launch, detect, init_process_groups, join_or_launch
+from megarl.distributed.launch import Launch, Wanted, detect_or_start, init_process_groups, join
 from megarl.distributed.store import is_said
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.determinism import decide_determinism
@@ -49,8 +51,11 @@ def run(
     body: Callable[[C, Launch], None],
     *,
     remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
+    imports: Sequence[str] = (),
 ) -> None:
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
+
+    `imports` are modules that `body` needs. Ranks that are forked on this host share them (see `detect_or_start`).
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
     user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
@@ -59,15 +64,16 @@ def run(
     _silence_imports()
     guard_output()
     outlive_readers()
-    signals.listen()
+    early.obey()
     rank, is_first_here = os.environ.get("RANK", "0"), True
     try:
-        if place := detect(os.environ):
-            rank, is_first_here = str(place.rank), place.local_rank == 0
-        config = load(argv, world_size=place.world_size if place else None)
+        launch = detect_or_start(module, argv, partial(_examine, load, argv), imports=imports)
+        rank, is_first_here = str(launch.rank), launch.local_rank == 0
+        signals.listen()
+        config = load(argv, world_size=launch.world_size)
         trainer = config.trainer
         directory = Path(trainer.default_local_dir)
-        launch = join_or_launch(module, argv, num_processes=trainer.n_gpus_per_node, directory=directory)
+        join(launch, directory)
         # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
         decide_determinism(trainer.deterministic)
         decide_device(trainer.device)
@@ -79,10 +85,7 @@ def run(
         sys.exit(2)
     except ValueError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
-    if launch.rank == 0:
-        for remark in remarks(config, argv):
-            print(f"note: {remark}")
-    starting("import of torch, Megatron-Core and vLLM")
+    _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
     reports = directory / name
     code = 0
@@ -101,6 +104,19 @@ def run(
         sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {rank}: {error}"))
     if code:
         sys.exit(code)
+
+
+def _examine(load: Callable[..., C], argv: Sequence[str]) -> Wanted:
+    """Return the ranks that the configuration asks for. Raises what `load` does."""
+    trainer = load(argv, world_size=None).trainer
+    return Wanted(trainer.n_gpus_per_node, trainer.device)
+
+
+def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
+    for remark in remarks:
+        print(f"note: {remark}")
+    if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
+        starting("import of torch, Megatron-Core and vLLM")
 
 
 def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:

@@ -25,7 +25,8 @@ from megarl.entry import run
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Evaluate as configured, on every rank of the job."""
-    run("megarl.evaluate", argv, read_configuration, evaluate)
+    imports = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
+    run("megarl.evaluate", argv, read_configuration, evaluate, imports=imports)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config:

@@ -35,7 +35,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Write the actor, or the reward model, of a checkpoint."""
-    run("megarl.export", argv, read_arguments, write)
+    run("megarl.export", argv, read_arguments, write, imports=("megarl.learner.imported",))
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

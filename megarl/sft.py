@@ -16,10 +16,12 @@ from megarl.config.root import SFTConfig
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 
+IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
+
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys)
+    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys, imports=IMPORTS)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:

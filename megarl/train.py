@@ -24,6 +24,8 @@ from megarl.platform.secrets import redact
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.config import TrainerSection
 
+IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         remarks=lambda arguments, argv: chain(
             unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
         ),
+        imports=IMPORTS,
     )
 
 

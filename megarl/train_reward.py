@@ -17,10 +17,12 @@ from megarl.config.root import RewardTrainConfig
 from megarl.distributed.launch import Launch
 from megarl.entry import run
 
+IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
+
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys)
+    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys, imports=IMPORTS)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> RewardTrainConfig:

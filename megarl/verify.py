@@ -26,8 +26,9 @@ from megarl.cli.command import parse
 from megarl.cli.commands import VERIFY
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
-from megarl.distributed.launch import Launch, detect
+from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
 
 
@@ -46,9 +47,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    if "--json" in argv and detect(os.environ):
-        keep_stdout_for_the_report()
-    run("megarl.verify", argv, read_arguments, verify)
+    run("megarl.verify", argv, read_arguments, verify, imports=("megarl.sync.verification", "megarl.rollout.imported"))
 
 
 def keep_stdout_for_the_report() -> None:
@@ -56,6 +55,7 @@ def keep_stdout_for_the_report() -> None:
     report = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(report, "w")
+    outlive_readers()
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
@@ -74,6 +74,8 @@ def verify(arguments: Arguments, launch: Launch) -> None:
     from megarl.distributed.exchange import together
     from megarl.sync.verification import Subject, look, probability_limit
 
+    if arguments.as_json:
+        keep_stdout_for_the_report()
     with scratch_directory() as scratch:
         subject = Subject.build(arguments.config, scratch, launch)
         found = look(subject, scratch)

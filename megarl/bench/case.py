@@ -40,7 +40,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Measure one case."""
-    run("megarl.bench.case", argv, read_arguments, measure)
+    run("megarl.bench.case", argv, read_arguments, measure, imports=("megarl.bench.subject", "megarl.rollout.imported"))
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:

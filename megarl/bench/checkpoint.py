@@ -46,7 +46,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
-    run("megarl.bench.checkpoint", argv, read_arguments, measure)
+    run("megarl.bench.checkpoint", argv, read_arguments, measure, imports=("megarl.learner.imported",))
     return 0
 
 

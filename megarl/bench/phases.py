@@ -69,7 +69,13 @@ class Clock:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Measure, and print the results."""
-    run("megarl.bench.phases", argv, read_arguments, measure)
+    run(
+        "megarl.bench.phases",
+        argv,
+        read_arguments,
+        measure,
+        imports=("megarl.bench.subject", "megarl.rollout.imported"),
+    )
     return 0
 
 

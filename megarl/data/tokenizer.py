@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
+from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, is_without_tokenizer
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import computing_at_most
 from megarl.platform.secrets import redact
 from megarl.platform.uri import is_uri, local_path
+
+spare_statistics()
+from transformers import AutoTokenizer  # noqa: E402
 
 TEMPLATE_SECONDS = 10.0
 """CPU time that a chat template may take for one conversation."""

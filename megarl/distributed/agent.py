@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from megarl.distributed.hosts import REMEDY, REPORT_INTERVAL_S, resolve
-from megarl.distributed.signals import EXIT_CODE, forward
+from megarl.distributed.local import report_first
+from megarl.distributed.signals import forward
 from megarl.platform.early import say
 from megarl.platform.processes import children
 
@@ -40,10 +41,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # a signal, as a shell counts it
-        if code != EXIT_CODE:  # otherwise a rank has printed the reason
-            print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
-        sys.exit(code)
+        sys.exit(report_first(rank, failure.exitcode))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)

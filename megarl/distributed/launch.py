@@ -1,7 +1,7 @@
 """Joining the ranks of torchrun, Open MPI or Slurm, or starting the ranks of this host without a launcher.
 
-Invariant: when `join_or_launch` returns, the environment holds torch's own variables (`RANK`, `WORLD_SIZE`,
-`LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) under every launcher. Later code knows no launchers.
+Invariant: when `join` returns, the environment holds torch's own variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+`LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) under every launcher. Later code knows no launchers.
 """
 
 import atexit
@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,14 @@ from torch.distributed import Store
 from megarl.distributed.agent import serve
 from megarl.distributed.exchange import join_world
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
+from megarl.distributed.local import apart, fork_ranks
 from megarl.distributed.place import Launch, detect, restarted
 from megarl.distributed.store import meet
-from megarl.platform.device import on_cuda
+from megarl.platform.device import decide_device, on_cuda
 from megarl.platform.processes import die_with_parent, follow_parent
 from megarl.platform.terminal import COMMAND, typed
 
-__all__ = ["Launch", "detect", "init_process_groups", "join_or_launch", "rendezvous", "restarted"]
+__all__ = ["Launch", "Wanted", "detect", "detect_or_start", "init_process_groups", "join", "rendezvous", "restarted"]
 
 LINGER_S = 1.0
 MEETING_S = 1800.0
@@ -60,18 +61,56 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     return find_announced(path, launch, timeout_s=MEETING_S)
 
 
-def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, directory: Path) -> Launch:
-    """Return this process's rank under its launcher; without a launcher, run `python -m module argv` on local ranks.
+@dataclass(frozen=True)
+class Wanted:
+    """The ranks that a command starts on this host if there is no launcher."""
+
+    num_ranks: int
+    device: str  # auto | cuda | cpu
+
+
+def detect_or_start(
+    module: str, argv: Sequence[str], examine: Callable[[], Wanted], *, imports: Sequence[str] = ()
+) -> Launch:
+    """Return this process's rank under its launcher; without a launcher, start ranks on this host.
+
+    Ranks on the CPU of Linux are forked, and this returns in each of them. On CUDA, which does not survive a fork, and
+    on other systems `python -m module argv` starts anew for each rank. The first process ends when all ranks have.
 
     Args:
         module: the entry point that called this, e.g. `megarl.train`.
         argv: the command-line arguments of the entry point.
-        num_processes: ranks to start on this host if there is no launcher. This process exits when they have ended.
-        directory: a directory that all hosts see, through which ranks may have to find each other.
+        examine: returns what to start, after a check of the arguments. It is called only if there is no launcher.
+        imports: modules that every rank needs.
+
+    Raises:
+        ValueError: what `detect`, `decide_device` or `examine` raise.
     """
-    launch = detect(os.environ)
-    if launch is None:
-        _launch(module, argv, num_processes=num_processes)
+    if launch := detect(os.environ):
+        return launch
+
+    def look() -> Wanted:
+        wanted = examine()
+        return Wanted(wanted.num_ranks, decide_device(wanted.device))
+
+    may_fork = sys.platform == "linux"
+    wanted = apart(look) if may_fork else look()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // wanted.num_ranks)))
+    os.environ[COMMAND] = typed()
+    if may_fork and wanted.device == "cpu":
+        return fork_ranks(wanted.num_ranks, imports)
+    # Without the address the agent looks up its own host name, which laptops may not resolve.
+    agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(wanted.num_ranks)]
+    return serve([*agent, "--module", module, *argv])
+
+
+def join(launch: Launch, directory: Path) -> None:
+    """Set torch's variables for this rank, under whatever launcher; end this rank with its launcher.
+
+    `directory` is a directory that all hosts see, through which ranks may have to find each other. Raises ValueError
+    as `rendezvous` does.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # the parent is the agent that watches this rank; nobody else would then
     elif "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -81,7 +120,6 @@ def join_or_launch(module: str, argv: Sequence[str], *, num_processes: int, dire
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     for name in ("rank", "world_size", "local_rank", "local_world_size"):
         os.environ[name.upper()] = str(getattr(launch, name))
-    return launch
 
 
 def init_process_groups(launch: Launch, timeout_s: float) -> Store:
@@ -92,7 +130,7 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
     A process that ends without destroying the group has failed, and exits with code 1.
 
     Args:
-        launch: what `join_or_launch` returned.
+        launch: what `detect_or_start` returned.
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
@@ -122,16 +160,6 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
 def _first_host(nodelist: str) -> str:
     """Return the host of task 0: the first host in a Slurm list such as `gpu[001-004,007],login1`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist).split(",")[0]
-
-
-def _launch(module: str, argv: Sequence[str], *, num_processes: int) -> NoReturn:
-    """Run this host's ranks under torch's elastic agent; exit with the code of the first failed rank, or 0."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
-    os.environ[COMMAND] = typed()
-    # Without the address the agent looks up its own host name, which laptops may not resolve.
-    agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
-    serve([*agent, "--module", module, *argv])
 
 
 def _leave() -> None:

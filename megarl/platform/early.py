@@ -43,6 +43,12 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_CODE)
 
 
+def obey() -> None:
+    """End this process from now on when it gets one of SIGNALS."""
+    for number in SIGNALS:
+        signal.signal(number, end_at_once)
+
+
 def _is_program() -> bool:
     if Path(sys.argv[0]).name == "megarl":  # the installed script
         return True
@@ -52,5 +58,4 @@ def _is_program() -> bool:
 
 if _is_program():
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of each address without a reverse DNS entry
-    for _number in SIGNALS:
-        signal.signal(_number, end_at_once)
+    obey()

@@ -1,1 +1,6 @@
 """The engine: vLLM generates, and takes new weights in place. No other room imports vLLM."""
+
+from megarl.platform.hiding import hide
+
+# vLLM resamples sound with SciPy. The import takes seconds in every process.
+hide("scipy", library="vllm")

@@ -157,22 +157,26 @@ def lose_patience(faults: Faults, number: int, patience_s: float) -> None:
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
-    """Train on every rank of the job; prepare this rank for its fault."""
-    if (rank := os.environ.get("RANK")) is not None:  # a launcher has no rank
-        faults = Faults(Path(argv[0]))
-        number, fault = faults.next()
-        its_own = fault if fault and fault.rank == int(rank) else None
-        if its_own or rank == "0":
-            Overhearing(faults, number, its_own, tells=rank == "0")
-        if fault and fault.patience_s is not None:
-            arguments = faults, number, fault.patience_s
-            threading.Thread(target=lose_patience, args=arguments, daemon=True).start()
-    run("tests.support.faulty", argv, read_arguments, train.train)
+    """Train on every rank of the job."""
+    run("tests.support.faulty", argv, read_arguments, train.train, imports=train.IMPORTS)
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> train.Arguments:
-    """Read the arguments that follow the file of faults."""
+    """Prepare this rank for its fault, and read the arguments that follow the file of faults."""
+    if (rank := os.environ.get("RANK")) is not None:  # a launcher has no rank
+        prepare(Faults(Path(argv[0])), rank)
     return train.read_arguments(argv[1:], world_size=world_size)
+
+
+def prepare(faults: Faults, rank: str) -> None:
+    """Prepare this rank for the next fault."""
+    number, fault = faults.next()
+    its_own = fault if fault and fault.rank == int(rank) else None
+    if its_own or rank == "0":
+        Overhearing(faults, number, its_own, tells=rank == "0")
+    if fault and fault.patience_s is not None:
+        arguments = faults, number, fault.patience_s
+        threading.Thread(target=lose_patience, args=arguments, daemon=True).start()
 
 
 if __name__ == "__main__":

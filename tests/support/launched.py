@@ -13,19 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.launch import init_process_groups, join_or_launch
+from megarl.distributed.launch import Wanted, detect_or_start, init_process_groups, join
 
 LATE_S = 2.0  # long enough to find the stale address of a dead rank
 
 
 def main() -> None:
     options = dict(argument.split("=") for argument in sys.argv[1:])
-    launch = join_or_launch(
-        "tests.support.launched",
-        sys.argv[1:],
-        num_processes=int(options.get("ranks", 2)),
-        directory=Path(options.get("directory", ".")),
-    )
+    wanted = Wanted(int(options.get("ranks", 2)), options.get("device", "cpu"))
+    launch = detect_or_start("tests.support.launched", sys.argv[1:], lambda: wanted)
+    join(launch, Path(options.get("directory", ".")))
     if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         del options["kill"]
         time.sleep(LATE_S if launch.rank == 0 else 0.0)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from megarl.distributed.launch import init_process_groups, join_or_launch
+from megarl.distributed.launch import Wanted, detect_or_start, init_process_groups, join
 from megarl.distributed.watchdog import note, watching
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.scoring import RuleScorer
@@ -34,7 +34,8 @@ def compute_score(**_):
 
 def main(reports: Path, how: str) -> None:
     """Run on one rank of a launched job."""
-    launch = join_or_launch("tests.support.stalled", [], num_processes=2, directory=Path())
+    launch = detect_or_start("tests.support.stalled", [], lambda: Wanted(2, "cpu"))
+    join(launch, Path())
     init_process_groups(launch, timeout_s=600)
     other = dist.new_group(backend="gloo")
     place = {"rank": launch.rank, "world_size": launch.world_size}

@@ -58,6 +58,9 @@ def test_a_rank_on_the_cpu_imports_no_kernels_of_cuda(tmp_path: Path) -> None:
     assert run(code, at=tmp_path) == ""
 
 
-def test_a_rank_imports_no_experiment_tracker() -> None:
-    """The import of W&B costs seconds, and Megatron-Core asks for it."""
-    assert run("import sys, megarl.assembly.run; print(sorted({'wandb', 'mlflow'} & set(sys.modules)))") == "[]"
+def test_a_rank_imports_nothing_slow_that_it_does_not_use() -> None:
+    """Megatron-Core asks for W&B, transformers for scikit-learn and vLLM for SciPy, whose imports cost seconds."""
+    slow = {"mlflow", "pandas", "scipy", "sklearn", "wandb"}
+    code = "from megarl.platform.device import decide_device; decide_device('cpu'); import sys; "
+    code += "import megarl.assembly.run, megarl.learner.imported, megarl.rollout.imported; "
+    assert run(f"{code}print(sorted({slow} & set(sys.modules)))") == "[]"

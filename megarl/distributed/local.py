@@ -1,0 +1,151 @@
+"""The ranks of one host on the CPU, forked from a process that has imported everything once.
+
+Imports are most of the start of a job. Invariant: the process that the ranks are forked from does nothing else. It
+reads no file of the user, calls nothing of CUDA and starts no thread of Python, because CUDA and threads do not survive
+a fork.
+"""
+
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from megarl.distributed.place import Launch
+from megarl.distributed.signals import EXIT_CODE, SIGNALS, forward
+from megarl.platform.device import decide_device
+from megarl.platform.early import starting
+from megarl.platform.processes import die_with_parent
+
+PATIENCE_S = 30.0
+"""Seconds in which ranks end after SIGTERM, because another rank has failed."""
+HOST = "127.0.0.1"
+_ROUND_S = 0.05
+
+T = TypeVar("T")
+
+
+def apart(look: Callable[[], T]) -> T:
+    """Return what `look` returns in a forked process, so that this process does nothing of it.
+
+    If the forked process ends before, this process ends with the same exit code. Signals reach this process alone.
+    """
+    parent, (source, target) = os.getpid(), os.pipe()
+    if (pid := _fork()) == 0:
+        die_with_parent(signal.SIGKILL, parent=parent)
+        for number in SIGNALS:  # the programs that this process starts would inherit SIG_IGN, but not a function
+            signal.signal(number, lambda *_: None)
+        os.close(source)
+        with os.fdopen(target, "wb") as pipe:
+            pickle.dump(look(), pipe)
+        _flush()
+        os._exit(0)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        found = pipe.read()
+    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        sys.exit(as_shell(code))
+    result: T = pickle.loads(found)  # noqa: S301 - a copy of this process wrote it
+    return result
+
+
+def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
+    """Import the modules `imports`, fork the ranks of this host, and return in each of them its place.
+
+    This process does not return: it watches the ranks, and ends with the code of the first that fails, or with 0.
+    Each rank leads a session of its own, so that a terminal signals this process alone, which forwards the signal.
+    """
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(1)  # the threads of a pool would not survive the fork
+    decide_device("cpu")
+    if imports:
+        starting("import of torch, Megatron-Core and vLLM")
+    for name in imports:
+        import_module(name)
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= sizes | {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks, parent = dict[int, int](), os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    for rank in range(num_ranks):
+        if (pid := _fork()) == 0:
+            os.setsid()
+            die_with_parent(signal.SIGKILL, parent=parent)
+            listener.close()
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            torch.set_num_threads(threads)
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(line_buffering=True)  # a job shows its steps as they end, also in a file
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            return Launch(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
+        ranks[pid] = rank
+    forward()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    code = _watch(ranks, store)
+    _flush()
+    os._exit(code)  # what was imported would take seconds to unload
+
+
+def report_first(rank: int, code: int) -> int:
+    """Name the rank that failed first, with `code` as Python counts it; return the exit code of the job."""
+    code = as_shell(code)
+    if code != EXIT_CODE:  # otherwise a rank has printed the reason
+        print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
+    return code
+
+
+def as_shell(code: int) -> int:
+    """Return an exit code as a shell counts it: 128 + N instead of Python's -N for a process that signal N ended."""
+    return code if code >= 0 else 128 - code
+
+
+def _watch(ranks: dict[int, int], store: TCPStore) -> int:
+    """Wait for all processes; `ranks` has the rank of each, and they use the store. If one fails, end the others.
+
+    Return the exit code of the job.
+    """
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid, None)
+        if rank is not None and (code := os.waitstatus_to_exitcode(status)):
+            _end(set(ranks))
+            return report_first(rank, code)
+    return 0
+
+
+def _end(pids: set[int]) -> None:
+    """Ask processes of this process to end, and kill what is left after PATIENCE_S."""
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + PATIENCE_S
+    while pids:
+        pids = {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        if pids and time.monotonic() > until:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            until = float("inf")
+        time.sleep(_ROUND_S if pids else 0.0)
+
+
+def _fork() -> int:
+    """Fork this process; what it has printed so far is printed once."""
+    _flush()
+    return os.fork()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError):  # a process may have been started without it
+            stream.flush()
