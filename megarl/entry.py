@@ -1,4 +1,7 @@
-"""The first and the last actions of every command: read the configuration, join the job, end with a clear message."""
+"""The first and the last actions of every command: read the configuration, join the job, end with a clear message.
+
+The configuration is read before torch is imported, so that its faults are reported at once.
+"""
 
 import logging
 import os
@@ -7,28 +10,23 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from megarl.platform import early
 from megarl.config.faults import ConfigError
-from megarl.distributed import signals
-from megarl.distributed.agreement import agree
-from megarl.distributed.exchange import together, wait_for_all
-from megarl.distributed.launch import Launch, Wanted, detect_or_start, init_process_groups, join
-from megarl.distributed.store import is_said
+from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
-from megarl.platform.determinism import decide_determinism
-from megarl.platform.device import decide_device
 from megarl.platform.early import starting
+from megarl.platform.forking import apart
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, outlive_readers
 from megarl.platform.versions import running
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Configuration(Protocol):
@@ -51,11 +49,15 @@ def run(
     body: Callable[[C, Launch], None],
     *,
     remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
+    trial: Callable[[C], Iterable[str] | None] = lambda config: (),
     imports: Sequence[str] = (),
 ) -> None:
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
 
-    `imports` are modules that `body` needs. Ranks that are forked on this host share them (see `detect_or_start`).
+    `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
+    yields remarks, and raises ConfigError.
+
+    `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
     user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
@@ -66,19 +68,19 @@ def run(
     outlive_readers()
     early.obey()
     rank, is_first_here = os.environ.get("RANK", "0"), True
+
+    def read(launch: Launch | None) -> C:
+        config = load(argv, world_size=launch.world_size if launch else None)
+        is_first = launch is None or (launch.rank == 0 and COMMAND not in os.environ)  # else the first process did it
+        for remark in (trial(config) if is_first else None) or ():
+            print(redact(f"note: {remark}"))
+        return config
+
     try:
-        launch = detect_or_start(module, argv, partial(_examine, load, argv), imports=imports)
+        launch = detect(os.environ) or _start(module, argv, lambda: read(None).trainer, imports)
         rank, is_first_here = str(launch.rank), launch.local_rank == 0
-        signals.listen()
-        config = load(argv, world_size=launch.world_size)
-        trainer = config.trainer
-        directory = Path(trainer.default_local_dir)
-        join(launch, directory)
-        # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
-        decide_determinism(trainer.deterministic)
-        decide_device(trainer.device)
-        store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
-        agree(dict(flatten(asdict(config))) | running())
+        config = read(launch)
+        store = _meet(launch, config)
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
             print(error, file=sys.stderr)
@@ -86,11 +88,56 @@ def run(
     except ValueError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
+    _work(config, launch, store, body)
+
+
+def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:
+    """Start the ranks of this host, and return the place of each. Raises what `read` does, before torch is imported."""
+
+    def examine() -> Wanted:
+        trainer = read()
+        return Wanted(trainer.n_gpus_per_node, trainer.device)
+
+    wanted = apart(examine) if sys.platform == "linux" else examine()
+    from megarl.distributed.launch import start
+
+    return start(module, argv, wanted, imports=imports)
+
+
+def _meet(launch: Launch, config: Configuration) -> "Store":
+    """Join the ranks of the job, and return the store in which they meet.
+
+    Raises:
+        ValueError: the ranks do not find each other, or their configurations differ.
+    """
+    from megarl.distributed import signals
+    from megarl.distributed.agreement import agree
+    from megarl.distributed.launch import init_process_groups, join
+    from megarl.platform.determinism import decide_determinism
+    from megarl.platform.device import decide_device
+
+    signals.listen()
+    trainer = config.trainer
+    join(launch, Path(trainer.default_local_dir))
+    decide_determinism(trainer.deterministic)
+    decide_device(trainer.device)
+    # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
+    store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
+    agree(dict(flatten(asdict(config))) | running())
+    return store
+
+
+def _work(config: C, launch: Launch, store: "Store", body: Callable[[C, Launch], None]) -> None:
+    """Run the body under the watchdog; end the program with a message if it fails or a signal stops it."""
+    from megarl.distributed import signals
+    from megarl.distributed.exchange import together
+    from megarl.distributed.store import is_said
+
+    trainer, code = config.trainer, 0
     name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
-    reports = directory / name
-    code = 0
+    reports, timeout_s = Path(trainer.default_local_dir) / name, trainer.phase_timeout_s
     try:
-        with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=trainer.phase_timeout_s):
+        with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
             try:
                 body(config, launch)
             except signals.Stopped as stopped:
@@ -101,15 +148,9 @@ def run(
             _leave()
     except ValueError as error:
         logging.getLogger(__name__).debug("origin of the error", exc_info=True)
-        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {rank}: {error}"))
+        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {launch.rank}: {error}"))
     if code:
         sys.exit(code)
-
-
-def _examine(load: Callable[..., C], argv: Sequence[str]) -> Wanted:
-    """Return the ranks that the configuration asks for. Raises what `load` does."""
-    trainer = load(argv, world_size=None).trainer
-    return Wanted(trainer.n_gpus_per_node, trainer.device)
 
 
 def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
@@ -130,6 +171,10 @@ def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:
 
 def _leave() -> None:
     """Wait until all ranks are done, so that no rank cuts off another that is still in a collective."""
+    import torch.distributed as dist
+
+    from megarl.distributed.exchange import wait_for_all
+
     if dist.is_initialized():  # an engine that was closed has destroyed the process group
         wait_for_all()
         dist.destroy_process_group()

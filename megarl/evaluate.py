@@ -19,7 +19,7 @@ from megarl.cli.kinds import others
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.root import Config
-from megarl.distributed.launch import Launch
+from megarl.distributed.place import Launch
 from megarl.entry import run
 
 

@@ -16,7 +16,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.checkpoint.directory import HUGGINGFACE
 from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
-from megarl.distributed.launch import Launch
+from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection

@@ -1,8 +1,7 @@
 """Reinforcement learning: `megarl train CONFIG.yaml [MORE.yaml] [a.b.c=value ...] [--replay DIR_OR_FILE]`."""
 
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -15,13 +14,9 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
-from megarl.config.trial import try_reward
-from megarl.distributed.exchange import together
-from megarl.distributed.launch import Launch, detect
-from megarl.distributed.signals import Stopped, graceful_stop
+from megarl.config.trial import find_models, try_reward
+from megarl.distributed.place import Launch
 from megarl.entry import run
-from megarl.platform.secrets import redact
-from megarl.platform.terminal import COMMAND
 from megarl.tracking.config import TrainerSection
 
 IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
@@ -45,8 +40,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     run(
         "megarl.train",
         argv,
-        _checked_arguments,
+        read_arguments,
         train,
+        trial=try_out,
         remarks=lambda arguments, argv: chain(
             unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
         ),
@@ -67,19 +63,11 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     return Arguments(load_config(typed["configuration"], world_size=world_size), replay)
 
 
-def _checked_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
-    """Return what `read_arguments` does, after a trial of the reward in the first process of the job.
-
-    Raises:
-        ConfigError: as `read_arguments` does, or the reward fails.
-    """
-    arguments = read_arguments(argv, world_size=world_size)
-    place = detect(os.environ)
-    is_first = place is None or (place.rank == 0 and COMMAND not in os.environ)  # else the launcher has done it
-    if is_first and not arguments.replay:
-        for remark in try_reward(arguments.config):
-            print(redact(f"note: {remark}"))
-    return arguments
+def try_out(arguments: Arguments) -> Iterator[str]:
+    """Look for the models, and try the reward; yield what `try_reward` does. Raises ConfigError as both do."""
+    if not arguments.replay:
+        find_models(arguments.config)
+        yield from try_reward(arguments.config)
 
 
 def train(arguments: Arguments, launch: Launch) -> None:
@@ -87,6 +75,8 @@ def train(arguments: Arguments, launch: Launch) -> None:
     if launch.rank == 0:
         show_plan(arguments.config)
     from megarl.assembly.run import build_run
+    from megarl.distributed.exchange import together
+    from megarl.distributed.signals import Stopped, graceful_stop
     from megarl.tracking.tracker import recording
     from megarl.training.loop import train as loop
 

@@ -26,7 +26,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import VERIFY
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
-from megarl.distributed.launch import Launch
+from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection

@@ -1,6 +1,7 @@
-"""A trial of the reward on the first rows of the data, in processes as a run has them, before anything else starts.
+"""Trials before anything else starts: whether the hub has the models, and the reward on the first rows of the data.
 
-The ground truth of each row is its response. Any finite score passes. Rewards that fail are judged as those of a step.
+The reward runs in processes as a run has them. The ground truth of each row is its response. Any finite score passes.
+Rewards that fail are judged as those of a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.root import Config
+from megarl.config.root import Config, SupervisedConfig
 from megarl.data.columns import Needs, PromptColumns
+from megarl.models.hub import config_place
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
@@ -28,6 +30,23 @@ class _Row:
     place: str  # file and number, for messages
     response: str
     arguments: Any  # packed
+
+
+def find_models(config: Config | SupervisedConfig) -> None:
+    """Ask the hub for the configuration of each model that is a Hugging Face id.
+
+    Raises:
+        ConfigError: the hub does not have the model, or does not answer.
+    """
+    if isinstance(config, Config):
+        models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+        models |= {"critic.model.path": config.critic.model.path} if config.has_critic else {}
+        models |= {"reward_model.model.path": config.reward_model.model.path} if config.reward_model.enable else {}
+    else:
+        models = {"model.path": config.model.path}
+    for key, path in models.items():
+        with _fault_of(key):
+            config_place(path)
 
 
 def try_reward(config: Config) -> Iterator[str]:

@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,14 +23,15 @@ from torch.distributed import Store
 from megarl.distributed.agent import serve
 from megarl.distributed.exchange import join_world
 from megarl.distributed.hosts import announce, choose_interface, describe_failure, find_announced, gather
-from megarl.distributed.local import apart, fork_ranks
-from megarl.distributed.place import Launch, detect, restarted
+from megarl.distributed.local import fork_ranks
+from megarl.distributed.place import Launch, Wanted, detect, restarted
 from megarl.distributed.store import meet
 from megarl.platform.device import decide_device, on_cuda
+from megarl.platform.forking import apart
 from megarl.platform.processes import die_with_parent, follow_parent
 from megarl.platform.terminal import COMMAND, typed
 
-__all__ = ["Launch", "Wanted", "detect", "detect_or_start", "init_process_groups", "join", "rendezvous", "restarted"]
+__all__ = ["Launch", "Wanted", "detect", "init_process_groups", "join", "rendezvous", "restarted", "start"]
 
 LINGER_S = 1.0
 MEETING_S = 1800.0
@@ -61,44 +62,25 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     return find_announced(path, launch, timeout_s=MEETING_S)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The ranks that a command starts on this host if there is no launcher."""
-
-    num_ranks: int
-    device: str  # auto | cuda | cpu
-
-
-def detect_or_start(
-    module: str, argv: Sequence[str], examine: Callable[[], Wanted], *, imports: Sequence[str] = ()
-) -> Launch:
-    """Return this process's rank under its launcher; without a launcher, start ranks on this host.
+def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence[str] = ()) -> Launch:
+    """Start ranks on this host, for a command that no launcher started.
 
     Ranks on the CPU of Linux are forked, and this returns in each of them. On CUDA, which does not survive a fork, and
     on other systems `python -m module argv` starts anew for each rank. The first process ends when all ranks have.
 
     Args:
-        module: the entry point that called this, e.g. `megarl.train`.
+        module: the entry point, e.g. `megarl.train`.
         argv: the command-line arguments of the entry point.
-        examine: returns what to start, after a check of the arguments. It is called only if there is no launcher.
+        wanted: the ranks.
         imports: modules that every rank needs.
 
     Raises:
-        ValueError: what `detect`, `decide_device` or `examine` raise.
+        ValueError: `decide_device` raises it.
     """
-    if launch := detect(os.environ):
-        return launch
-
-    def look() -> Wanted:
-        wanted = examine()
-        return Wanted(wanted.num_ranks, decide_device(wanted.device))
-
-    may_fork = sys.platform == "linux"
-    wanted = apart(look) if may_fork else look()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // wanted.num_ranks)))
     os.environ[COMMAND] = typed()
-    if may_fork and wanted.device == "cpu":
+    if sys.platform == "linux" and apart(partial(decide_device, wanted.device)) == "cpu":
         return fork_ranks(wanted.num_ranks, imports)
     # Without the address the agent looks up its own host name, which laptops may not resolve.
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(wanted.num_ranks)]
@@ -130,7 +112,7 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
     A process that ends without destroying the group has failed, and exits with code 1.
 
     Args:
-        launch: what `detect_or_start` returned.
+        launch: the place of this rank.
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:

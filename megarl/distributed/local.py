@@ -7,15 +7,12 @@ a fork.
 
 import io
 import os
-import pickle
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TypeVar
 
 import torch
 from torch.distributed import TCPStore
@@ -24,38 +21,13 @@ from megarl.distributed.place import Launch
 from megarl.distributed.signals import EXIT_CODE, SIGNALS, forward
 from megarl.platform.device import decide_device
 from megarl.platform.early import starting
+from megarl.platform.forking import as_shell, flush, fork
 from megarl.platform.processes import die_with_parent
 
 PATIENCE_S = 30.0
 """Seconds in which ranks end after SIGTERM, because another rank has failed."""
 HOST = "127.0.0.1"
 _ROUND_S = 0.05
-
-T = TypeVar("T")
-
-
-def apart(look: Callable[[], T]) -> T:
-    """Return what `look` returns in a forked process, so that this process does nothing of it.
-
-    If the forked process ends before, this process ends with the same exit code. Signals reach this process alone.
-    """
-    parent, (source, target) = os.getpid(), os.pipe()
-    if (pid := _fork()) == 0:
-        die_with_parent(signal.SIGKILL, parent=parent)
-        for number in SIGNALS:  # the programs that this process starts would inherit SIG_IGN, but not a function
-            signal.signal(number, lambda *_: None)
-        os.close(source)
-        with os.fdopen(target, "wb") as pipe:
-            pickle.dump(look(), pipe)
-        _flush()
-        os._exit(0)
-    os.close(target)
-    with os.fdopen(source, "rb") as pipe:
-        found = pipe.read()
-    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-        sys.exit(as_shell(code))
-    result: T = pickle.loads(found)  # noqa: S301 - a copy of this process wrote it
-    return result
 
 
 def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
@@ -78,7 +50,7 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     ranks, parent = dict[int, int](), os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for rank in range(num_ranks):
-        if (pid := _fork()) == 0:
+        if (pid := fork()) == 0:
             os.setsid()
             die_with_parent(signal.SIGKILL, parent=parent)
             listener.close()
@@ -94,7 +66,7 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     code = _watch(ranks, store)
-    _flush()
+    flush()
     os._exit(code)  # what was imported would take seconds to unload
 
 
@@ -104,11 +76,6 @@ def report_first(rank: int, code: int) -> int:
     if code != EXIT_CODE:  # otherwise a rank has printed the reason
         print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
     return code
-
-
-def as_shell(code: int) -> int:
-    """Return an exit code as a shell counts it: 128 + N instead of Python's -N for a process that signal N ended."""
-    return code if code >= 0 else 128 - code
 
 
 def _watch(ranks: dict[int, int], store: TCPStore) -> int:
@@ -137,15 +104,3 @@ def _end(pids: set[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
             until = float("inf")
         time.sleep(_ROUND_S if pids else 0.0)
-
-
-def _fork() -> int:
-    """Fork this process; what it has printed so far is printed once."""
-    _flush()
-    return os.fork()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError):  # a process may have been started without it
-            stream.flush()

@@ -15,6 +15,14 @@ class Launch:
     local_world_size: int
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The ranks that a command starts on this host if there is no launcher."""
+
+    num_ranks: int
+    device: str  # auto | cuda | cpu
+
+
 def detect(environ: Mapping[str, str]) -> Launch | None:
     """Return the rank that a launcher gave this process; None if no launcher started it.
 

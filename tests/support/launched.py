@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.launch import Wanted, detect_or_start, init_process_groups, join
+from megarl.distributed.launch import detect, init_process_groups, join, start
+from megarl.distributed.place import Wanted
 
 LATE_S = 2.0  # long enough to find the stale address of a dead rank
 
@@ -21,7 +22,7 @@ LATE_S = 2.0  # long enough to find the stale address of a dead rank
 def main() -> None:
     options = dict(argument.split("=") for argument in sys.argv[1:])
     wanted = Wanted(int(options.get("ranks", 2)), options.get("device", "cpu"))
-    launch = detect_or_start("tests.support.launched", sys.argv[1:], lambda: wanted)
+    launch = detect(os.environ) or start("tests.support.launched", sys.argv[1:], wanted)
     join(launch, Path(options.get("directory", ".")))
     if "once" in options and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         del options["kill"]

@@ -61,6 +61,12 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
         assert re.search(rf"^  {command.name} ", printed, re.MULTILINE)
 
 
+def test_a_configuration_is_checked_before_anything_heavy_is_imported() -> None:
+    modules = [f"megarl.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
+    words = f"import sys, {', '.join(modules)}; assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()"
+    succeed(sys.executable, "-c", words, timeout_s=120)
+
+
 def test_every_command_has_a_module_and_every_module_a_command() -> None:
     listed = {command.module for command in COMMANDS}
     assert not [name for name in listed if find_spec(name) is None]

@@ -1,14 +1,15 @@
 """The trial of a reward before a run, in real processes: faults are said with their rows, honest zeros pass."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config.faults import ConfigError
-from megarl.config.load import load_config
-from megarl.config.trial import try_reward
+from megarl.config.load import load_config, load_sft_config
+from megarl.config.trial import find_models, try_reward
 
 MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ROWS = [
@@ -35,6 +36,17 @@ def tried(tmp_path: Path) -> Any:
         return list(try_reward(load_config([*MINIMAL, *own, *arguments], world_size=None, check_paths=False)))
 
     return attempt
+
+
+def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    rl = load_config([*MINIMAL, "data.train_files=a.parquet"], world_size=None, check_paths=False)
+    sft = load_sft_config(["model.path=org/start", "data.train_files=a.parquet"], world_size=None, check_paths=False)
+    for config, key, model in ((rl, "actor_rollout_ref.model.path", "org/policy"), (sft, "model.path", "org/start")):
+        with pytest.raises(ConfigError, match=f"{key}: {model} is no local directory") as error:
+            find_models(config)
+        assert "download it on another machine and name its directory" in said_by(error)
+    find_models(replace(sft, model=replace(sft.model, path="s3://models/start")))  # is looked for with the weights
 
 
 def said_by(error: pytest.ExceptionInfo[ConfigError]) -> str:
