@@ -1,4 +1,4 @@
-"""The tutorials run as they are written."""
+"""The tutorials, and the page of a new project, run as they are written."""
 
 import os
 import re
@@ -9,26 +9,34 @@ from pathlib import Path
 
 import pytest
 
+from megarl.new.__main__ import main as new
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
+from tests.support.workspace import Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PAGE = ROOT / "docs" / "tutorials.md"
 TIMEOUT_S = 840  # for busy machines
+SMALL = (  # for a model of a few thousand parameters, which learns nothing
+    "data.max_prompt_length=64 data.max_response_length=16 data.train_batch_size=8 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=2 "
+    "actor_rollout_ref.actor.megatron.dtype=float32 actor_rollout_ref.rollout.dtype=float32 "
+    "trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=2"
+)
 
 
-@pytest.mark.timeout(TIMEOUT_S + 60)
-def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    for name in ("configs", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+def run_page(page: Path, directory: Path, **replaced: str) -> str:
+    """Run the commands of a page in a directory, some words replaced; return all that they print."""
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for words, others in replaced.items():
+        commands = commands.replace(words, others)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    log = tmp_path / "log.txt"
+    log = directory / "log.txt"
     with log.open("wb") as output:
         shell = subprocess.Popen(
             ["bash", "-euxo", "pipefail", "-c", commands],
-            cwd=tmp_path,
+            cwd=directory,
             env=environ,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -41,6 +49,24 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
             shell.wait()
     printed = log.read_text()
     assert shell.returncode == 0, printed[-SHOWN_CHARACTERS:]
-    assert "It fits:" in printed
+    return printed
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    for name in ("configs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert "It fits:" in run_page(PAGE, tmp_path)
     for made in re.findall(r"`(runs/tutorial/[\w./]+)`", PAGE.read_text()):
         assert (tmp_path / made).exists(), made
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_a_new_project_trains_and_exports(workspace: Workspace, tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    assert new([str(project), "--model", str(workspace.model)]) == 0
+    printed = run_page(project / "README.md", project, **{"config.yaml": f"config.yaml {SMALL}"})
+    assert "step 2/2" in printed
+    assert "README.md describes the model" in printed
+    for made in ("run/global_step_2", "run/report.html", "mlflow.db", "model/model.safetensors", "model/README.md"):
+        assert (project / made).exists(), made
