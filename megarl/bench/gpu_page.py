@@ -79,7 +79,7 @@ def _training(results: Results, num_devices: int) -> Iterator[str]:
     yield "## A step of training"
     yield _paragraph(
         f"{PROMPTS} samples for each GPU, {PROMPT_TOKENS} + {RESPONSE_TOKENS} tokens each, random weights in bfloat16, "
-        f"one optimizer step. The floor is that of `python -m megarl.plan` at "
+        f"one optimizer step. The floor is that of `megarl plan` at "
         f"{REACHABLE.flops_per_second / 1e12:.0f} TFLOP/s and {REACHABLE.bytes_per_second / 1e12:.1f} TB/s, and the "
         "aim a multiple of it."
     )

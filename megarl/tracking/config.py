@@ -90,7 +90,7 @@ class TrainerSection:
     """Let the trainer take only CUDA kernels that give the same bits every time, which are slower. On CPU they do."""
     peak_tflops: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Peak speed of a device in TFLOP/s, for the perf/mfu metrics; null = the published speed in bfloat16 of H100, H200
-    or B200; another device then gets no perf/mfu. `python -m megarl.doctor --peaks` measures it."""
+    or B200; another device then gets no perf/mfu. `megarl doctor --peaks` measures it."""
     phase_timeout_s: Seconds = 1800.0
     """Seconds that a phase of a step may take without progress; then every rank reports its state, and the job ends."""
     max_skipped_updates: CountFromZero = 3
