@@ -34,6 +34,13 @@ def step_parser() -> Arguments:
     parser.add_argument("--ranks", type=int, default=1, help="processes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
     parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up")
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="run the same work with this key changed too, in turn, and print the ratio; may be repeated",
+    )
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

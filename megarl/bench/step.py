@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +34,10 @@ from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 
 WARM_UP = 2
 """Steps that are not counted. The engine's self-check runs in them."""
+ROUNDS = 2
+"""Runs of each configuration, in turn, if two are compared: a machine changes its speed with time."""
 PEERS = ("machine", "engine", "transformers")
+Step = Mapping[str, float]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,28 +72,15 @@ def measure(
     Raises:
         ValueError: a program failed; its messages are on standard error.
     """
-    run_dir = directory / "run"
-    num_steps = WARM_UP + options.repeats
-    arguments = [
-        *workload.write(directory),
-        f"actor_rollout_ref.actor.megatron.dtype={options.dtype}",
-        f"actor_rollout_ref.rollout.dtype={options.dtype}",
-        f"trainer.n_gpus_per_node={options.ranks}",
-        "trainer.logger=[jsonl]",
-        "trainer.save_freq=-1",
-        "trainer.val_before_train=false",
-        f"trainer.total_training_steps={num_steps + bool(options.profile)}",
-        f"trainer.default_local_dir={run_dir}",
-        f"trainer.rollout_data_dir={run_dir / 'samples'}",
-        f"trainer.profile_steps=[{num_steps + 1 if options.profile else ''}]",
-        *overrides,
-    ]
-    run_module("megarl.train", *arguments)
-    if options.profile:
-        shutil.copytree(run_dir / "profile", options.profile, dirs_exist_ok=True)
-    steps = [line for line in read_jsonl(run_dir / "metrics.jsonl") if WARM_UP < line["step"] <= num_steps]
+    written = workload.write(directory)
+    steps, others = list[Step](), list[Step]()
+    for number in range(ROUNDS if options.against else 1):
+        last = directory / f"run-{number}"
+        steps += train(last, options, [*written, *overrides], is_traced=bool(options.profile and number == 0))
+        if options.against:
+            others += train(directory / f"other-{number}", options, [*written, *overrides, *options.against])
     model = workload.model_in(directory)
-    settings = {"model": str(model), "samples": str(run_dir / "samples" / f"step_{num_steps}.parquet")}
+    settings = {"model": str(model), "samples": str(last / "samples" / f"step_{WARM_UP + options.repeats}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
     (directory / "peers.json").write_text(json.dumps(settings))
     for peer in PEERS:
@@ -102,10 +92,45 @@ def measure(
         "versions": versions(),
         "workload": asdict(workload) | {"dtype": options.dtype, "ranks": options.ranks},
         **summarize(steps, workload),
+        **(compare(steps, others, workload) | {"against": options.against} if others else {}),
         "peers": peers,
         "ratios": ratios(steps, peers),
         "floors": floors(read_architecture(config), peers),
     }
+
+
+def train(
+    run_dir: Path, options: argparse.Namespace, arguments: Sequence[str], *, is_traced: bool = False
+) -> list[Step]:
+    """Run some steps, and return the metrics of those after the warm-up. Raises ValueError as `run_module` does."""
+    num_steps = WARM_UP + options.repeats
+    run_module(
+        "megarl.train",
+        f"actor_rollout_ref.actor.megatron.dtype={options.dtype}",
+        f"actor_rollout_ref.rollout.dtype={options.dtype}",
+        f"trainer.n_gpus_per_node={options.ranks}",
+        "trainer.logger=[jsonl]",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+        f"trainer.total_training_steps={num_steps + is_traced}",
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.rollout_data_dir={run_dir / 'samples'}",
+        f"trainer.profile_steps=[{num_steps + 1 if is_traced else ''}]",
+        *arguments,
+    )
+    if is_traced:
+        shutil.copytree(run_dir / "profile", options.profile, dirs_exist_ok=True)
+    return [line for line in read_jsonl(run_dir / "metrics.jsonl") if WARM_UP < line["step"] <= num_steps]
+
+
+def compare(steps: Sequence[Step], others: Sequence[Step], workload: Workload) -> dict[str, float]:
+    """Return the throughput of other steps on the same workload, and how many times as fast `steps` are.
+
+    Both are means over all steps: with partial rollouts a step does part of the work of the next.
+    """
+    num_samples = workload.num_prompts * workload.num_responses
+    ours, theirs = (num_samples / mean(step[STEP_SECONDS] for step in each) for each in (steps, others))
+    return {"mean_samples_per_second": ours, "samples_per_second_against": theirs, "times_faster": ours / theirs}
 
 
 def summarize(steps: Sequence[Mapping[str, float]], workload: Workload) -> dict[str, Any]:
@@ -164,8 +189,12 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             name, *(f"{times[key]:.3f}" for key in ("median", "min", "max")), f"{times['median'] / whole:.1%}"
         )
     console.print(table)
-    for title in ("samples_per_second", "tokens_per_second"):
-        console.print(f"{title}: {found[title]:.1f}", highlight=False)
+    for title in (
+        *("samples_per_second", "tokens_per_second"),
+        *("mean_samples_per_second", "samples_per_second_against", "times_faster"),
+    ):
+        if title in found:
+            console.print(f"{title}: {found[title]:.2f}", highlight=False)
     for title in ("ratios", "floors", "peers", "workload", "machine", "versions", "command"):
         console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)
 
