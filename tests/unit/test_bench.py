@@ -7,6 +7,8 @@ import pytest
 
 from megarl.bench.cases import MODELS, Split
 from megarl.bench.report import summary
+from megarl.bench.step import compare
+from megarl.bench.workload import Workload
 from megarl.models.architecture import hf_shapes, read_architecture
 
 
@@ -66,3 +68,13 @@ def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
     uncounted = [one | {"peak_extra_bytes": {"megarl": None, "mbridge": None}} for one in ranks]
     found = summary({"case": {}, "ranks": uncounted})
     assert found["peak_extra_bytes"] is found["peak_ratio"] is None
+
+
+def test_throughputs_are_compared_over_all_steps() -> None:
+    workload = Workload(model="llama-1m", lengths="long-tail", algorithm="grpo", num_prompts=3, num_responses=4)
+    steps, others = ([{"timing_s/step": seconds} for seconds in each] for each in ([1.0, 3.0, 2.0], [1.0, 7.0]))
+    assert compare(steps, others, workload) == {
+        "mean_samples_per_second": 6.0,
+        "samples_per_second_against": 3.0,
+        "times_faster": 2.0,
+    }
