@@ -81,7 +81,7 @@ class Python:
     def _bound(self) -> None:
         """Bound the processor's time and the size of files; the bound on memory is inherited."""
         seconds = max(1, round(self._seconds))
-        setrlimit(RLIMIT_CPU, (seconds, seconds))
+        setrlimit(RLIMIT_CPU, (seconds, seconds + 1))  # at the hard bound the kernel kills, and does not say why
         setrlimit(RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> str:

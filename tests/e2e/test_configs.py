@@ -138,6 +138,7 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
         model = SIZES.get(config.actor_rollout_ref.model.path, SMALL)
         (tmp_path / "config.json").write_text(json.dumps(model))
         arguments.append(f"actor_rollout_ref.model.path={tmp_path}")
+        arguments += [f"actor_rollout_ref.ref.model.path={tmp_path}"] if config.teachers else []
     if config.reward_model.enable:
         (tmp_path / "judge").mkdir()
         (tmp_path / "judge" / "config.json").write_text(json.dumps(SMALL | JUDGE))
@@ -150,11 +151,12 @@ def test_fits_the_devices_it_asks_for(path: Path, tmp_path: Path, capsys: pytest
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write a tiny model of each family and a judge, with a tokenizer that knows numbers, nonsense and feelings."""
+    """Write tiny models, a teacher and a judge, with a tokenizer that knows numbers, nonsense and feelings."""
     root = tmp_path_factory.mktemp("models")
     found = {
         "llama": write_checkpoint(root / "llama", "llama", eos_token_id=STOP),
         "qwen2": write_checkpoint(root / "qwen2", "qwen2", eos_token_id=STOP),
+        "teacher": write_checkpoint(root / "teacher", "llama", seed=1),
         "judge": write_classifier(root / "judge", "llama"),
     }
     for directory in found.values():
@@ -261,6 +263,8 @@ def rl_arguments(path: Path, workspace: Workspace, models: dict[str, Path], pair
         arguments.append(f"critic.model.tokenizer_path={models['tokens of its own']}")
     if config.reward_model.enable:
         arguments.append(f"reward_model.model.path={models['judge']}")
+    if config.teachers:
+        arguments.append(f"actor_rollout_ref.ref.model.path={models['teacher']}")
     if config.trainer.critic_warmup:
         arguments.append("trainer.critic_warmup=1")
     if config.algorithm.overlong_buffer.enable:
