@@ -18,6 +18,19 @@ NUM_RANKS = 2048
 """Ranks of the planned jobs."""
 
 
+def parser() -> Arguments:
+    """Return the measurements with their options."""
+    root = Arguments(
+        prog="megarl bench",
+        description="Measure a step, a sync, a save or a plan.",
+        example="megarl bench step --help\nmegarl bench step --json",
+    )
+    measurements = root.add_subparsers(title="Measurements", metavar="MEASUREMENT", required=True)
+    for name, (text, options) in PARSERS.items():
+        measurements.add_parser(name, help=text, parents=[options()], add_help=False)
+    return root
+
+
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
     parser = Arguments(

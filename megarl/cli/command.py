@@ -9,7 +9,9 @@ from io import StringIO
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
+from megarl.cli import completion
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import outlive_readers
 
@@ -77,9 +79,20 @@ class Relay(Command):
     """A command whose module reads all arguments itself, `--help` included."""
 
     def __init__(self, name: str, *, module: str, section: str, text: str) -> None:
-        rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+        """Declare a command whose `module` also has a function `parser`, which shells ask for the options."""
+
+        def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+            del param
+            return completion.of_parser(import_module(module).parser(), ctx.obj, incomplete)
+
+        rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)
         super().__init__(name, rest, module=module, section=section, text=text, example="", free=True)
         self.add_help_option = False
+        self._rest = rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the options that complete a word; click knows none of them."""
+        return self._rest.shell_complete(ctx, incomplete)
 
 
 class Commands(click.Group):

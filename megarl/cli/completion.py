@@ -1,9 +1,11 @@
 """Completion of configuration keys and of files, for the shells that click knows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 from click.shell_completion import CompletionItem
+
+from megarl.platform.arguments import Arguments
 
 SETUP = """\
 Completion of commands, options and keys: add to the start-up file of your shell
@@ -23,6 +25,12 @@ def of(command: str) -> Callable[[click.Context, click.Parameter, str], list[Com
         return [CompletionItem(f"{key}=") for key in found] or [CompletionItem(incomplete, type="file")]
 
     return complete
+
+
+def of_parser(parser: Arguments, typed: Sequence[str], incomplete: str) -> list[CompletionItem]:
+    """Return what a parser accepts after the words `typed`, or else files."""
+    found = [CompletionItem(name) for name in parser.completions(typed, incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
 
 
 def keys(command: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.root import Config, SupervisedConfig
 from megarl.data.columns import Needs, PromptColumns
+from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.models.hub import config_place
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
@@ -33,20 +34,28 @@ class _Row:
 
 
 def find_models(config: Config | SupervisedConfig) -> None:
-    """Ask the hub for the configuration of each model that is a Hugging Face id.
+    """Ask the hub for the configuration of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:
-        ConfigError: the hub does not have the model, or does not answer.
+        ConfigError: the hub does not have it, or does not answer.
     """
+    tokenizers = {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
         models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
         models |= {"critic.model.path": config.critic.model.path} if config.has_critic else {}
         models |= {"reward_model.model.path": config.reward_model.model.path} if config.reward_model.enable else {}
+        tokenizers |= {"critic.model.tokenizer_path": config.tokenizer_of_critic} if config.has_critic else {}
+        rewarder = config.reward_model
+        tokenizers |= {"reward_model.model.input_tokenizer": rewarder.model.input_tokenizer} if rewarder.enable else {}
     else:
         models = {"model.path": config.model.path}
     for key, path in models.items():
         with _fault_of(key):
             config_place(path)
+    for key, tokenizer in tokenizers.items():
+        with _fault_of(key):
+            if tokenizer is not None:
+                find_tokenizer(tokenizer, with_code=False)
 
 
 def try_reward(config: Config) -> Iterator[str]:

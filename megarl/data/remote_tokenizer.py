@@ -1,10 +1,12 @@
-"""The files of a tokenizer, before any library is imported: in a directory, or at a URI."""
+"""The files of a tokenizer, before any library is imported: in a directory, on the Hugging Face hub, or at a URI."""
 
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from megarl.platform.hub import snapshot
 from megarl.platform.remote import RemoteDirectory
+from megarl.platform.uri import local_path
 
 TEMPLATE = "chat_template.jinja"
 DATA_ENDINGS = (".json", ".model", ".jinja", ".txt")
@@ -15,6 +17,25 @@ ENOUGH = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 def is_without_tokenizer(place: Path) -> bool:
     """Return whether `place` is a local directory in which no file can be that of a tokenizer."""
     return place.is_dir() and not any(chain(place.glob("*token*"), place.glob("vocab*")))
+
+
+def find_tokenizer(path: str, *, with_code: bool) -> Path | None:
+    """Return the local directory or file of a tokenizer, of a Hugging Face id after a download; None for a remote URI.
+
+    Raises:
+        ValueError: there is no such file or directory, or the hub does not give the files.
+    """
+    place = local_path(path)
+    if place is None or place.exists():
+        return place
+    is_file = place.suffix == ".model"
+    if is_file or str(place).startswith(("/", ".", "~")) or str(place).count("/") > 1:
+        raise ValueError(f"data.tokenizer: no such file{'' if is_file else ' or directory'}: {place}")
+    return snapshot(path, [f"*{ending}" for ending in _endings(with_code=with_code)])
+
+
+def _endings(*, with_code: bool) -> tuple[str, ...]:
+    return (*DATA_ENDINGS, CODE_ENDING) if with_code else DATA_ENDINGS
 
 
 @dataclass(frozen=True)
@@ -47,5 +68,5 @@ class RemoteTokenizer:
             return [name for name in (self.file, TEMPLATE) if name in names]
         if not set(ENOUGH) & set(names):
             raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} exists")
-        endings = (*DATA_ENDINGS, CODE_ENDING) if with_code else DATA_ENDINGS
+        endings = _endings(with_code=with_code)
         return [name for name in names if name.endswith(endings) and not name.endswith(".index.json")]

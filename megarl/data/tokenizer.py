@@ -11,12 +11,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from megarl.data.patches import spare_statistics
-from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, is_without_tokenizer
+from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.platform.deadline import computing_at_most
 from megarl.platform.secrets import redact
-from megarl.platform.uri import is_uri, local_path
 
 spare_statistics()
 from transformers import AutoTokenizer  # noqa: E402
@@ -159,22 +158,20 @@ def load_tokenizer(
     if not configured and (place / "tokenizer.model").exists():
         place /= "tokenizer.model"
     if place.suffix == ".model":
-        if not place.is_file():
-            raise ValueError(f"data.tokenizer: no such file: {place}")
         tokenizer = load_sentencepiece(place)
         template = place.with_name(TEMPLATE)
         if template.exists():
             tokenizer.chat_template = template.read_text()
     else:
-        tokenizer = _load_pretrained(str(place) if is_uri(path) else path, trust_remote_code=trust_remote_code)
+        tokenizer = _load_pretrained(place, named=path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     return Tokenizer(tokenizer, source=redact(path), apply_chat_template=apply_chat_template)
 
 
 def _find(path: str, *, with_code: bool) -> Path:
-    """Return the local path of the tokenizer, after a download if `path` is a URI."""
-    if place := local_path(path):
+    """Return the local path of the tokenizer, after a download if `path` is a URI or a Hugging Face id."""
+    if place := find_tokenizer(path, with_code=with_code):
         return place
     remote = RemoteTokenizer.at(path)
     kind = f"tokenizer {remote.file or ''}{' with code' * with_code}".strip()
@@ -182,22 +179,20 @@ def _find(path: str, *, with_code: bool) -> Path:
     return directory / remote.file if remote.file else directory
 
 
-def _load_pretrained(path: str, *, trust_remote_code: bool) -> Any:
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).exists():
-        raise ValueError(f"data.tokenizer: no such file or directory: {path}")
-    if is_without_tokenizer(Path(path)):
-        raise ValueError(f"{path} has no tokenizer: {REMEDY}")
+def _load_pretrained(place: Path, *, named: str, trust_remote_code: bool) -> Any:
+    """Load the tokenizer in a directory, which the user `named`."""
+    if is_without_tokenizer(place):
+        raise ValueError(f"{named} has no tokenizer: {REMEDY}")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"the tokenizer {path!r} comes with its own Python code, which was not run: read it, then set "
+                f"the tokenizer {named!r} comes with its own Python code, which was not run: read it, then set "
                 "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
                 "name another tokenizer by data.tokenizer"
             ) from error
-        raise ValueError(f"no tokenizer loads from {path!r}: {error}\n{REMEDY}") from error
+        raise ValueError(f"no tokenizer loads from {named!r}: {error}\n{REMEDY}") from error
 
 
 def _read_template(chat_template: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
+from megarl.platform.hub import snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import CONFIG, INDEX, SINGLE, read_index
@@ -46,7 +47,7 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
 
         kind = f"model{' with code' * with_code}"
         return local_copy(path, kind, partial(needed_files, with_code=with_code))
-    return _from_hub(path, [*DATA, WEIGHTS, *([CODE] if with_code else [])])
+    return snapshot(path, [*DATA, WEIGHTS, *([CODE] if with_code else [])])
 
 
 def config_place(path: str) -> ModelDirectory:
@@ -56,24 +57,7 @@ def config_place(path: str) -> ModelDirectory:
         ValueError: the hub has no such model, or cannot be reached.
     """
     place = place_of(path)
-    return _from_hub(path, [CONFIG]) if isinstance(place, Path) and not place.is_dir() else place
-
-
-def _from_hub(path: str, patterns: list[str]) -> Path:
-    """Download files of a Hugging Face id. A hub that cannot be reached is asked once: retries take half a minute.
-
-    Raises:
-        ValueError: the hub has no such model, or cannot be reached and the files are not here.
-    """
-    from huggingface_hub import snapshot_download  # takes half a second, which local models save
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no local directory, and as a Hugging Face id it failed: {error}\nWithout a network, "
-            "download it on another machine and name its directory; a model behind a licence needs HF_TOKEN"
-        ) from error
+    return snapshot(path, [CONFIG]) if isinstance(place, Path) and not place.is_dir() else place
 
 
 def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:

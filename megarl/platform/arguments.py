@@ -1,6 +1,7 @@
 """A parser of command-line options whose help reads like that of `megarl`, for commands with commands of their own."""
 
 import argparse
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megarl.platform.secrets import redact
@@ -38,3 +39,16 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the redacted message, and exit with code 2."""
         super().error(redact(message))
+
+    def completions(self, typed: Sequence[str], incomplete: str) -> Iterator[str]:
+        """Yield the commands, options and choices that may follow the `typed` words and begin with `incomplete`."""
+        command, valued = self, None
+        for word in typed:
+            option = command._option_string_actions.get(word)
+            valued = None if option is None or option.nargs == 0 else option
+            for action in command._actions:
+                if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                    command = action.choices[word]
+        for action in (valued,) if valued else command._actions:
+            names = action.choices if action is valued or not action.option_strings else action.option_strings
+            yield from (str(name) for name in names or () if str(name).startswith(incomplete))

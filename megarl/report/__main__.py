@@ -15,18 +15,23 @@ megarl report checkpoints/gsm8k/grpo
 megarl report checkpoints/gsm8k/grpo checkpoints/gsm8k/dapo --out both.html"""
 
 
-def main(argv: Sequence[str] = sys.argv[1:]) -> int:
-    """Write the page and print its path; return 1 if a directory is not that of a run."""
-    parser = Arguments(
+def parser() -> Arguments:
+    """Return the options of the command."""
+    found = Arguments(
         prog="megarl report",
         description="Write one page about a run, or about several side by side. It needs no network.",
         example=EXAMPLE,
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
-    parser.add_argument(
+    found.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
+    found.add_argument(
         "--out", type=Path, metavar="FILE", help=f"the page; by default {REPORT_FILE} in RUN_DIR, or here for several"
     )
-    options = parser.parse_args(argv)
+    return found
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    """Write the page and print its path; return 1 if a directory is not that of a run."""
+    options = parser().parse_args(argv)
     runs: Sequence[Path] = options.runs
     out = options.out or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     try:

@@ -27,6 +27,7 @@ class Talker:
                 enforce_eager=True,
                 max_num_seqs=1,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 **arguments,
             )
         except (ValueError, OSError) as error:

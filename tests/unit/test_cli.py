@@ -136,6 +136,14 @@ def completions(*words: str) -> list[tuple[str, str]]:
         (("train", "--reply", "trainer.nno"), ("plain", "trainer.nnodes=")),
         (("verify", ".", "trainer.nno"), ("plain", "trainer.nnodes=")),
         (("train", "confi"), ("file", "confi")),
+        (("prepare", "count"), ("plain", "countdown")),
+        (("prepare", "--che"), ("plain", "--check")),
+        (("prepare", "--check", "data/tr"), ("file", "data/tr")),
+        (("prepare", "own", "mine.csv", "--prom"), ("plain", "--prompt")),
+        (("bench", "res"), ("plain", "reshard")),
+        (("bench", "step", "--algorithm", "g"), ("plain", "grpo")),
+        (("report", "--o"), ("plain", "--out")),
+        (("report", "runs/a"), ("file", "runs/a")),
     ],
 )
 def test_shells_complete_commands_options_and_keys(words: tuple[str, ...], expected: tuple[str, str]) -> None:

@@ -46,7 +46,10 @@ def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: p
         with pytest.raises(ConfigError, match=f"{key}: {model} is no local directory") as error:
             find_models(config)
         assert "download it on another machine and name its directory" in said_by(error)
-    find_models(replace(sft, model=replace(sft.model, path="s3://models/start")))  # is looked for with the weights
+    elsewhere = replace(sft, model=replace(sft.model, path="s3://models/start"))
+    find_models(elsewhere)  # is looked for with the weights
+    with pytest.raises(ConfigError, match=r"data.tokenizer: org/reader is no local directory"):
+        find_models(replace(elsewhere, data=replace(elsewhere.data, tokenizer="org/reader")))
 
 
 def said_by(error: pytest.ExceptionInfo[ConfigError]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.programs import run_program
 
 ASK = """
-from megarl.models.hub import {function}
+from megarl.{module} import {function}
 try:
     {function}("org/model")
 except ValueError as error:
@@ -41,15 +41,18 @@ def broken_hub() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("function", ["config_place", "local_directory"])
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("models.hub", "config_place"), ("models.hub", "local_directory"), ("data.tokenizer", "load_tokenizer")],
+)
 def test_a_hub_that_does_not_answer_is_asked_once(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with broken_hub() as (address, asked):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        code, output = run_program(sys.executable, "-c", ASK.format(function=function), timeout_s=120)
+        code, output = run_program(sys.executable, "-c", ASK.format(module=module, function=function), timeout_s=120)
     assert code == 0, output
     assert "said: org/model is no local directory, and as a Hugging Face id it failed: " in output
     assert "download it on another machine and name its directory" in output

@@ -61,10 +61,10 @@ SHOWN_ROWS, COUNTED_ROWS = 3, 1000
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read `argv`, by default the command line; write `DIR/SPLIT.parquet` of every split, or check a file."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    options = parser()
+    arguments = options.parse_args(argv)
     if (arguments.check is None) == (arguments.task is None):
-        parser.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
+        options.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
     if arguments.check is not None:
         faults = check.faults(arguments.check, _columns(arguments))
         _check(arguments.check, chain(_own_faults(arguments), faults))
@@ -77,17 +77,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
     except ValueError as error:
-        parser.exit(2, redact(f"{parser.prog}: {error}\n"))
+        options.exit(2, redact(f"{options.prog}: {error}\n"))
 
 
-def _parser() -> Arguments:
-    parser = Arguments(prog="megarl prepare", description=SUMMARY, example=EXAMPLE)
-    parser.add_argument(
+def parser() -> Arguments:
+    """Return the tasks with their options, and the options of a check."""
+    root = Arguments(prog="megarl prepare", description=SUMMARY, example=EXAMPLE)
+    root.add_argument(
         "--check",
         metavar="FILE",
         help="list the faults of a parquet or JSON file of prompts or of preference pairs, by row",
     )
-    checked = parser.add_argument_group("Options of a run that reads the checked file")
+    checked = root.add_argument_group("Options of a run that reads the checked file")
     checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
     checked.add_argument("--reward-fn-key", default="data_source", help="column that picks the built-in reward")
     checked.add_argument(
@@ -109,7 +110,7 @@ def _parser() -> Arguments:
         help="name of a further argument of it (custom_reward_function.reward_kwargs); may be repeated",
     )
     checked.add_argument("--reward-model", action="store_true", help="a reward model scores alone")
-    tasks = parser.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=parser.prog)
+    tasks = root.add_subparsers(dest="task", title="Tasks", metavar="TASK", prog=root.prog)
     for name, task in TASKS.items():
         task_parser = tasks.add_parser(name, help=task.__doc__, description=task.__doc__, example=_example(name))
         task_parser.add_argument(
@@ -120,7 +121,7 @@ def _parser() -> Arguments:
         )
         task.add_arguments(task_parser)
         task_parser.set_defaults(build=task.build)
-    return parser
+    return root
 
 
 def _example(task: str) -> str:
