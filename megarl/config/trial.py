@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.root import Config, SupervisedConfig
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig
 from megarl.data.columns import Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.models.hub import config_place
@@ -33,7 +33,7 @@ class _Row:
     arguments: Any  # packed
 
 
-def find_models(config: Config | SupervisedConfig) -> None:
+def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
     """Ask the hub for the configuration of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 WARM_UP, REPEATS = 2, 5
-ROWS = {"cuda": 8192, "cpu": 2048}  # and columns of the multiplied matrices
+ROWS = {"cuda": (8192,), "cpu": (256, 512, 1024, 2048)}  # and columns of the multiplied matrices
+LONG_S = 0.1  # for a product; larger matrices would take eight times as long and hardly gain speed
 COPIED_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}
 
 
@@ -37,15 +39,28 @@ def published_flops(device: torch.device, dtype: str) -> float | None:
 
 def measure(device: torch.device, dtype: torch.dtype) -> Peaks:
     """Measure the fastest product of matrices of `dtype` and the fastest copy, on all cores of a CPU."""
-    rows, copied = ROWS[device.type], COPIED_BYTES[device.type]
-    one, other = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(one)
+    copied = COPIED_BYTES[device.type]
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Peaks(
-        flops_per_second=2 * rows**3 / _fastest(lambda: torch.mm(one, other, out=product), device),
+        flops_per_second=_product_flops(device, dtype),
         bytes_per_second=2 * copied / _fastest(lambda: target.copy_(source), device),
     )
+
+
+def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the greatest FLOP/s over growing matrices.
+
+    A CPU that has no instructions for `dtype` needs 20 times as long, and minutes for the largest matrices.
+    """
+    greatest = 0.0
+    for rows in ROWS[device.type]:
+        one, other = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+        seconds = _fastest(partial(torch.mm, one, other, out=torch.empty_like(one)), device)
+        greatest = max(greatest, 2 * rows**3 / seconds)
+        if seconds > LONG_S:
+            break
+    return greatest
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:

@@ -65,11 +65,16 @@ def shared_memory_name() -> str:
     return getattr(get_tp_group().device_communicator.dist_module, "group_name", "")
 
 
+def can_share_memory() -> bool:
+    """Whether each of two ranks has a core, and vLLM has its channel in shared memory for this processor (AVX-512)."""
+    return len(os.sched_getaffinity(0)) >= 2 and hasattr(torch.ops._C, "init_shm_manager")
+
+
 def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:
     """On each rank: what its replica answers to its share of PROMPTS, under each checkpoint in turn."""
     *checkpoints, bare = paths
     engine = start(bare, tensors_of(checkpoints[0]), tp_size=tp_size, dtype=dtype)
-    assert tp_size == 1 or len(os.sched_getaffinity(0)) < 2 or shared_memory_name().startswith("megarl-")
+    assert tp_size == 1 or shared_memory_name().startswith("megarl-") == can_share_memory()
     share = PROMPTS[engine.replica :: engine.num_replicas]
     answers = []
     for checkpoint in checkpoints:
