@@ -14,7 +14,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
-from megarl.config.trial import find_models, try_reward
+from megarl.config.trial import find_models, find_sources, try_reward
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
@@ -64,9 +64,10 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def try_out(arguments: Arguments) -> Iterator[str]:
-    """Look for the models, and try the reward; yield what `try_reward` does. Raises ConfigError as both do."""
+    """Look for models and data sources, and try the reward; yield its remarks. Raises ConfigError as all three do."""
     if not arguments.replay:
         find_models(arguments.config)
+        find_sources(arguments.config)
         yield from try_reward(arguments.config)
 
 

@@ -41,6 +41,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
+from megarl.learner.against import BySource
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
@@ -174,13 +175,13 @@ def _make_job(
 def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor, critic, trainer = models.actor.learner, models.critic, config.trainer
-    policy = actor.architecture
+    policy = BySource(other=actor.architecture)
     passes = dict.fromkeys(("gen", "old_log_prob"), (policy, 1))
     if models.reference:
-        passes["ref"] = (models.reference.models.other.learner.architecture, 1)
+        passes["ref"] = (models.reference.models.map(lambda model: model.learner.architecture), 1)
     passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
     if critic:
-        value = critic.learner.architecture
+        value = BySource(other=critic.learner.architecture)
         passes |= {"values": (value, 1), "update_critic": (value, UPDATE * config.critic.ppo_epochs)}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known

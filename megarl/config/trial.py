@@ -1,4 +1,4 @@
-"""Trials before anything else starts: whether the hub has the models, and the reward on the first rows of the data.
+"""Trials before anything else starts: models on the hub, data sources in the files, the reward on the first rows.
 
 The reward runs in processes as a run has them. The ground truth of each row is its response. Any finite score passes.
 Rewards that fail are judged as those of a step.
@@ -12,8 +12,9 @@ from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig
-from megarl.data.columns import Needs, PromptColumns
+from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
+from megarl.data.rows import Rows
 from megarl.models.hub import config_place
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
@@ -56,6 +57,34 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
         with _fault_of(key):
             if tokenizer is not None:
                 find_tokenizer(tokenizer, with_code=False)
+
+
+def find_sources(config: Config) -> None:
+    """Look in the training files for a row of each data source that has a teacher.
+
+    Raises:
+        ConfigError: a data source has a teacher but no row, or the rows cannot be read.
+    """
+    missing, key = {source for source in config.teachers if source is not None}, config.data.reward_fn_key
+    found = set[str]()
+    if not missing:
+        return
+    with _fault_of("data.train_files"):
+        columns = PromptColumns(section=config.data, needs=Needs(source=False, ground_truth=False))
+        for row in Rows(config.data.train_files, columns=[], optional=[key]):
+            found.add(columns.source(row))
+            if missing <= found:
+                return
+    known = ", ".join(sorted(found)[:SHOWN_SOURCES])
+    raise ConfigError(
+        [
+            Fault(
+                path="actor_rollout_ref.ref.teachers",
+                message=f"no row of data.train_files has the data source {source!r}; the files have {known}",
+            )
+            for source in sorted(missing - found)
+        ]
+    )
 
 
 def try_reward(config: Config) -> Iterator[str]:

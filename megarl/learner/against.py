@@ -1,6 +1,6 @@
 """The frozen policies that a policy is compared with: one for all samples, or several by data source."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megarl.learner.learner import Learner
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,11 @@ class BySource(Generic[T]):
 
     named: Mapping[str, T] = field(default_factory=dict)
     other: T  # reads the samples of all other data sources
+
+    def map(self, function: Callable[[T], U]) -> "BySource[U]":
+        """Return what `function` makes of each reader, as readers of the same data sources."""
+        named = {source: function(reader) for source, reader in self.named.items()}
+        return BySource(named=named, other=function(self.other))
 
     def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""

@@ -27,8 +27,8 @@ class SamplingSection:
     """Responses per prompt."""
     do_sample: bool = False
     """Draw tokens at random; False = greedy: temperature, top_p and top_k are not read."""
-    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
-    """Divisor of the logits, at most 100; 0 = greedy."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    """Divisor of the logits, at most 2, as vLLM wants it; 0 = greedy."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together reach this probability."""
     top_k: TopK = -1
@@ -93,8 +93,8 @@ class RolloutSection:
 
     n: Count = 1
     """Responses per prompt; more than 1 if the advantages compare them (grpo, rloo, ...)."""
-    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
-    """Divisor of the logits, in sampling and in the trainer's log-probabilities: 0.01 (the engine's minimum) to 100."""
+    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    """Divisor of the logits, in sampling and in the trainer's log-probabilities: 0.01 to 2, as vLLM wants it."""
     top_k: TopK = -1
     """Sample from this many most likely tokens; -1 = all."""
     top_p: Share = 1.0

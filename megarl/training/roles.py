@@ -136,8 +136,7 @@ class Reference:
 
     def against(self, divergence: Divergence) -> Against:
         """Return the divergence from these policies."""
-        named = {source: model.learner for source, model in self.models.named.items()}
-        return Against(policies=BySource(named=named, other=self.models.other.learner), divergence=divergence)
+        return Against(policies=self.models.map(lambda model: model.learner), divergence=divergence)
 
 
 class EngineSampler:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.batch import Rollouts
+from megarl.learner.against import BySource
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.tracking.names import TIMING
@@ -17,16 +18,16 @@ UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
 class Work:
     """The passes of each phase over the samples of a step. A reward model and ReMax's greedy responses are left out."""
 
-    passes: Mapping[str, tuple[Architecture, int]] = field(default_factory=dict)
-    """By phase of the timers: the model, and its forward passes; an update is three."""
+    passes: Mapping[str, tuple[BySource[Architecture], int]] = field(default_factory=dict)
+    """By phase of the timers: the models, and the forward passes of each over its share of the samples; an update is
+    three."""
     peak: float | None = None  # FLOP/s of all devices together; None: unknown
 
     def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
-        tokens = Tokens.of(samples.lengths().tolist(), num_outputs=int(samples.mask.sum()))
         flops = {
-            phase: num_passes * forward_flops(architecture, tokens)
-            for phase, (architecture, num_passes) in self.passes.items()
+            phase: num_passes * _forward_flops(models, samples)
+            for phase, (models, num_passes) in self.passes.items()
             if TIMING + phase in timing
         }
         found = {"perf/tflop": sum(flops.values()) / TERA}
@@ -41,3 +42,12 @@ class Work:
     def utilization(self, tflop: float, seconds: float) -> Metrics:
         """Return the utilization by a step, generation and all waiting included; nothing if the peak is unknown."""
         return {"perf/mfu": tflop * TERA / seconds / self.peak} if self.peak else {}
+
+
+def _forward_flops(models: BySource[Architecture], samples: Rollouts) -> int:
+    """Return the FLOPs of one forward pass of each model over its share of the samples."""
+    lengths, outputs = samples.lengths(), samples.mask.sum(1)
+    return sum(
+        forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
+        for architecture, share in models.shares(samples)
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
-from megarl.config.trial import find_models, try_reward
+from megarl.config.trial import find_models, find_sources, try_reward
 
 MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ROWS = [
@@ -50,6 +50,23 @@ def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: p
     find_models(elsewhere)  # is looked for with the weights
     with pytest.raises(ConfigError, match=r"data.tokenizer: org/reader is no local directory"):
         find_models(replace(elsewhere, data=replace(elsewhere.data, tokenizer="org/reader")))
+
+
+def test_a_teacher_of_a_data_source_that_no_row_has_is_a_fault(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": "1", "data_source": source}) for source in ("math", "code", None)))
+
+    def look(teachers: str, *arguments: str) -> None:
+        named = [f"actor_rollout_ref.ref.teachers={teachers}", f"data.train_files={data}", *arguments]
+        find_sources(load_config([*MINIMAL, *named], world_size=None, check_paths=False))
+
+    reads = "actor_rollout_ref.actor.use_kl_loss=true"
+    look("{math: org/one, default: org/two}", reads)
+    with pytest.raises(
+        ConfigError, match=r"ref\.teachers: no row .* 'mahts'; the files have code, default, math"
+    ) as error:
+        look("{math: org/one, mahts: org/two}", reads)
+    assert "'math'" not in said_by(error)
 
 
 def said_by(error: pytest.ExceptionInfo[ConfigError]) -> str:

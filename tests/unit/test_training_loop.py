@@ -17,6 +17,7 @@ from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
+from megarl.learner.against import BySource
 from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
@@ -31,7 +32,9 @@ from tests.support.ranks import world_of_one
 from tests.support.records import answer
 
 SIZES = read_architecture(MODELS["llama-1m"])
-WORK = Work(passes={phase: (SIZES, 3) for phase in ("gen", "old_log_prob", "update_actor", "testing")}, peak=4e12)
+WORK = Work(
+    passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), (BySource(other=SIZES), 3)), peak=4e12
+)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 
 
