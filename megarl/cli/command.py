@@ -80,19 +80,18 @@ class Relay(Command):
 
     def __init__(self, name: str, *, module: str, section: str, text: str) -> None:
         """Declare a command whose `module` also has a function `parser`, which shells ask for the options."""
-
-        def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-            del param
-            return completion.of_parser(import_module(module).parser(), ctx.obj, incomplete)
-
-        rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)
+        rest = click.Argument(
+            ["arguments"],
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=lambda ctx, _, incomplete: self.shell_complete(ctx, incomplete),
+        )
         super().__init__(name, rest, module=module, section=section, text=text, example="", free=True)
         self.add_help_option = False
-        self._rest = rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the options that complete a word; click knows none of them."""
-        return self._rest.shell_complete(ctx, incomplete)
+        """Return the options, commands and files that complete a word; click knows none of them."""
+        return completion.of_parser(import_module(self.module).parser(), ctx.obj, incomplete)
 
 
 class Commands(click.Group):

@@ -1,6 +1,6 @@
 """Completion of configuration keys and of files, for the shells that click knows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,16 +21,18 @@ def of(command: str) -> Callable[[click.Context, click.Parameter, str], list[Com
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param
-        found = [key for key in keys(command) if incomplete and key.startswith(incomplete)]
-        return [CompletionItem(f"{key}=") for key in found] or [CompletionItem(incomplete, type="file")]
+        return _or_files((f"{key}=" for key in keys(command) if incomplete and key.startswith(incomplete)), incomplete)
 
     return complete
 
 
 def of_parser(parser: Arguments, typed: Sequence[str], incomplete: str) -> list[CompletionItem]:
     """Return what a parser accepts after the words `typed`, or else files."""
-    found = [CompletionItem(name) for name in parser.completions(typed, incomplete)]
-    return found or [CompletionItem(incomplete, type="file")]
+    return _or_files(parser.completions(typed, incomplete), incomplete)
+
+
+def _or_files(words: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words] or [CompletionItem(incomplete, type="file")]
 
 
 def keys(command: str) -> list[str]:

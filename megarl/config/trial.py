@@ -43,11 +43,12 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
     tokenizers = {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
         models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-        models |= {"critic.model.path": config.critic.model.path} if config.has_critic else {}
-        models |= {"reward_model.model.path": config.reward_model.model.path} if config.reward_model.enable else {}
-        tokenizers |= {"critic.model.tokenizer_path": config.tokenizer_of_critic} if config.has_critic else {}
-        rewarder = config.reward_model
-        tokenizers |= {"reward_model.model.input_tokenizer": rewarder.model.input_tokenizer} if rewarder.enable else {}
+        if config.has_critic:
+            models["critic.model.path"] = config.critic.model.path
+            tokenizers["critic.model.tokenizer_path"] = config.tokenizer_of_critic
+        if config.reward_model.enable:
+            models["reward_model.model.path"] = config.reward_model.model.path
+            tokenizers["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     else:
         models = {"model.path": config.model.path}
     for key, path in models.items():
@@ -65,15 +66,15 @@ def find_sources(config: Config) -> None:
     Raises:
         ConfigError: a data source has a teacher but no row, or the rows cannot be read.
     """
-    missing, key = {source for source in config.teachers if source is not None}, config.data.reward_fn_key
-    found = set[str]()
-    if not missing:
+    wanted = {source for source in config.teachers if source is not None}
+    if not wanted:
         return
+    found = set[str]()
+    columns = PromptColumns(section=config.data, needs=Needs(source=False, ground_truth=False))
     with _fault_of("data.train_files"):
-        columns = PromptColumns(section=config.data, needs=Needs(source=False, ground_truth=False))
-        for row in Rows(config.data.train_files, columns=[], optional=[key]):
+        for row in Rows(config.data.train_files, columns=[], optional=[config.data.reward_fn_key]):
             found.add(columns.source(row))
-            if missing <= found:
+            if wanted <= found:
                 return
     known = ", ".join(sorted(found)[:SHOWN_SOURCES])
     raise ConfigError(
@@ -82,7 +83,7 @@ def find_sources(config: Config) -> None:
                 path="actor_rollout_ref.ref.teachers",
                 message=f"no row of data.train_files has the data source {source!r}; the files have {known}",
             )
-            for source in sorted(missing - found)
+            for source in sorted(wanted - found)
         ]
     )
 

@@ -25,8 +25,16 @@ class Work:
 
     def metrics(self, samples: Rollouts, timing: Metrics) -> Metrics:
         """Return the TFLOP of the phases that `timing` knows, over all ranks, and the utilization by each update."""
+        lengths, outputs = samples.lengths(), samples.mask.sum(1)
+
+        def forward(models: BySource[Architecture]) -> int:
+            return sum(
+                forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
+                for architecture, share in models.shares(samples)
+            )
+
         flops = {
-            phase: num_passes * _forward_flops(models, samples)
+            phase: num_passes * forward(models)
             for phase, (models, num_passes) in self.passes.items()
             if TIMING + phase in timing
         }
@@ -42,12 +50,3 @@ class Work:
     def utilization(self, tflop: float, seconds: float) -> Metrics:
         """Return the utilization by a step, generation and all waiting included; nothing if the peak is unknown."""
         return {"perf/mfu": tflop * TERA / seconds / self.peak} if self.peak else {}
-
-
-def _forward_flops(models: BySource[Architecture], samples: Rollouts) -> int:
-    """Return the FLOPs of one forward pass of each model over its share of the samples."""
-    lengths, outputs = samples.lengths(), samples.mask.sum(1)
-    return sum(
-        forward_flops(architecture, Tokens.of(lengths[share].tolist(), num_outputs=int(outputs[share].sum())))
-        for architecture, share in models.shares(samples)
-    )

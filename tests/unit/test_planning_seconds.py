@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megarl.platform import peaks
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
@@ -104,10 +102,3 @@ def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
     states = plan(tmp_path, *eight).memory.states["actor"]
     moved = (states.gradients + states.weights) * 7 / 8
     assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))
-
-
-def test_no_product_is_larger_than_one_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor without instructions for bfloat16 would compute for minutes."""
-    monkeypatch.setattr(peaks, "ROWS", {"cpu": (64, 1 << 20)})  # the second has 4 TiB
-    monkeypatch.setattr(peaks, "LONG_S", 0.0)
-    assert peaks.measure(torch.device("cpu"), torch.float32).flops_per_second > 0
