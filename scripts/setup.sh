@@ -89,9 +89,15 @@ install_lock() {
     uv_install -r requirements/cpu.lock || uv_install -r requirements/cpu.lock --torch-backend cpu
 }
 
+# Import what a training run imports. This also writes bytecode: uv writes none, and where PYTHONDONTWRITEBYTECODE is set,
+# as many images of containers set it, each process would compile thousands of modules again.
 check_imports() {
     local python=$1
-    HF_HUB_OFFLINE=1 "$python" -c 'import megarl, torch, transformers, vllm, megatron.core'
+    PYTHONDONTWRITEBYTECODE='' HF_HUB_OFFLINE=1 "$python" -c '
+from importlib import import_module
+from megarl import train
+for name in train.IMPORTS:
+    import_module(name)'
 }
 
 # fingerprint FILE...: print a number that changes with the interpreter and the files.

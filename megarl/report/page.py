@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from megarl.platform.files import write_whole
 from megarl.report.charts import figures
@@ -32,12 +32,9 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
 
 def render(runs: Sequence[Run]) -> str:
     """Return the page."""
-    environment = Environment(
-        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     single = runs[0] if len(runs) == 1 else None
     better, worse = _changes(single) if single else ([], [])
-    return environment.get_template("page.html").render(
+    return _template().render(
         title=", ".join(run.name for run in runs),
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         runs=[_summary(run) for run in runs],
@@ -51,6 +48,15 @@ def render(runs: Sequence[Run]) -> str:
         versions=_versions(single) if single else {},
         library=library(),
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the compiled template. A run writes its report many times."""
+    environment = Environment(
+        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html")
 
 
 @cache

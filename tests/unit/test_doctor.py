@@ -1,3 +1,6 @@
+import os
+import py_compile
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ import pytest
 
 from megarl.doctor import (
     NEEDED,
+    bytecode_findings,
     cpu_findings,
     main,
     package_findings,
@@ -54,6 +58,22 @@ def test_both_engines_at_once_are_a_fault() -> None:
 def test_an_engine_made_for_another_torch_is_a_fault() -> None:
     [fault] = faults(packages({**COMPLETE, "torch": "2.12.0"}))
     assert fault.found == "0.32.0, made for torch==2.13.0+cpu"
+
+
+def test_packages_without_bytecode_are_named_with_the_command_that_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("whole", "bare"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    py_compile.compile(str(tmp_path / "whole" / "__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    [finding] = bytecode_findings(["whole", "bare", "missing.part"])
+    assert finding.found == "none of bare" and finding.verdict == "note"
+    command = shlex.split(finding.advice.rpartition(": ")[2])
+    subprocess.run([*command[:-1], str(tmp_path)], check=True, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+    [finding] = bytecode_findings(["whole", "bare"])
+    assert finding.verdict == "good"
 
 
 def test_vector_units_are_those_of_the_first_core() -> None:
