@@ -9,10 +9,13 @@ from importlib import import_module
 
 import pytest
 
+from tests.support.cores import take_share
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+take_share()
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from megarl import train
 from megarl.distributed.signals import EXIT_CODE
+from tests.support.cores import all_cores
 from tests.support.forked import run_job
 from tests.support.outcomes import metrics_of, mlflow_runs
 from tests.support.programs import CTRL_C, PYTHON, ROOT, AtTerminal
@@ -67,13 +68,15 @@ class World:
         """Start the run, yield it in the reward of its first step; its processes have `mark` in their environment."""
         self._hold.touch()
         self._held.unlink(missing_ok=True)
-        with subprocess.Popen(
-            [*PYTHON, "megarl.train", *self.arguments],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark},
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        with all_cores():
+            started = subprocess.Popen(
+                [*PYTHON, "megarl.train", *self.arguments],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        with started as process:
             try:
                 while not self._held.exists():
                     assert process.poll() is None, process.communicate()[1][-5000:]

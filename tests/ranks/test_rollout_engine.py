@@ -24,6 +24,7 @@ from megarl.batch import Generation, Group
 from megarl.rollout import patches
 from megarl.rollout.config import SamplingSection
 from megarl.rollout.sampling import request_params, request_seed
+from tests.support.cores import all_cores
 from tests.support.engines import (
     PROMPTS,
     Sync,
@@ -48,6 +49,7 @@ SAMPLED = SamplingSection(n=2, do_sample=True, temperature=0.7)
 GREEDY = SamplingSection()
 RESPONSE = 12
 Asked = tuple[int, bool, int]  # prompt index, sampled or greedy, sample number
+SPINNING = {("llama", 2, "float32"), ("qwen2", 2, "bfloat16")}  # engines whose ranks use all cores; others share them
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # the two checkpoints differ by nats
 Checkpoints = Callable[[str], list[Path]]
 
@@ -68,6 +70,12 @@ def shared_memory_name() -> str:
 def can_share_memory() -> bool:
     """Whether each of two ranks has a core, and vLLM has its channel in shared memory for this processor (AVX-512)."""
     return len(os.sched_getaffinity(0)) >= 2 and hasattr(torch.ops._C, "init_shm_manager")
+
+
+def answers_through_shared_memory(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:
+    """On each rank, with a core to itself if there are as many: call `answers_after_each_sync`."""
+    with all_cores():
+        return answers_after_each_sync(paths, tp_size, dtype)
 
 
 def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:
@@ -97,7 +105,14 @@ def answers_after_each_sync(paths: list[Path], tp_size: int, dtype: str) -> list
 @pytest.fixture(scope="module")
 def responses(pool: RankPool, checkpoints: Checkpoints) -> Callable[[str, int, str], list[Any]]:
     """The responses on two ranks by variant, tensor-parallel size and type; each of these engines starts once."""
-    return cache(lambda variant, *settings: pool.run(2, answers_after_each_sync, checkpoints(variant), *settings))
+
+    @cache
+    def ask(*engine: Any) -> list[Any]:
+        variant, *settings = engine
+        answers = answers_through_shared_memory if engine in SPINNING else answers_after_each_sync
+        return pool.run(2, answers, checkpoints(variant), *settings)
+
+    return ask
 
 
 @pytest.mark.parametrize(

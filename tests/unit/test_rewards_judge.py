@@ -33,7 +33,7 @@ FAULTS = {
     "Score: 7": "VerdictError: the judge's 7 is not from 0 to 1: 'Score: 7'",
     "refuses": "the judge at reward_model.judge.url refuses the request: status 401: 'no such key: Bearer ***'",
     "is-away": "the judge failed 2 times, at last: status 503: 'away'",
-    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=1.5",
+    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=3.0",
     "has-no-choice": "the judge failed 2 times, at last: the reply is no chat completion: '{\"choices\": []}'",
     "has-no-text": "the judge failed 2 times, at last: the reply has no text",
 }
@@ -47,7 +47,7 @@ def server() -> Iterator[JudgeServer]:
 
 @contextmanager
 def pool_of(server: JudgeServer, judge: Mapping[str, Any] = ALONE, **changes: Any) -> Iterator[Pool]:
-    section = JudgeSection(**{"url": server.url, "model": "wise", "attempt_s": 1.5, "num_attempts": 2, **judge})
+    section = JudgeSection(**{"url": server.url, "model": "wise", "attempt_s": 3.0, "num_attempts": 2, **judge})
     rules = RulesSection(**{"num_workers": 1, "timeout_s": 100.0, "judge": section, **changes})
     pool = make_pool(rules, CustomRewardSection())
     try:
