@@ -33,7 +33,7 @@ FAULTS = {
     "Score: 7": "VerdictError: the judge's 7 is not from 0 to 1: 'Score: 7'",
     "refuses": "the judge at reward_model.judge.url refuses the request: status 401: 'no such key: Bearer ***'",
     "is-away": "the judge failed 2 times, at last: status 503: 'away'",
-    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=3.0",
+    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=3",
     "has-no-choice": "the judge failed 2 times, at last: the reply is no chat completion: '{\"choices\": []}'",
     "has-no-text": "the judge failed 2 times, at last: the reply has no text",
 }
