@@ -14,8 +14,8 @@ from megarl.data.translation import Translation
 from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
-from megarl.learner.learner import Objective
 from megarl.learner.parallel import Mesh, build_mesh
+from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
 from megarl.platform.early import starting

@@ -78,12 +78,12 @@ def trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch
 
 def _ownership(modules: Mapping[str, nn.Module]) -> tuple[dict[str, list[str]], frozenset[str]]:
     """Return the parameters of each module that no earlier module has, and the modules without any of their own."""
-    seen: set[int] = set()
+    seen = set[Tensor]()  # whose hashes are their identities
     own, tied = {}, set()
     for name, module in modules.items():
         live, loadable = reload.parameters(module), reload.loadable(module)
-        keys = [key for key in loadable if id(live.get(key)) not in seen]
-        seen |= {id(parameter) for parameter in live.values()}
+        keys = [key for key in loadable if live.get(key) not in seen]
+        seen |= {*live.values()}
         if keys:
             own[name] = keys
             assert reload.LEFT_LIVE.issuperset({*loadable} - {*keys}), f"{name} shares parameters that it would lose"

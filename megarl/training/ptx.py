@@ -12,7 +12,7 @@ from megarl.config.root import Config
 from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.tokenizer import Tokenizer
-from megarl.learner.learner import LossTerm, Objective
+from megarl.learner.terms import LossTerm, Objective
 from megarl.training.objectives import PTXObjective
 
 

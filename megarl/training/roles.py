@@ -15,7 +15,8 @@ from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
 from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
-from megarl.learner.learner import Learner, LossTerm, Objective
+from megarl.learner.learner import Learner
+from megarl.learner.terms import LossTerm, Objective
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.responses import of_groups

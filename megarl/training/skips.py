@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megarl.checkpoint.find import last_intact_during_run
 from megarl.learner.finite import NotFinite
-from megarl.learner.learner import LossTerm, OnMinibatch
+from megarl.learner.learner import OnMinibatch
+from megarl.learner.terms import LossTerm
 from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
 from megarl.training.archive import write_record

@@ -12,7 +12,8 @@ from megarl.data.pairs import PairStream
 from megarl.data.preferences import PreferenceStream
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
-from megarl.learner.learner import Learner, Objective
+from megarl.learner.learner import Learner
+from megarl.learner.terms import Objective
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics

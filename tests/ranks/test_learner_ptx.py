@@ -43,7 +43,7 @@ def pairs() -> Rollouts:
 def mixed_update(checkpoint: Path, split: dict[str, Any], max_tokens: int) -> tuple[dict[str, float], Tensor]:
     """Return the metrics of a mixed update, and the policy's log-probabilities after it. Runs on every rank."""
     from megarl.learner.batching import Budget
-    from megarl.learner.learner import LossTerm
+    from megarl.learner.terms import LossTerm
 
     learner = make_test_learner(checkpoint, split, temperature=TEMPERATURE)
     budget = Budget(max_tokens=max_tokens, max_sequences=None)
@@ -86,7 +86,7 @@ def silence(outputs: Any, micro: Rollouts, totals: Totals) -> tuple[Tensor, dict
 def router_norms(checkpoint: Path, split: dict[str, Any]) -> tuple[float, float]:
     """Return the gradient norm of the router's loss on a batch, and on the same batch in two parts."""
     from megarl.learner.batching import Budget
-    from megarl.learner.learner import LossTerm
+    from megarl.learner.terms import LossTerm
 
     batch, budget = experience(), Budget(max_tokens=24, max_sequences=None)
     start, end = (batch.select(samples) for samples in torch.arange(len(batch)).split([5, 3]))

@@ -172,7 +172,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
 def many(run_dir: Path) -> None:
     """On one rank: more mini-batches than are kept, the last with an extra term."""
     from megarl.learner.finite import NotFinite
-    from megarl.learner.learner import LossTerm
+    from megarl.learner.terms import LossTerm
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import MOST_KEPT, Skips
 
@@ -205,7 +205,7 @@ def last_words(run_dirs: list[Path]) -> str:
     from megarl.checkpoint.state import State
     from megarl.checkpoint.store import CheckpointStore
     from megarl.learner.finite import NotFinite
-    from megarl.learner.learner import LossTerm
+    from megarl.learner.terms import LossTerm
     from megarl.tracking.config import TrainerSection
     from megarl.training.skips import Skips
 

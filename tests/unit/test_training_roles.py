@@ -14,7 +14,7 @@ from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
 from megarl.config.policy import ActorSection
 from megarl.learner.against import BySource
 from megarl.learner.batching import Budget
-from megarl.learner.learner import LossTerm
+from megarl.learner.terms import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Reference, Updates

@@ -1,0 +1,57 @@
+"""The terms of the loss of an optimizer step, and the head that computes a term on a micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import Totals
+from megarl.batch import Rollouts
+from megarl.learner.against import Against
+from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.packed import Packed
+
+Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerm:
+    """One term of the loss of an optimizer step: samples, and an objective on them."""
+
+    batch: Rollouts
+    objective: Objective
+    against: Against | None = None  # the exact divergence that the objective receives
+    temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroLoss:
+    """The loss of one micro-batch in an update."""
+
+    term: int  # its place among the terms of the step's loss
+    samples: Tensor  # [b] int64, rows of the term's batch
+    loss: Tensor  # scalar, without its graph
+    metrics: dict[str, Tensor]
+    outputs: Tensor  # [K, b, T], without their graph
+
+
+def loss_head(number: int, term: LossTerm, outputs: OutputHead, device: torch.device) -> Callable[..., Any]:
+    """Return a head that computes a term's share of the loss, and its `MicroLoss`; `number` is the term's place."""
+    totals = Totals.of(term.batch.mask)
+
+    def head(hidden: Tensor, *, packed: Packed, other: LogitFactors | None) -> tuple[Tensor, Tensor, MicroLoss]:
+        numbers = outputs.numbers(hidden, packed=packed, other=other, temperature=term.temperature)
+        samples = term.batch.select(packed.samples).to(device)
+        loss, metrics = term.objective(outputs.named(numbers), samples, totals)
+        micro = MicroLoss(
+            term=number,
+            samples=packed.samples,
+            loss=loss.detach().clone(),
+            metrics=metrics,
+            outputs=numbers.detach(),
+        )
+        return loss, torch.ones((), dtype=torch.int), micro
+
+    return head
