@@ -70,7 +70,7 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             *algorithm_arguments("grpo", workspace, root),
             f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
             *GOES_ON,
-            "data.max_response_length=48",
+            "data.max_response_length=96",
         ]
     if name == "partial_episodes":
         return [*algorithm_arguments("episodes", workspace, root), *GOES_ON]

@@ -28,10 +28,12 @@ from tests.support.cores import all_cores
 from tests.support.engines import (
     PROMPTS,
     Sync,
+    can_share_memory,
     check_against_rules,
     check_against_vllm,
     forget_parallel_state,
     log_probs,
+    shared_memory_name,
     start,
     start_with_expert_parallel,
     tear_down,
@@ -58,18 +60,6 @@ Checkpoints = Callable[[str], list[Path]]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("checkpoints")
     return lambda variant: write_two_checkpoints(root, variant)
-
-
-def shared_memory_name() -> str:
-    """Return the shared-memory segment of the replica's ranks; empty if they send messages."""
-    from vllm.distributed import get_tp_group
-
-    return getattr(get_tp_group().device_communicator.dist_module, "group_name", "")
-
-
-def can_share_memory() -> bool:
-    """Whether each of two ranks has a core, and vLLM has its channel in shared memory for this processor (AVX-512)."""
-    return len(os.sched_getaffinity(0)) >= 2 and hasattr(torch.ops._C, "init_shm_manager")
 
 
 def answers_through_shared_memory(paths: list[Path], tp_size: int, dtype: str) -> list[dict[Asked, Generation]]:

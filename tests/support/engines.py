@@ -1,6 +1,7 @@
 """A rollout engine on a tiny checkpoint, given weights straight from full Hugging Face tensors."""
 
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -145,6 +146,18 @@ def load_as_published(model_dir: Path) -> Any:
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
     with patches.start_isolated(), patches.without_compilation():
         return LLM(**arguments, kv_cache_memory_bytes=1 << 26)
+
+
+def shared_memory_name() -> str:
+    """Return the shared-memory segment of the replica's ranks; empty if they send messages."""
+    from vllm.distributed import get_tp_group
+
+    return getattr(get_tp_group().device_communicator.dist_module, "group_name", "")
+
+
+def can_share_memory() -> bool:
+    """Whether each of two ranks has a core, and vLLM has its channel in shared memory for this processor (AVX-512)."""
+    return len(os.sched_getaffinity(0)) >= 2 and hasattr(torch.ops._C, "init_shm_manager")
 
 
 def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
