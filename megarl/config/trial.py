@@ -42,18 +42,13 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
     """
     tokenizers = {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
-        models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
         if config.has_critic:
-            models["critic.model.path"] = config.critic.model.path
             tokenizers["critic.model.tokenizer_path"] = config.tokenizer_of_critic
         if config.reward_model.enable:
-            models["reward_model.model.path"] = config.reward_model.model.path
             tokenizers["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
-    else:
-        models = {"model.path": config.model.path}
-    for key, path in models.items():
+    for key, checkpoint in config.checkpoints:
         with _fault_of(key):
-            config_place(path)
+            config_place(checkpoint.path)
     for key, tokenizer in tokenizers.items():
         with _fault_of(key):
             if tokenizer is not None:
