@@ -99,7 +99,8 @@ def test_a_package_in_somebody_elses_checkout_has_no_commit(tmp_path: Path) -> N
         (["train", "x.yaml", "--reply", "samples"], "No such option '--reply'. Did you mean '--replay'?"),
         (["plan", "x.yaml", "--gpu-memory", "80"], "'80' is not a number with one of the units"),
         (["export"], "Missing argument 'CHECKPOINT'"),
-        (["train"], "Missing argument"),
+        (["train"], "Missing argument 'CONFIG.yaml"),
+        (["evaluate"], "Missing argument 'RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     ],
 )
 def test_mistakes_end_with_2_and_a_remedy(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,5 +211,7 @@ def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
     assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
     with pytest.raises(ConfigError, match=r"global_step_4: is no directory; .*run has global_step_3"):
         as_configuration(str(run_dir / "global_step_4"))
+    with pytest.raises(ConfigError, match=r"nothere: is no directory: name a run's directory, a checkpoint in it, or"):
+        as_configuration(str(tmp_path / "nothere"))
     with pytest.raises(ConfigError, match=r"has no config.yaml: name a run's directory"):
         as_configuration(str(tmp_path))
