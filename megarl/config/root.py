@@ -244,6 +244,11 @@ class VerifyConfig:
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """The ranks."""
 
+    @property
+    def checkpoints(self) -> Iterator[tuple[str, CheckpointSection]]:
+        """Yield the checkpoint to try, with the key that names it."""
+        yield "actor_rollout_ref.model.path", self.actor_rollout_ref.model
+
 
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:
     for key in fields(MegatronSection):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
@@ -34,13 +34,13 @@ class _Row:
     arguments: Any  # packed
 
 
-def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
+def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
     """Ask the hub for the configuration of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:
         ConfigError: the hub does not have it, or does not answer.
     """
-    tokenizers = {"data.tokenizer": config.data.tokenizer}
+    tokenizers = {} if isinstance(config, VerifyConfig) else {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
         if config.has_critic:
             tokenizers["critic.model.tokenizer_path"] = config.tokenizer_of_critic

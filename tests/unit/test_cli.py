@@ -23,7 +23,7 @@ from megarl.data.prepare.__main__ import TASKS
 from megarl.evaluate import as_configuration
 from megarl.plan import main as plan
 from megarl.platform.terminal import typed
-from tests.support.programs import ROOT, succeed
+from tests.support.programs import ROOT, run_program, succeed
 
 HEAVY = "{'torch', 'vllm', 'transformers', 'megatron', 'mlflow'}"
 HELP_OF_ALL = f"""
@@ -65,6 +65,15 @@ def test_a_configuration_is_checked_before_anything_heavy_is_imported() -> None:
     modules = [f"megarl.{name}" for name in ("train", "sft", "train_reward", "evaluate", "export", "verify")]
     words = f"import sys, {', '.join(modules)}; assert not {HEAVY} & sys.modules.keys(), {HEAVY} & sys.modules.keys()"
     succeed(sys.executable, "-c", words, timeout_s=120)
+
+
+def test_verify_asks_for_the_model_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shown = (sys.executable, "-X", "importtime", "-m", "megarl", "verify", "org/nothere")
+    code, output = run_program(*shown, timeout_s=120)
+    assert code == 2, output
+    assert "  actor_rollout_ref.model.path: org/nothere is no local directory" in output
+    assert not re.search(r"\| +(torch|vllm|transformers)$", output, re.MULTILINE)
 
 
 def test_every_command_has_a_module_and_every_module_a_command() -> None:
