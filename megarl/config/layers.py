@@ -22,6 +22,7 @@ from megarl.config.schema import Schema
 from megarl.platform.secrets import BLOT
 
 COMMAND_LINE = "command line"
+YAML = (".yaml", ".yml")
 _QUOTING = re.compile(r"(tag|alias|anchor|handle|input|at:) '.*'", re.DOTALL)
 
 
@@ -82,7 +83,7 @@ def _read_file(name: str) -> Layer:
     path = Path(name)
     if meant := FLAGS.get(name.lstrip("-").partition(" ")[0]):
         raise ValueError(f"is a flag of another trainer: write {meant}")
-    if name.startswith("-") or path.suffix not in (".yaml", ".yml"):
+    if name.startswith("-") or path.suffix not in YAML:
         raise ValueError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():
         raise ValueError(f"no such file{_meant(path)}")

@@ -11,7 +11,7 @@ from megarl.config.policy import ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.environments.config import EnvironmentSection
 from megarl.learner.config import MegatronSection, OptimSection
-from megarl.models.config import ModelSection, ReferenceModelSection, RewardCheckpointSection
+from megarl.models.config import CheckpointSection, ModelSection, ReferenceModelSection, RewardCheckpointSection
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rollout.config import RolloutSection
 from megarl.section import Bound, Count, Length, Weight, section
@@ -158,6 +158,17 @@ class Config:
         return ({None: ref.model} if ref.model.path else {}) | named
 
     @property
+    def checkpoints(self) -> Iterator[tuple[str, CheckpointSection]]:
+        """Yield the checkpoint of each model that the run reads, with the key that names it."""
+        yield "actor_rollout_ref.model.path", self.actor_rollout_ref.model
+        if self.has_critic:
+            yield "critic.model.path", self.critic.model
+        for source, teacher in self.teachers.items():
+            yield f"actor_rollout_ref.ref.{'model.path' if source is None else 'teachers'}", teacher
+        if self.reward_model.enable:
+            yield "reward_model.model.path", self.reward_model.model
+
+    @property
     def divergence_kinds(self) -> set[KLEstimator]:
         """Return the estimators of the divergence from the reference, in the reward and in the loss."""
         return {kind for kind in (self.kl_of_reward, self.kl_of_loss) if kind}
@@ -179,6 +190,11 @@ class SupervisedConfig:
     """Token budget of a micro-batch, per rank."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """Length, ranks, records and checkpoints of the run."""
+
+    @property
+    def checkpoints(self) -> Iterator[tuple[str, CheckpointSection]]:
+        """Yield the checkpoint of the model, with the key that names it."""
+        yield "model.path", self.model
 
 
 @section
@@ -227,6 +243,11 @@ class VerifyConfig:
     """The policy."""
     trainer: TrainerSection = field(default_factory=TrainerSection)
     """The ranks."""
+
+    @property
+    def checkpoints(self) -> Iterator[tuple[str, CheckpointSection]]:
+        """Yield the checkpoint to try, with the key that names it."""
+        yield "actor_rollout_ref.model.path", self.actor_rollout_ref.model
 
 
 def _follow(section_path: str, leader: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
-from megarl.config.root import Config, RewardTrainConfig, SFTConfig
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
@@ -34,26 +34,21 @@ class _Row:
     arguments: Any  # packed
 
 
-def find_models(config: Config | SFTConfig | RewardTrainConfig) -> None:
+def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
     """Ask the hub for the configuration of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:
         ConfigError: the hub does not have it, or does not answer.
     """
-    tokenizers = {"data.tokenizer": config.data.tokenizer}
+    tokenizers = {} if isinstance(config, VerifyConfig) else {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
-        models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
         if config.has_critic:
-            models["critic.model.path"] = config.critic.model.path
             tokenizers["critic.model.tokenizer_path"] = config.tokenizer_of_critic
         if config.reward_model.enable:
-            models["reward_model.model.path"] = config.reward_model.model.path
             tokenizers["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
-    else:
-        models = {"model.path": config.model.path}
-    for key, path in models.items():
+    for key, checkpoint in config.checkpoints:
         with _fault_of(key):
-            config_place(path)
+            config_place(checkpoint.path)
     for key, tokenizer in tokenizers.items():
         with _fault_of(key):
             if tokenizer is not None:

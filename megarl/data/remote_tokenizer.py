@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from megarl.platform.hub import snapshot
+from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory
 from megarl.platform.uri import local_path
 
 TEMPLATE = "chat_template.jinja"
-DATA_ENDINGS = (".json", ".model", ".jinja", ".txt")
-CODE_ENDING = ".py"
 ENOUGH = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -30,12 +28,8 @@ def find_tokenizer(path: str, *, with_code: bool) -> Path | None:
         return place
     is_file = place.suffix == ".model"
     if is_file or str(place).startswith(("/", ".", "~")) or str(place).count("/") > 1:
-        raise ValueError(f"data.tokenizer: no such file{'' if is_file else ' or directory'}: {place}")
-    return snapshot(path, [f"*{ending}" for ending in _endings(with_code=with_code)])
-
-
-def _endings(*, with_code: bool) -> tuple[str, ...]:
-    return (*DATA_ENDINGS, CODE_ENDING) if with_code else DATA_ENDINGS
+        raise ValueError(f"no such file{'' if is_file else ' or directory'}: {place}")
+    return snapshot(path, small_files(with_code=with_code))
 
 
 @dataclass(frozen=True)
@@ -68,5 +62,5 @@ class RemoteTokenizer:
             return [name for name in (self.file, TEMPLATE) if name in names]
         if not set(ENOUGH) & set(names):
             raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} exists")
-        endings = _endings(with_code=with_code)
-        return [name for name in names if name.endswith(endings) and not name.endswith(".index.json")]
+        small = matching(names, small_files(with_code=with_code))
+        return [name for name in small if not name.endswith(".index.json")]

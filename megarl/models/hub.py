@@ -2,21 +2,19 @@
 
 import json
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
-from megarl.platform.hub import snapshot
+from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory, RemoteFile, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import CONFIG, INDEX, SINGLE, read_index
 
 GENERATION = "generation_config.json"
-DATA = ("*.json", "*.model", "*.jinja", "*.txt")
-WEIGHTS, CODE = "*.safetensors", "*.py"
+WEIGHTS = "*.safetensors"
 
 ModelDirectory = Path | RemoteDirectory
 
@@ -47,7 +45,7 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
 
         kind = f"model{' with code' * with_code}"
         return local_copy(path, kind, partial(needed_files, with_code=with_code))
-    return snapshot(path, [*DATA, WEIGHTS, *([CODE] if with_code else [])])
+    return snapshot(path, [*small_files(with_code=with_code), WEIGHTS])
 
 
 def config_place(path: str) -> ModelDirectory:
@@ -68,8 +66,7 @@ def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:
     """
     if CONFIG not in remote.sizes:
         raise ValueError(f"{remote} has no {CONFIG}: give a directory in Hugging Face's format")
-    patterns = (*DATA, CODE) if with_code else DATA
-    small = [name for name in remote.sizes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    small = matching(remote.sizes, small_files(with_code=with_code))
     return sorted({*small, *weight_files(remote)})
 
 

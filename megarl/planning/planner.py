@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -132,15 +133,11 @@ class Planner:
             )
 
     def _check_files(self, config: Config) -> None:
-        faults = [*model_faults(config.actor_rollout_ref.model, "actor_rollout_ref.model.path", needs_weights=False)]
-        if config.has_critic:
-            faults += model_faults(config.critic.model, "critic.model.path", needs_weights=False, needs_head=False)
-        for source, teacher in config.teachers.items():
-            key = "actor_rollout_ref.ref.model.path" if source is None else "actor_rollout_ref.ref.teachers"
-            faults += model_faults(teacher, key, needs_weights=False)
-        if config.reward_model.enable:
-            faults += model_faults(config.reward_model.model, "reward_model.model.path", needs_weights=False)
-        if faults:
+        checked = (
+            model_faults(checkpoint, key, needs_weights=False, needs_head=key != "critic.model.path")
+            for key, checkpoint in config.checkpoints
+        )
+        if faults := [*chain.from_iterable(checked)]:
             raise ConfigError(faults)
 
     def _load(self, overrides: Sequence[str]) -> Workload:

@@ -1,21 +1,36 @@
-"""Models and tokenizers of the Hugging Face hub."""
+"""Models, tokenizers and data sets of the Hugging Face hub."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
+
+DATA = ("*.json", "*.model", "*.jinja", "*.txt")
+CODE = "*.py"
 
 
-def snapshot(name: str, patterns: Sequence[str]) -> Path:
+def small_files(*, with_code: bool) -> tuple[str, ...]:
+    """Return the patterns of the files of a model or a tokenizer that hold no weights; Python code only if asked to."""
+    return (*DATA, CODE) if with_code else DATA
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match one of the patterns."""
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def snapshot(name: str, patterns: Sequence[str], kind: Literal["model", "dataset"] = "model") -> Path:
     """Download files of a Hugging Face id. A hub that cannot be reached is asked once: retries take half a minute.
 
     Raises:
-        ValueError: the hub has no such model, or cannot be reached and the files are not here.
+        ValueError: the hub has no such model or data set, or cannot be reached and the files are not here.
     """
     from huggingface_hub import snapshot_download  # takes half a second, which local models save
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} is no local directory, and as a Hugging Face id it failed: {error}\nWithout a network, "
-            "download it on another machine and name its directory; a model behind a licence needs HF_TOKEN"
+            "download it on another machine and name its directory; what is behind a licence needs HF_TOKEN"
         ) from error

@@ -66,13 +66,19 @@ def library() -> str:
     return base64.b64encode(gzip.compress(source, mtime=0)).decode()
 
 
+def _ending(run: Run) -> str:
+    """Return how the run ended, as far as its history says; the latest event may be a start."""
+    event = str(run.history[-1].get("event", "")) if run.history else ""
+    return "not finished" if event in ("start", "resume") else event
+
+
 def _summary(run: Run) -> dict[str, Any]:
     score, seconds = score_of(run), sum(value for _, value in run.points(STEP_SECONDS))
     return {
         "name": run.name,
         "directory": str(run.directory.resolve()),
         "verdict": verdict(run),
-        "ending": run.history[-1].get("event", "") if run.history else "",
+        "ending": _ending(run),
         "is_better": bool(score and score.is_better and not score.is_same),
         "is_worse": bool(score and not score.is_better and not score.is_same),
         "remarks": list(remarks(run)),

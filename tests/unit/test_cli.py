@@ -23,7 +23,7 @@ from megarl.data.prepare.__main__ import TASKS
 from megarl.evaluate import as_configuration
 from megarl.plan import main as plan
 from megarl.platform.terminal import typed
-from tests.support.programs import ROOT, succeed
+from tests.support.programs import ROOT, run_program, succeed
 
 HEAVY = "{'torch', 'vllm', 'transformers', 'megatron', 'mlflow'}"
 HELP_OF_ALL = f"""
@@ -67,6 +67,15 @@ def test_a_configuration_is_checked_before_anything_heavy_is_imported() -> None:
     succeed(sys.executable, "-c", words, timeout_s=120)
 
 
+def test_verify_asks_for_the_model_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shown = (sys.executable, "-X", "importtime", "-m", "megarl", "verify", "org/nothere")
+    code, output = run_program(*shown, timeout_s=120)
+    assert code == 2, output
+    assert "  actor_rollout_ref.model.path: org/nothere is no local directory" in output
+    assert not re.search(r"\| +(torch|vllm|transformers)$", output, re.MULTILINE)
+
+
 def test_every_command_has_a_module_and_every_module_a_command() -> None:
     listed = {command.module for command in COMMANDS}
     assert not [name for name in listed if find_spec(name) is None]
@@ -99,7 +108,8 @@ def test_a_package_in_somebody_elses_checkout_has_no_commit(tmp_path: Path) -> N
         (["train", "x.yaml", "--reply", "samples"], "No such option '--reply'. Did you mean '--replay'?"),
         (["plan", "x.yaml", "--gpu-memory", "80"], "'80' is not a number with one of the units"),
         (["export"], "Missing argument 'CHECKPOINT'"),
-        (["train"], "Missing argument"),
+        (["train"], "Missing argument 'CONFIG.yaml"),
+        (["evaluate"], "Missing argument 'RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     ],
 )
 def test_mistakes_end_with_2_and_a_remedy(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,5 +220,7 @@ def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:
     assert as_configuration("trainer.nnodes=2") == ["trainer.nnodes=2"]
     with pytest.raises(ConfigError, match=r"global_step_4: is no directory; .*run has global_step_3"):
         as_configuration(str(run_dir / "global_step_4"))
+    with pytest.raises(ConfigError, match=r"nothere: is no directory: name a run's directory, a checkpoint in it, or"):
+        as_configuration(str(tmp_path / "nothere"))
     with pytest.raises(ConfigError, match=r"has no config.yaml: name a run's directory"):
         as_configuration(str(tmp_path))

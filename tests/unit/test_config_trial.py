@@ -52,6 +52,29 @@ def test_a_model_that_the_hub_does_not_give_is_a_fault_of_its_key(monkeypatch: p
         find_models(replace(elsewhere, data=replace(elsewhere.data, tokenizer="org/reader")))
 
 
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("actor_rollout_ref.ref.model.path=org/teacher", "actor_rollout_ref.ref.model.path: org/teacher is no local"),
+        (
+            "actor_rollout_ref.ref.teachers={math: org/teacher}",
+            "actor_rollout_ref.ref.teachers: org/teacher is no local",
+        ),
+        ("critic.model.tokenizer_path=/nowhere", "critic.model.tokenizer_path: no such file or directory: /nowhere"),
+        ("data.tokenizer=reader.model", "data.tokenizer: no such file: reader.model"),
+    ],
+)
+def test_a_teacher_and_a_tokenizer_that_are_nowhere_are_faults_of_their_own_keys(
+    argument: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    remote = [f"{key.partition('=')[0]}=s3://models/start" for key in MINIMAL]  # is looked for with the weights
+    reads = ["actor_rollout_ref.actor.use_kl_loss=true", "data.train_files=a.parquet"]
+    with pytest.raises(ConfigError) as error:
+        find_models(load_config([*remote, *reads, argument], world_size=None, check_paths=False))
+    assert f"  {said}" in said_by(error)
+
+
 def test_a_teacher_of_a_data_source_that_no_row_has_is_a_fault(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": "1", "data_source": source}) for source in ("math", "code", None)))

@@ -178,6 +178,15 @@ def test_the_reward_of_a_checked_file_is_checked_too(
         assert message in capsys.readouterr().out
 
 
+def test_a_tokenizer_that_is_nowhere_is_an_argument_at_fault_before_any_file_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, tmp_path / "out", "multiply", "--tokenizer", "/nowhere")
+    assert "megarl prepare: --tokenizer: no such file or directory: /nowhere" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_gsm8k_sources_that_are_none_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +194,7 @@ def test_gsm8k_sources_that_are_none_are_named(
     write_jsonl(tmp_path / "odd" / "train.jsonl", '{"question": "1+1?", "answer": "2"}\n')
     write_jsonl(tmp_path / "half" / "train.jsonl", "")
     for source, message in (
-        ("nobody/nothing", "without a network, download train.jsonl"),
+        ("nobody/nothing", "--from: nobody/nothing is no local directory, and as a Hugging Face id it failed: "),
         (str(tmp_path / "odd"), "train.jsonl, row 0: a GSM8K problem has a question"),
         (str(tmp_path / "half"), "has no file *test*.jsonl"),
     ):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 def test_every_metric_of_a_chart_is_recorded_by_a_run() -> None:
     names = [name for chart in CHARTS for name in chart.metrics if not name.endswith("/")]
     assert [name for name in names if describe(name) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [("start", "not finished"), ("resume", "not finished"), ("finished", "finished"), ("stopped", "stopped")],
+)
+def test_the_verdict_says_how_a_run_ended(event: str, words: str) -> None:
+    run = replace(run_with(critic__score__mean=[0.1, 0.2]), history=[{"event": event}])
+    assert f"2 steps, {words};" in render([run])
 
 
 def run_with(**metrics: list[float]) -> Run:

@@ -23,6 +23,7 @@ from megarl.data.prepare import (
     svamp,
     tinystories_sentiment,
 )
+from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
 from megarl.platform.arguments import Arguments
 from megarl.platform.secrets import guard_output, redact
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _check(arguments.check, chain(_own_faults(arguments), faults))
         return
     try:
+        if arguments.tokenizer:
+            _find(arguments.tokenizer)
         splits = arguments.build(arguments)
         for split, rows in splits.items():
             path = arguments.out / f"{split}.parquet"
@@ -127,6 +130,14 @@ def parser() -> Arguments:
 def _example(task: str) -> str:
     arguments = f"{NEEDED[task]} " if task in NEEDED else ""
     return f"megarl prepare {task} {arguments}--out data/{task}"
+
+
+def _find(tokenizer: str) -> None:
+    """Raise ValueError if there is no such file or directory and the hub does not give the tokenizer."""
+    try:
+        find_tokenizer(tokenizer, with_code=False)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
 
 
 def _show(splits: Mapping[str, Sequence[DataRow]], place: str | None) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow
+from megarl.platform.hub import snapshot
 
 SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets
 KINDS = ("jsonl", "parquet", "json")
@@ -44,11 +45,14 @@ def rows_of(
 ) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`, each `make_row(problem, place, split, index)`.
 
-    Raises ValueError if files are missing or cannot be read.
+    Raises ValueError if files are missing or cannot be read, and the hub has no such data set.
     """
     place = Path(arguments.source)
     if not place.exists():
-        place = _download(arguments.source)
+        try:
+            place = snapshot(arguments.source, [f"*.{kind}" for kind in KINDS], "dataset")
+        except ValueError as error:
+            raise ValueError(f"--from: {error}") from error
     rows = {}
     for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
         files = [place] if place.is_file() else _files_of(place, name)
@@ -90,16 +94,3 @@ def _json(file: Path) -> list[Any]:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     found = json.loads(text)
     return found if isinstance(found, list) else [found]
-
-
-def _download(source: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [f"*.{kind}" for kind in KINDS]
-        return Path(snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--from {source}: there is no such directory, and no such data set can be fetched from the hub ({error}); "
-            "without a network, download train.jsonl and test.jsonl on another machine and name their directory"
-        ) from error

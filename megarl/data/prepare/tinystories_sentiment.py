@@ -4,6 +4,7 @@ import argparse
 import random
 import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", type=Path, required=True, help="jsonl or parquet file with a story as `text` per row"
     )
+    parser.add_argument("--stories", type=int, default=None, help="most stories that are read")
     parser.add_argument("--val", type=int, default=256, help="held-out pairs; no story is in both splits")
     parser.add_argument("--pairs", type=int, default=6, help="most pairs of one story")
     parser.add_argument("--words", type=int, default=25, help="words of a passage, which starts with a sentence")
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`. Raises ValueError if the file is missing or has too few stories."""
     score, rows = _sentiment(), []
-    for index, problem in problems_of(arguments.source):
+    for index, problem in islice(problems_of(arguments.source), arguments.stories):
         if not isinstance(problem.get("text"), str):
             raise ValueError(f"{arguments.source}, row {index}: a story is an object with its `text`")
         opening, passages = cut(problem["text"], arguments.words)
