@@ -1,12 +1,11 @@
 """TRL's GRPO at the work of `megarl bench step`, in the environment of `make setup-peers`.
 
-`python -m megarl.bench.peer_trl SETTINGS` prints a JSON object with its versions. For each line of its input it then
-takes so many steps as the line says, and prints a JSON object with the seconds of each step. Between two steps it
-waits for a line outside of all clocks.
+`python -m megarl.bench.peer_trl SETTINGS` prints a JSON object with its versions. For each line of its input, a number,
+it takes as many steps, and prints a JSON object with the seconds of each. No clock runs while it waits for a line.
 
-TRL has its own defaults, except: trainer and engine compute in the type of `megarl bench step`, activations are kept
-for the backward pass, and as its only optimizer step needs no log-probabilities from before, they are not computed
-(`vllm_importance_sampling_correction`).
+TRL has its own defaults, with three exceptions. Trainer and engine compute in the type of `megarl bench step`.
+Activations are kept for the backward pass. TRL takes one optimizer step on the samples, so the log-probabilities before
+it are those of its own forward pass, and are not computed separately (`vllm_importance_sampling_correction`).
 """
 
 import json
