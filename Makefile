@@ -5,10 +5,11 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-faults clean
+.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-faults clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
+	@echo "make setup-peers  .venv-peers: .venv with the libraries that 'megarl bench step --peer' measures"
 	@echo "make quickstart   watch a small language model learn arithmetic by PPO"
 	@echo "make fix          mend what ruff can mend, and format"
 	@echo "make check        ruff, mypy, import contracts"
@@ -23,6 +24,9 @@ help:
 
 setup:
 	@scripts/setup.sh
+
+setup-peers:
+	@scripts/setup.sh peers
 
 quickstart: setup
 	$(BIN)/python scripts/quickstart.py
@@ -78,4 +82,4 @@ test-faults: setup
 	done; [ $$passed -eq $(N) ]
 
 clean:
-	rm -rf .venv .venv-newest .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-newest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh            .venv: exactly requirements/cpu.lock, and megarl itself, editable
 #   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
+#   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
 set -euo pipefail
@@ -89,15 +90,18 @@ install_lock() {
     uv_install -r requirements/cpu.lock || uv_install -r requirements/cpu.lock --torch-backend cpu
 }
 
-# Import what a training run imports. This also writes bytecode: uv writes none, and where PYTHONDONTWRITEBYTECODE is set,
-# as many images of containers set it, each process would compile thousands of modules again.
+# check_imports PYTHON [MODULE...]: import the modules, and what a training run imports. This also writes bytecode: uv
+# writes none, and where PYTHONDONTWRITEBYTECODE is set, as many images of containers set it, each process would compile
+# thousands of modules again.
 check_imports() {
     local python=$1
+    shift
     PYTHONDONTWRITEBYTECODE='' HF_HUB_OFFLINE=1 "$python" -c '
+import sys
 from importlib import import_module
 from megarl import train
-for name in train.IMPORTS:
-    import_module(name)'
+for name in (*sys.argv[1:], *train.IMPORTS):
+    import_module(name)' "$@"
 }
 
 # fingerprint FILE...: print a number that changes with the interpreter and the files.
@@ -133,25 +137,27 @@ setup_locked() {
     echo "$project" >.venv/.project
 }
 
-# The newest megatron-core comes first on sys.path, and .venv provides all other packages, which takes seconds instead
-# of minutes. addsitedir instead of a path makes the editable megarl visible too.
-setup_newest() {
-    local stamp site
+# lay_over VENV LIST [MODULE...]: make VENV, in which the packages of LIST come first on sys.path, and .venv provides all
+# others, which takes seconds instead of minutes. addsitedir instead of a path makes the editable megarl visible too.
+lay_over() {
+    local venv=$1 list=$2 stamp site
+    shift 2
     setup_locked
-    stamp=$(fingerprint .venv/.project requirements/newest.txt)
-    if stamped .venv-newest/.project "$stamp"; then
-        echo "setup: .venv-newest is up to date"
+    stamp=$(fingerprint .venv/.project "$list")
+    if stamped "$venv/.project" "$stamp"; then
+        echo "setup: $venv is up to date"
         return
     fi
-    step "create .venv-newest" "Remove .venv-newest and try again." "$python" -m venv --clear .venv-newest
-    step "install requirements/newest.txt" "Check the network and pip's sources: pip config list." \
-        .venv-newest/bin/python -m pip install --no-deps --disable-pip-version-check --ignore-requires-python \
-        -r requirements/newest.txt
+    step "create $venv" "Remove $venv and try again." "$python" -m venv --clear "$venv"
+    step "install $list" "Check the network and pip's sources: pip config list." \
+        "$venv/bin/python" -m pip install --no-deps --disable-pip-version-check --ignore-requires-python \
+        -r "$list"
     site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "import site; site.addsitedir('$site')" \
-        >"$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-    step "import torch, vLLM, Megatron-Core" "Remove .venv-newest and try again." check_imports .venv-newest/bin/python
-    echo "$stamp" >.venv-newest/.project
+        >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+    step "import torch, vLLM, Megatron-Core${1:+, $1}" "Remove $venv and try again." \
+        check_imports "$venv/bin/python" "$@"
+    echo "$stamp" >"$venv/.project"
 }
 
 python=$(find_python)
@@ -160,6 +166,7 @@ trap 'rm -f "$log"' EXIT
 exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits and then finds nothing to do
 case ${1:-} in
 "") setup_locked ;;
-newest) setup_newest ;;
-*) die "unknown argument '$1': give none, or 'newest'." ;;
+newest) lay_over .venv-newest requirements/newest.txt ;;
+peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
+*) die "unknown argument '$1': give none, 'newest' or 'peers'." ;;
 esac

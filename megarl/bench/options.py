@@ -54,6 +54,7 @@ def step_parser() -> Arguments:
         metavar="KEY=VALUE",
         help="run the same work with this key changed too, in turn, and print the ratio; may be repeated",
     )
+    parser.add_argument("--peer", choices=("trl",), help="train with this library too, in turn (`make setup-peers`)")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

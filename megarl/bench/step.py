@@ -2,7 +2,7 @@
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
-matrices take at the machine's own speed.
+matrices take at the machine's own speed. With `--peer trl`, TRL's GRPO trains on the same workload in turn.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.bench import report
+from megarl.bench import report, step_trl
 from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
 from megarl.models.architecture import Architecture, read_architecture
@@ -35,7 +36,7 @@ from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 WARM_UP = 2
 """Steps that are not counted. The engine's self-check runs in them."""
 ROUNDS = 2
-"""Runs of each configuration, in turn, if two are compared: a machine changes its speed with time."""
+"""Runs of each configuration or trainer, in turn, if two are compared: a machine changes its speed with time."""
 PEERS = ("machine", "engine", "transformers")
 Step = Mapping[str, float]
 
@@ -70,15 +71,20 @@ def measure(
     """Run the steps, then the peers on the samples of the last step.
 
     Raises:
-        ValueError: a program failed; its messages are on standard error.
+        ValueError: a program failed, and its messages are on standard error; or the peer cannot do this work.
     """
+    if options.peer:
+        step_trl.check(workload, [*overrides, *options.against])
     written = workload.write(directory)
-    steps, others = list[Step](), list[Step]()
-    for number in range(ROUNDS if options.against else 1):
-        last = directory / f"run-{number}"
-        steps += train(last, options, [*written, *overrides], is_traced=bool(options.profile and number == 0))
-        if options.against:
-            others += train(directory / f"other-{number}", options, [*written, *overrides, *options.against])
+    steps, others, theirs = list[Step](), list[Step](), list[Step]()
+    with step_trl.Trl(workload, directory, dtype=options.dtype) if options.peer else nullcontext() as trl:
+        for number in range(ROUNDS if options.against or trl else 1):
+            last = directory / f"run-{number}"
+            steps += train(last, options, [*written, *overrides], is_traced=bool(options.profile and number == 0))
+            if options.against:
+                others += train(directory / f"other-{number}", options, [*written, *overrides, *options.against])
+            if trl:
+                theirs += trl.steps(WARM_UP + options.repeats)[WARM_UP:]
     model = workload.model_in(directory)
     settings = {"model": str(model), "samples": str(last / "samples" / f"step_{WARM_UP + options.repeats}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
@@ -93,6 +99,7 @@ def measure(
         "workload": asdict(workload) | {"dtype": options.dtype, "ranks": options.ranks},
         **summarize(steps, workload),
         **(compare(steps, others, workload) | {"against": options.against} if others else {}),
+        **({"trl": step_trl.beside(steps, theirs, workload.num_samples) | {"versions": trl.versions}} if trl else {}),
         "peers": peers,
         "ratios": ratios(steps, peers),
         "floors": floors(read_architecture(config), peers),
@@ -128,8 +135,7 @@ def compare(steps: Sequence[Step], others: Sequence[Step], workload: Workload) -
 
     Both are means over all steps: with partial rollouts a step does part of the work of the next.
     """
-    num_samples = workload.num_prompts * workload.num_responses
-    ours, theirs = (num_samples / mean(step[STEP_SECONDS] for step in each) for each in (steps, others))
+    ours, theirs = (workload.num_samples / mean(step[STEP_SECONDS] for step in each) for each in (steps, others))
     return {"mean_samples_per_second": ours, "samples_per_second_against": theirs, "times_faster": ours / theirs}
 
 
@@ -141,7 +147,7 @@ def summarize(steps: Sequence[Mapping[str, float]], workload: Workload) -> dict[
         "seconds": {
             name.removeprefix(TIMING): report.spread([step.get(name, 0.0) for step in steps]) for name in names
         },
-        "samples_per_second": workload.num_prompts * workload.num_responses / seconds,
+        "samples_per_second": workload.num_samples / seconds,
         "tokens_per_second": median(step[TOKENS] / step[STEP_SECONDS] for step in steps),
     }
 
@@ -189,6 +195,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             name, *(f"{times[key]:.3f}" for key in ("median", "min", "max")), f"{times['median'] / whole:.1%}"
         )
     console.print(table)
+    if "trl" in found:
+        step_trl.show(found["trl"], console)
     for title in (
         *("samples_per_second", "tokens_per_second"),
         *("mean_samples_per_second", "samples_per_second_against", "times_faster"),

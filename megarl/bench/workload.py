@@ -18,6 +18,8 @@ NUM_BATCHES = 4  # of different prompts
 MOST_TOKENS: Mapping[Lengths, int] = {"equal": 64, "ragged": 256, "long-tail": 1024}
 MEAN_TOKENS: Mapping[Lengths, int | None] = {"equal": None, "ragged": 75, "long-tail": 150}
 """Tokens after which a response of a model with random weights ends on average; None: every response has the most."""
+LEARNING_RATE = 1e-6
+KL_COEF = 0.001  # of the loss to the reference
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 97 / 97
@@ -36,6 +38,26 @@ class Workload:
     prompt_tokens: int = PROMPT_TOKENS
     response_tokens: int | None = None  # at most; None: as `lengths` says
 
+    @property
+    def num_samples(self) -> int:
+        """Responses of a step."""
+        return self.num_prompts * self.num_responses
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all responses have the same length."""
+        return MEAN_TOKENS[self.lengths] is None
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Tokens of a prompt, at most: the tokenizer of a real model may need several for a number."""
+        return self.prompt_tokens if self.model in MODELS else 8 * self.prompt_tokens
+
+    @property
+    def most_response_tokens(self) -> int:
+        """Tokens of a response, at most."""
+        return self.response_tokens or MOST_TOKENS[self.lengths]
+
     def write(self, directory: Path) -> list[str]:
         """Write the files of the workload to `directory`; return the arguments of `megarl.train` that name them."""
         model = self.model_in(directory)
@@ -48,20 +70,22 @@ class Workload:
         ]
         write_rows(directory / "prompts.parquet", prompts)
         (directory / "reward.py").write_text(REWARD)
-        is_equal = MEAN_TOKENS[self.lengths] is None
-        most = self.response_tokens or MOST_TOKENS[self.lengths]
-        tokens_of_number = 1 if self.model in MODELS else 8  # a real tokenizer may need several
+        return self.arguments(directory)
+
+    def arguments(self, directory: Path) -> list[str]:
+        """Return the arguments of `megarl.train`, if the workload is written to `directory`."""
+        model = self.model_in(directory)
         return [
             f"data.train_files={directory / 'prompts.parquet'}",
             f"data.train_batch_size={self.num_prompts}",
-            f"data.max_prompt_length={tokens_of_number * self.prompt_tokens}",
-            f"data.max_response_length={most}",
+            f"data.max_prompt_length={self.most_prompt_tokens}",
+            f"data.max_response_length={self.most_response_tokens}",
             f"actor_rollout_ref.model.path={model}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.num_prompts}",
-            "actor_rollout_ref.actor.optim.lr=1e-6",
+            f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
             f"actor_rollout_ref.rollout.n={self.num_responses}",
-            f"actor_rollout_ref.rollout.ignore_eos={str(is_equal).lower()}",
-            f"actor_rollout_ref.rollout.max_num_seqs={self.num_prompts * self.num_responses}",
+            f"actor_rollout_ref.rollout.ignore_eos={str(self.is_equal).lower()}",
+            f"actor_rollout_ref.rollout.max_num_seqs={self.num_samples}",
             f"custom_reward_function.path={directory / 'reward.py'}",
             *self._algorithm_arguments(model),
         ]
@@ -70,9 +94,28 @@ class Workload:
         """Return the directory of the model, if the workload is written to `directory`."""
         return directory / "model" if self.model in MODELS else Path(self.model).resolve()
 
+    def settings(self, directory: Path) -> dict[str, Any]:
+        """Return the work for a program of another library, if the workload is written to `directory`."""
+        return {
+            "model": str(self.model_in(directory)),
+            "prompts": str(directory / "prompts.parquet"),
+            "reward": str(directory / "reward.py"),
+            "num_prompts": self.num_prompts,
+            "num_responses": self.num_responses,
+            "prompt_tokens": self.most_prompt_tokens,
+            "response_tokens": self.most_response_tokens,
+            "ignore_eos": self.is_equal,
+            "learning_rate": LEARNING_RATE,
+            "kl_coef": KL_COEF,
+        }
+
     def _algorithm_arguments(self, model: Path) -> list[str]:
         if self.algorithm == "grpo":
-            return ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
+            return [
+                "algorithm.adv_estimator=grpo",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                f"actor_rollout_ref.actor.kl_loss_coef={KL_COEF}",
+            ]
         return [f"critic.model.path={model}", "algorithm.use_kl_in_reward=true"]
 
     def _write_model(self, directory: Path) -> None:

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from megarl.bench import step_trl
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
@@ -79,3 +80,20 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     read = Tokens(**found["peers"]["transformers"]["read"])
     flops = forward_flops(read_architecture(MODELS["llama-1m"]), read)
     assert found["floors"]["infer"] == flops / found["peers"]["machine"]["flops_per_second"]
+
+
+@pytest.mark.timeout(900)  # two trainings of megarl, one of TRL, vLLM and transformers
+@pytest.mark.skipif(not step_trl.PYTHON.exists(), reason="no environment with TRL: make setup-peers")
+def test_a_step_is_measured_beside_trl() -> None:
+    arguments = ["step", "--model", "llama-1m", "--prompts", "4", "--responses", "2", "--repeats", "1"]
+    arguments += ["--peer", "trl", "--json"]
+    found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=860).splitlines()[-1])
+    trl = found["trl"]
+    assert trl["versions"]["torch"] == found["versions"]["torch"]
+    assert trl["seconds"].keys() == trl["times_faster"].keys() == step_trl.PHASES.keys()
+    least = {phase: times["min"] for phase, times in trl["seconds"].items()}
+    assert (
+        0 < least["sync"] < least["gen"] < least["gen"] + least["ref"] + least["update"] < trl["seconds"]["step"]["max"]
+    )
+    assert trl["tokens"] == found["peers"]["transformers"]["tokens"] == 4 * 2 * (16 + 64)
+    assert min(trl["times_faster"].values()) > 0

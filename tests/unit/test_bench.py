@@ -1,14 +1,17 @@
 """The cases of the benchmarks, and the summaries of their numbers."""
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.bench import step_trl
 from megarl.bench.cases import MODELS, Split
+from megarl.bench.peer_trl import Clock, arguments
 from megarl.bench.report import summary
 from megarl.bench.step import compare
-from megarl.bench.workload import Workload
+from megarl.bench.workload import Lengths, Workload
 from megarl.models.architecture import hf_shapes, read_architecture
 
 
@@ -78,3 +81,71 @@ def test_throughputs_are_compared_over_all_steps() -> None:
         "samples_per_second_against": 3.0,
         "times_faster": 2.0,
     }
+
+
+GRPO = Workload(model="llama-1m", lengths="equal", algorithm="grpo", num_prompts=32, num_responses=4)
+
+
+def test_a_token_of_trl_is_compared_with_one_of_megarl_phase_by_phase() -> None:
+    def step(tokens: int, **seconds: float) -> dict[str, float]:
+        return {f"timing_s/{phase}": value for phase, value in seconds.items()} | {"perf/total_num_tokens": tokens}
+
+    ours = [step(100, gen=2.0, sync=0.5, sync_check=0.5, ref=1.0, old_log_prob=1.0, update_actor=2.0, step=8.0)]
+    theirs = [step(50, gen=seconds, sync=1.0, ref=2.0, update=3.0, step=4.0 * seconds) for seconds in (3.0, 1.0, 2.0)]
+    found = step_trl.beside(ours, theirs, num_samples=16)
+    assert found["seconds"]["gen"] == {"min": 1.0, "median": 2.0, "max": 3.0}
+    assert found["times_faster"] == {"gen": 2.0, "sync": 2.0, "ref": 4.0, "update": 2.0, "step": 2.0}
+    assert (found["samples_per_second"], found["tokens_per_second"], found["tokens"]) == (2.0, 6.25, 50)
+
+
+def test_trl_learns_outside_of_the_preparation_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = Clock(), iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])
+    monkeypatch.setattr("megarl.bench.peer_trl.time.perf_counter", lambda: next(now))
+    clock.begin()
+    assert clock.timed("prepare", clock.timed("gen", lambda seed: seed))(7) == 7
+    assert clock.end() == {"gen": 3.0, "update": 5.0, "step": 10.0}
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [("equal", 128), ("ragged", 32), ("long-tail", 8)])
+def test_micro_batches_of_trl_are_as_large_as_the_budget_allows(lengths: Lengths, rows: int) -> None:
+    workload = Workload(model="llama-1m", lengths=lengths, algorithm="grpo", num_prompts=32, num_responses=4)
+    found = arguments(workload.settings(Path()) | {"dtype": "float32", "output": "out"})
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == (rows, 128 // rows)
+    assert found["generation_kwargs"] == {"ignore_eos": lengths == "equal"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "override", "message"),
+    [
+        ("ppo", "trainer.deterministic=true", "--peer trl --algorithm ppo: TRL has no such trainer"),
+        ("grpo", "data.max_response_length=9", "data.max_response_length=9: --peer trl would do other work"),
+        ("grpo", "trainer.deterministic=true", "python is missing; run `make setup-peers` in "),
+    ],
+)
+def test_work_that_trl_cannot_do_is_refused(
+    algorithm: Any, override: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step_trl, "PYTHON", tmp_path / "python")
+    workload = Workload(model="llama-1m", lengths="equal", algorithm=algorithm, num_prompts=2, num_responses=2)
+    with pytest.raises(ValueError, match=message):
+        step_trl.check(workload, [override])
+
+
+def test_a_peer_takes_the_steps_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        """#!/bin/bash
+echo '{"trl": "1.0"}'
+read count
+for number in $(seq $count); do echo "{\\"seconds\\": {\\"step\\": $number}, \\"tokens\\": 8}"; done
+read count
+exit 3
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(step_trl, "PYTHON", program)
+    with step_trl.Trl(GRPO, tmp_path, dtype="float32") as trl:
+        assert trl.versions == {"trl": "1.0"}
+        assert trl.steps(2) == [{"timing_s/step": number, "perf/total_num_tokens": 8} for number in (1, 2)]
+        with pytest.raises(ValueError, match="TRL ended with exit code 3; its messages are above"):
+            trl.steps(1)
