@@ -32,7 +32,7 @@ Step = Mapping[str, float]
 
 
 def check(workload: Workload, overrides: Sequence[str]) -> None:
-    """Check that TRL can do the work of a step, to which the user adds arguments of `megarl.train`.
+    """Check that TRL can do the work of a step. The user adds arguments of `megarl.train`.
 
     Raises:
         ValueError: TRL cannot do this work, or its environment is missing.
