@@ -41,6 +41,9 @@ tell() {
 }
 trap 'tell 2' INT
 trap 'tell 15' TERM
-code=0
-while wait "$mpirun" && code=0 || code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done
-exit "$code"
+# Bash obeys a signal that comes just before `wait` only when `wait` ends, so no wait is long.
+while kill -0 "$mpirun" 2>/dev/null; do
+    sleep 0.5 </dev/null >/dev/null 2>&1 &
+    wait $! || :
+done
+wait "$mpirun"

@@ -85,9 +85,12 @@ uv_install() {
 }
 
 # The lock names PyTorch's CPU build of torch. If pip's sources lack this build, uv takes it from PyTorch's own index.
+# uv sometimes crashes when it ends. A second call then finds everything installed.
 install_lock() {
     pip_install "$(grep '^uv==' requirements/cpu.lock)"
-    uv_install -r requirements/cpu.lock || uv_install -r requirements/cpu.lock --torch-backend cpu
+    uv_install -r requirements/cpu.lock || {
+        (($? > 128)) && uv_install -r requirements/cpu.lock
+    } || uv_install -r requirements/cpu.lock --torch-backend cpu
 }
 
 # check_imports PYTHON [MODULE...]: import the modules, and what a training run imports. This also writes bytecode: uv
