@@ -103,8 +103,8 @@ def bytecode_findings(modules: Sequence[str]) -> list[Finding]:
     if not bare:
         return [Finding("bytecode", "complete")]
     compiling = shlex.join([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")])
-    advice = f"each process compiles what it imports, for many seconds; once, as the owner of the packages: {compiling}"
-    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note")]
+    advice = "each process compiles what it imports, for many seconds: run the command below as the owner of the packages"
+    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note", compiling)]
 
 
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
@@ -191,8 +191,23 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
         return rows
     return [
         *rows,
-        Finding("left by crashed jobs", f"{len(left)} segments", shlex.join(["rm", "--", *map(str, left)]), "note"),
+        Finding(
+            "left by crashed jobs",
+            f"{len(left)} segments",
+            "remove them with the command below",
+            "note",
+            shlex.join(["rm", "--", *map(str, left)]),
+        ),
     ]
+
+
+def patch_findings(patches: Sequence[Patch]) -> list[Finding]:
+    """Report how much code of other libraries is replaced, and the libraries whose version is untested."""
+    untested = {f"{patch.library} {patch.installed_version}" for patch in patches if patch.installed_version and not patch.is_tested}
+    found = f"{len(patches)} places, listed by --patches"
+    if not untested:
+        return [Finding("replaced code", found)]
+    return [Finding("replaced code", found, f"not tested with {', '.join(sorted(untested))}", "note")]
 
 
 def patch_table(patches: Sequence[Patch]) -> Table:
@@ -242,6 +257,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
         for module in PATCHING:
             importlib.import_module(module)
+        sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
@@ -256,9 +272,9 @@ def main(argv: Sequence[str] = ()) -> int:
         tool_findings(shutil.which),
         shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
     ]
-    _print("megarl doctor", sections)
-    if patches := declared():
-        Console().print(patch_table(patches))
+    show("megarl doctor", sections)
+    if typed["patches"]:
+        Console().print(patch_table(declared()))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
     Console().print(
         f"[red]Training cannot work here: {len(faults)} fault(s), remedies above."
@@ -342,7 +358,7 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
     found = examine(circle, print)
     if circle.mine == 0 or len(found) == 1:
         for host, findings in found.items():
-            _print(f"megarl doctor on {host}", [findings])
+            show(f"megarl doctor on {host}", [findings])
     faults = sum(finding.verdict == "fault" for findings in found.values() for finding in findings)
     if circle.mine == 0:
         Console().print(
@@ -353,7 +369,8 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
     return 1 if faults else 0
 
 
-def _print(title: str, sections: Sequence[Sequence[Finding]]) -> None:
+def show(title: str, sections: Sequence[Sequence[Finding]]) -> None:
+    """Print findings as a table, and below it their commands, each on a line of its own."""
     table = Table("what", "found", "advice", title=title)
     styles = {"good": "", "note": "yellow", "fault": "bold red"}
     for section in sections:
@@ -361,7 +378,10 @@ def _print(title: str, sections: Sequence[Sequence[Finding]]) -> None:
             cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets are no markup
             table.add_row(*cells, style=styles[finding.verdict])
         table.add_section()
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for finding in (finding for section in sections for finding in section if finding.command):
+        console.print(Text(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

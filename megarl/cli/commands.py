@@ -186,6 +186,7 @@ VERIFY = Command(
 DOCTOR = Command(
     "doctor",
     click.Option(["--peaks"], is_flag=True, help="Measure the greatest speed of the devices too."),
+    click.Option(["--patches"], is_flag=True, help="List the code of other libraries that megarl replaces too."),
     click.Option(
         ["--hosts"],
         metavar="HOST,HOST,...",
@@ -207,9 +208,9 @@ DOCTOR = Command(
     ),
     module="megarl.doctor",
     section=PLANS,
-    text="Show what this machine has for training, and what it lacks.\n\nA second table lists the code of other "
-    "libraries that megarl replaces. With --hosts, checks names, interfaces, ports, InfiniBand, a shared directory and "
-    "clocks between hosts, and prints the tables on the first host. Exit code 1: training cannot work here.",
+    text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, ports, "
+    "InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit code 1: "
+    "training cannot work here.",
     example="megarl doctor\nsrun --nodes 2 --ntasks-per-node 1 megarl doctor --hosts node001,node002",
 )
 BENCH = Relay(
@@ -347,5 +348,14 @@ def megarl(version: Callable[[], str]) -> Commands:
         context_settings=CONTEXT,
         help="Reinforcement-learning post-training of language models.\n\n`megarl COMMAND --help` explains a command.",
         epilog=completion.SETUP,
-        params=[click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=show)],
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show,
+                help="Show version, commit and engine.",
+            )
+        ],
     )
