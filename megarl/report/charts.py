@@ -6,12 +6,11 @@ from statistics import fmean
 from typing import Any
 
 from megarl.report.read import Points, Run
-from megarl.tracking.names import REWARD, TIMING, VALIDATION
+from megarl.tracking.names import REWARD, TIMING, VALIDATION, WITHIN_GEN
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#9f6b53", "#787774", "#d44c47", "#c29343", "#3a5a98")
 DASHES = ("solid", "dot", "dash", "dashdot")
 MOST_POINTS = 1000  # of a line; a longer curve is drawn by means of neighbouring steps
-PARTS = ("sync", "sync_check", "gen_max")  # phases within `gen`
 SMOOTHING = 0.8  # weight of the past in the running mean
 
 
@@ -120,7 +119,7 @@ CHARTS = (
         metrics=(TIMING,),
         unit="s",
         stacked=True,
-        left_out=(f"{TIMING}step", *(f"{TIMING}{name}" for name in PARTS)),
+        left_out=(f"{TIMING}step", *(f"{TIMING}{name}" for name in WITHIN_GEN)),
     ),
     Chart(title="Throughput", expect="Level.", metrics=("perf/throughput",), unit="tokens/s per rank"),
     Chart(
