@@ -11,6 +11,8 @@ from megarl.tracking.names import REWARD, TIMING, VALIDATION, WITHIN_GEN
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#9f6b53", "#787774", "#d44c47", "#c29343", "#3a5a98")
 DASHES = ("solid", "dot", "dash", "dashdot")
 MOST_POINTS = 1000  # of a line; a longer curve is drawn by means of neighbouring steps
+LEAST_SMOOTHED = 10  # points that a running mean needs
+MOST_TICKS = 10  # steps that each have a tick; otherwise Plotly chooses the ticks
 SMOOTHING = 0.8  # weight of the past in the running mean
 
 
@@ -136,8 +138,17 @@ def figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for chart in CHARTS:
         traces = [trace for number, run in enumerate(runs) for trace in _traces(chart, run, number, len(runs))]
         if traces:
-            axis = {"title": {"text": chart.unit}, "exponentformat": "e"}
-            layout = {"yaxis": axis | {"rangemode": "tozero" if chart.stacked else "normal"}}
+            steps = [step for trace in traces for step in trace["x"]]
+            ticks = {"dtick": 1} if max(steps) - min(steps) < MOST_TICKS else {}
+            layout = {
+                "xaxis": {"showgrid": False} | ticks,
+                "yaxis": {
+                    "title": {"text": chart.unit, "standoff": 10},
+                    "automargin": True,
+                    "exponentformat": "e",
+                    "rangemode": "tozero" if chart.stacked else "normal",
+                },
+            }
             yield {"title": chart.title, "expect": chart.expect, "data": traces, "layout": layout}
 
 
@@ -163,7 +174,7 @@ def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict
         title = name.removeprefix(TIMING) if num_runs == 1 else f"{run.name}: {name.removeprefix(TIMING)}"
         colour = COLOURS[(place if num_runs == 1 else number) % len(COLOURS)]
         dash = "solid" if num_runs == 1 else DASHES[place % len(DASHES)]
-        if chart.smooth and len(points) > 1:
+        if chart.smooth and len(points) >= LEAST_SMOOTHED:
             yield _line(points, f"{title}, each step", colour, dash) | {"opacity": 0.35, "showlegend": False}
             points, title = running_mean(points), f"{title}, running mean"
         line = _line(points, title, colour, dash)
