@@ -103,7 +103,9 @@ def bytecode_findings(modules: Sequence[str]) -> list[Finding]:
     if not bare:
         return [Finding("bytecode", "complete")]
     compiling = shlex.join([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")])
-    advice = "each process compiles what it imports, for many seconds: run the command below as the owner of the packages"
+    advice = (
+        "each process compiles what it imports, for many seconds: run the command below as the owner of the packages"
+    )
     return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note", compiling)]
 
 
@@ -203,7 +205,11 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
 
 def patch_findings(patches: Sequence[Patch]) -> list[Finding]:
     """Report how much code of other libraries is replaced, and the libraries whose version is untested."""
-    untested = {f"{patch.library} {patch.installed_version}" for patch in patches if patch.installed_version and not patch.is_tested}
+    untested = {
+        f"{patch.library} {patch.installed_version}"
+        for patch in patches
+        if patch.installed_version and not patch.is_tested
+    }
     found = f"{len(patches)} places, listed by --patches"
     if not untested:
         return [Finding("replaced code", found)]

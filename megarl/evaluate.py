@@ -22,6 +22,7 @@ from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
 from megarl.entry import run
+from megarl.platform.files import similar
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -48,7 +49,8 @@ def as_configuration(argument: str) -> list[str]:
     config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
     if not config.is_file():
         why = f"has no {CONFIG_FILE}" if directory.is_dir() else f"is no directory{others(directory)}"
-        message = f"{why}: name a run's directory, a checkpoint in it, or a configuration"
+        remedy = similar(directory) or ": name a run's directory, a checkpoint in it, or a configuration"
+        message = f"{why}{remedy}"
         raise ConfigError([Fault(path=argument, message=message)])
     run_dir = directory.resolve().parent if is_checkpoint else directory
     return [

@@ -208,9 +208,9 @@ DOCTOR = Command(
     ),
     module="megarl.doctor",
     section=PLANS,
-    text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, ports, "
-    "InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit code 1: "
-    "training cannot work here.",
+    text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, "
+    "ports, InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit "
+    "code 1: training cannot work here.",
     example="megarl doctor\nsrun --nodes 2 --ntasks-per-node 1 megarl doctor --hosts node001,node002",
 )
 BENCH = Relay(

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
+from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE, STEP_PREFIX, saved_steps, step_of_name
+from megarl.platform.files import similar
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -49,9 +50,13 @@ class Checkpoint(click.ParamType[Path]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
         path = Path(value)
-        if not saved_steps(path) and not (path / HUGGINGFACE / "config.json").is_file():
+        has_model = (path / HUGGINGFACE / "config.json").is_file()
+        is_checkpoint = step_of_name(path.resolve().name) is not None or (path / MANIFEST_FILE).exists()
+        if has_model and not (saved_steps(path) or is_checkpoint):
+            self.fail(f"{path} has no checkpoint, and {path / HUGGINGFACE} is exported already", param, ctx)
+        if not saved_steps(path) and not has_model:
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
-            self.fail(f"{path} {why}{others(path)}", param, ctx)
+            self.fail(f"{path} {why}{others(path) or similar(path)}", param, ctx)
         return path
 
 

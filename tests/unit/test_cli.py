@@ -170,6 +170,10 @@ def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: py
     assert f"global_step_3 is no directory; {tmp_path / 'run'} has global_step_2, global_step_10" in printed
     _, printed = shown(capsys, "export", str(tmp_path), "out")
     assert f"{tmp_path} is neither a checkpoint nor a run with checkpoints\n" in printed
+    (model := tmp_path / "sft" / "huggingface").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    _, printed = shown(capsys, "export", str(tmp_path / "sft"), "out")
+    assert f"{tmp_path}/sft has no checkpoint, and {model} is exported already" in printed
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
