@@ -47,7 +47,7 @@ PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.pat
 """The modules that declare replacements of other libraries' code."""
 MIN_SHM_GIB = 1
 # Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
-SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
+SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)(?<!-sockets)$|cpushm|^vllm|^psm_")
 
 
 def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:

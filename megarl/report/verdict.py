@@ -8,6 +8,7 @@ from megarl.report.read import Points, Run
 from megarl.tracking.names import REWARD, validation_of
 
 SAME = 0.01  # a change below this share of the largest score is none
+ALIKE = 3  # steps in which no two responses differ in their score, for a remark
 RECENT = 5  # values that a remark on the end of a curve looks at
 COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
 
@@ -73,12 +74,12 @@ def verdict(run: Run) -> str:
     if len(score.points) == 1:
         return f"The {score.title} is {first:.4g} at step {first_step}; there is no second value yet."
     best_step, best = score.best
-    change = "stayed near" if score.is_same else "rose from" if last > first else "fell from"
-    to = f"{first:.4g} (step {first_step}) and is {last:.4g}" if score.is_same else f"{first:.4g} to {last:.4g}"
-    judged = "no change" if score.is_same else "better" if score.is_better else "worse"
-    return (
-        f"The {score.title} {change} {to} at step {last_step} ({judged}); the best is {best:.4g} at step {best_step}."
-    )
+    if score.is_same:
+        change = f"hardly changed: {first:.4g} at step {first_step}, {last:.4g} at step {last_step}"
+    else:
+        direction, judged = "rose" if last > first else "fell", "better" if score.is_better else "worse"
+        change = f"{direction} from {first:.4g} to {last:.4g} at step {last_step} ({judged})"
+    return f"The {score.title} {change}; the best is {best:.4g} at step {best_step}."
 
 
 def remarks(run: Run) -> Iterator[str]:
@@ -88,6 +89,12 @@ def remarks(run: Run) -> Iterator[str]:
         lost = abs(score.best[1] - score.last)
         if lost > abs(score.best[1] - score.first) / 5:
             yield f"The {score.title} is worse than at step {score.best[0]}: prefer a checkpoint of that step."
+    least, most = ([value for _, value in run.points(f"critic/score/{name}")][-ALIKE:] for name in ("min", "max"))
+    if len(least) == ALIKE and {*least} == {*most} == {least[0]}:
+        yield (
+            f"Every response of the latest {ALIKE} steps has the score {least[0]:.4g}, so there is nothing to learn "
+            "from: train on demonstrations first, take easier prompts, or let the reward grade more finely."
+        )
     entropy = [value for _, value in run.points("actor/entropy")]
     if len(entropy) > RECENT and fmean(entropy[-RECENT:]) < COLLAPSED * entropy[0]:
         yield "The entropy has fallen below a tenth of its first value: the policy hardly explores any more."

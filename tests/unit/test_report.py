@@ -94,8 +94,7 @@ def test_values_that_are_not_finite_are_no_points() -> None:
         ),
         (
             {"critic__score__mean": [0.5, 0.9, 0.504]},
-            "The training reward stayed near 0.5 (step 1) and is 0.504 at step 3 (no change); "
-            "the best is 0.9 at step 2.",
+            "The training reward hardly changed: 0.5 at step 1, 0.504 at step 3; the best is 0.9 at step 2.",
         ),
         (
             {"reward_model__accuracy": [0.75]},
@@ -118,6 +117,7 @@ def test_the_best_of_a_loss_is_the_least() -> None:
     ("metrics", "said"),
     [
         ({"val__test_score__a": [0.0, 1.0, 0.5]}, "worse than at step 2"),
+        ({"critic__score__min": [0.0, 0.5, 0.5, 0.5], "critic__score__max": [1.0, 0.5, 0.5, 0.5]}, "has the score 0.5"),
         ({"actor__entropy": [1.0, 0.5, 0.05, 0.05, 0.05, 0.05, 0.05]}, "entropy has fallen"),
         ({"response_length__clip_ratio": [0.0, 1.0, 0.5]}, "50% of the latest responses reach the length limit"),
         ({"actor__grad_norm": [1.0, 1.0, 1.0, 11.0, 1.0, 1.0]}, "peaks (11, median 1)"),
@@ -131,6 +131,7 @@ def test_what_a_person_should_look_at(metrics: dict[str, list[float]], said: str
 
 
 def test_a_run_that_learns_gives_no_remark(tmp_path: Path) -> None:
+    assert list(remarks(run_with(critic__score__min=[0.0] * 4, critic__score__max=[0.0, 0.0, 1.0, 0.0]))) == []
     assert list(remarks(read_run(write_run(tmp_path / "run", scores={0: 0.1, 4: 0.5})))) == []
 
 
