@@ -2,12 +2,13 @@
 
 Takes the configuration that the run kept, or another one. Validates the checkpoint that `trainer.resume_mode` and
 `trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint. Prints one JSON
-line.
+line to standard output, and all else to standard error.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from itertools import chain
 from pathlib import Path
 
@@ -62,13 +63,14 @@ def as_configuration(argument: str) -> list[str]:
 
 
 def evaluate(config: Config, launch: Launch) -> None:
-    """Run the validation on this rank."""
+    """Run the validation on this rank. Standard output gets nothing but the JSON line, for programs that read it."""
     from megarl.assembly.run import build_validation
 
-    validation, engine, step = build_validation(config, launch)
-    scores = validation.run(step=step)
-    validation.tracker.close()
-    engine.close()
+    with redirect_stdout(sys.stderr):
+        validation, engine, step = build_validation(config, launch)
+        scores = validation.run(step=step)
+        validation.tracker.close()
+        engine.close()
     if launch.rank == 0:
         print(json.dumps({"step": step, **scores}))
 
