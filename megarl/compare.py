@@ -102,7 +102,6 @@ def show(runs: Sequence[Summary], console: Console) -> None:
         console.print("no key that all runs have differs in the configurations")
         return
     table = _table("configuration", runs)
-    table.columns[0].min_width = min(max(map(len, differing)), console.width // 2)
     for key, values in differing.items():
         table.add_row(key, *(shown(value) for value in values))
     console.print(table)

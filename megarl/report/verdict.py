@@ -20,6 +20,7 @@ class Score:
     title: str
     points: Points  # at least one
     lower_is_better: bool = False
+    is_held_out: bool = True  # not of the samples that are learnt from, whose scores go up and down
 
     @property
     def first(self) -> float:
@@ -61,7 +62,7 @@ def score_of(run: Run) -> Score | None:
         ("sft/loss", "training loss", True),
     ):
         if points := run.points(name):
-            return Score(title=title, points=points, lower_is_better=lower)
+            return Score(title=title, points=points, lower_is_better=lower, is_held_out=name.startswith("val/"))
     return None
 
 
@@ -85,7 +86,7 @@ def verdict(run: Run) -> str:
 def remarks(run: Run) -> Iterator[str]:
     """Yield what a person should look at, each with its reason."""
     score = score_of(run)
-    if score and not score.is_same and score.best[0] < score.points[-1][0]:
+    if score and score.is_held_out and not score.is_same and score.best[0] < score.points[-1][0]:
         lost = abs(score.best[1] - score.last)
         if lost > abs(score.best[1] - score.first) / 5:
             yield f"The {score.title} is worse than at step {score.best[0]}: prefer a checkpoint of that step."
