@@ -81,9 +81,9 @@ EVALUATE = Command(
     configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     module="megarl.evaluate",
     section=USES,
-    text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory of "
-    "a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores the "
-    "latest checkpoint unless a checkpoint is named; without any checkpoint, the model that the run starts from.",
+    text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
+    "of a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores "
+    "the latest checkpoint unless a checkpoint is named; without any checkpoint, the model that the run starts from.",
     example="megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b\n"
     "megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b/global_step_100 data.val_files=test.parquet",
     free=True,
