@@ -113,7 +113,7 @@ def check_writable(directory: Path, key: str) -> None:
         probe = existing / f".writable-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(bytes(4096))
-        except FileNotFoundError as error:  # some file systems of the kernel say so
+        except FileNotFoundError as error:  # as under /proc
             raise WriteError(f"{key}={directory} cannot be written: {existing} takes no files; name another") from error
         finally:
             probe.unlink(missing_ok=True)

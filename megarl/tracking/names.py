@@ -68,7 +68,7 @@ def phases_of(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def titled(phase: str) -> str:
-    """Return the name of a phase in a table: a phase within `gen` says so."""
+    """Return the name of a phase in a table, which shows a phase within `gen` as part of it."""
     return f"gen: {phase}" if phase in WITHIN_GEN else phase
 
 
