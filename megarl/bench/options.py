@@ -3,6 +3,7 @@
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from megarl.bench.cases import LAYOUTS, MODELS
@@ -31,6 +32,15 @@ def parser() -> Arguments:
     return root
 
 
+def _model(name: str) -> str:
+    """Return the name of a shape, or of a directory that exists; argparse reports any other name."""
+    if name in MODELS or Path(name).is_dir():
+        return name
+    close = get_close_matches(name, MODELS, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"name a directory, or one of {', '.join(MODELS)}"
+    raise argparse.ArgumentTypeError(f"{name!r} is neither a directory nor a known shape: {remedy}")
+
+
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
     parser = Arguments(
@@ -39,7 +49,7 @@ def step_parser() -> Arguments:
         usage="%(prog)s [options] [a.b.c=value ...]",
         example="megarl bench step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
     )
-    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--model", default="llama-3m", type=_model, help=f"a directory, or one of {', '.join(MODELS)}")
     parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic")
     parser.add_argument("--prompts", type=int, default=32, help="in each step")

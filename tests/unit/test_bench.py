@@ -8,6 +8,7 @@ import pytest
 
 from megarl.bench import step_trl
 from megarl.bench.cases import MODELS, Split
+from megarl.bench.options import step_parser
 from megarl.bench.peer_trl import Clock, arguments
 from megarl.bench.report import summary
 from megarl.bench.step import compare
@@ -46,6 +47,17 @@ def test_what_is_no_layout_is_refused(layout: str) -> None:
 def test_models_are_as_large_as_they_are_called(name: str, millions: float) -> None:
     shapes = hf_shapes(read_architecture(MODELS[name]))
     assert sum(map(prod, shapes.values())) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_a_model_that_is_neither_a_shape_nor_a_directory_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("llama-100m", str(tmp_path)):
+        assert step_parser().parse_known_args(["--model", name])[0].model == name
+    for name, remedy in (("llama-3x", "did you mean llama-3m?"), ("/zzz", "name a directory, or one of llama-3m, ")):
+        with pytest.raises(SystemExit):
+            step_parser().parse_known_args(["--model", name])
+        assert f"'{name}' is neither a directory nor a known shape: {remedy}" in capsys.readouterr().err
 
 
 def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
