@@ -54,7 +54,7 @@ def test_a_model_that_is_neither_a_shape_nor_a_directory_is_refused_at_once(
 ) -> None:
     for name in ("llama-100m", str(tmp_path)):
         assert step_parser().parse_known_args(["--model", name])[0].model == name
-    for name, remedy in (("llama-3x", "did you mean llama-3m?"), ("/zzz", "name a directory, or one of llama-3m, ")):
+    for name, remedy in (("llama-3x", "did you mean llama-3m?"), ("/zzz", "name a directory, or one of ")):
         with pytest.raises(SystemExit):
             step_parser().parse_known_args(["--model", name])
         assert f"'{name}' is neither a directory nor a known shape: {remedy}" in capsys.readouterr().err
