@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh            .venv: exactly requirements/cpu.lock, and megarl itself, editable
 #   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
+#   scripts/setup.sh oldest     .venv-oldest: .venv, overridden by requirements/oldest.txt
 #   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
@@ -170,6 +171,7 @@ exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits an
 case ${1:-} in
 "") setup_locked ;;
 newest) lay_over .venv-newest requirements/newest.txt ;;
+oldest) lay_over .venv-oldest requirements/oldest.txt ;;
 peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
-*) die "unknown argument '$1': give none, 'newest' or 'peers'." ;;
+*) die "unknown argument '$1': give none, 'newest', 'oldest' or 'peers'." ;;
 esac

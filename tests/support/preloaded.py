@@ -41,9 +41,9 @@ for name in USED:
 megarl.config.load._adapter(Config)
 megarl.report.page.library()
 current_platform = import_module("vllm.platforms").current_platform
-if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):  # not in 0.26
+if current_platform.is_cpu() and (register := current_platform.register_triton_kernel_overrides):  # None in 0.26
     # Each engine registers the same kernels, and searches all modules for them.
-    current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
+    current_platform.register_triton_kernel_overrides = cache(register)
     current_platform.register_triton_kernel_overrides()
 gc.collect()
 gc.freeze()  # a rank that collects garbage need not look at what is never garbage
