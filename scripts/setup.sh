@@ -74,15 +74,17 @@ pip_setting() {
     .venv/bin/python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | head -n 1 | sed 's/\\n/ /g'
 }
 
-# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip.
+# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip. Like
+# pip, and unlike uv itself, it trusts the certificates of the system.
 uv_install() {
-    local links
+    local links cert
     links=$(pip_setting find-links)
-    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting index-url)} \
-        UV_INDEX=${UV_INDEX:-$(pip_setting extra-index-url)} \
-        UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}} \
-        UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} \
-        SSL_CERT_FILE=${SSL_CERT_FILE:-$(pip_setting cert)} \
+    cert=${SSL_CERT_FILE:-$(pip_setting cert)}
+    env UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}" \
+        UV_INDEX="${UV_INDEX:-$(pip_setting extra-index-url)}" \
+        UV_FIND_LINKS="${UV_FIND_LINKS:-${links// /,}}" \
+        UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" \
+        UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" ${cert:+"SSL_CERT_FILE=$cert"} \
         .venv/bin/uv pip install --no-deps --python .venv/bin/python "$@"
 }
 

@@ -1,4 +1,4 @@
-"""The lists of packages agree: with pyproject.toml, with each other, and with the range of releases that is supported."""
+"""The lists of packages agree with pyproject.toml, with each other, and with the range of supported releases."""
 
 import re
 import tomllib
