@@ -114,7 +114,7 @@ def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
             found[key] = _modules(value)
         elif name == "trust_remote_code" and value and (models := _models(leaves, section)):
             tokenizer = leaves.get(TOKENIZERS.get(section, ""))
-            others = [tokenizer] if tokenizer not in (None, *models, policy) else []
+            others = [tokenizer] if tokenizer and tokenizer not in (*models, policy) else []
             found[key] = f"what comes with {' and '.join([*models, *others])}"
         elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:
             found[key] = _modules(value)
