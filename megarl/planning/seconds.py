@@ -107,8 +107,8 @@ def _tokens(num_samples: int, lengths: Lengths) -> Tokens:
 def _generation(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths) -> float:
     """Return the seconds of a replica: prompts at once, then token by token for as many samples as its cache holds.
 
-    With partial rollouts more samples are drawn at once, and as many tokens in a step. That those which continue are
-    read again is left out.
+    Partial rollouts draw more samples at once, and equally many tokens in a step. The prefill of responses that
+    continue is left out.
     """
     config, a = workload.config, workload.policy
     rollout = config.actor_rollout_ref.rollout
