@@ -4,7 +4,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
@@ -12,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import numpy
+from seeded import Result
 
 PICTURE = "images/results.png"
 COLUMNS = 4
@@ -53,17 +53,6 @@ Nothing is tuned for an algorithm beyond its file. The files keep to the papers'
 thousand times this size. So the page shows that each algorithm learns, and how it turns the budget into score on this
 task. It does not show which algorithm is best elsewhere.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The result of a finished run."""
-
-    algorithm: str
-    seed: int
-    command: list[str]
-    seconds: float
-    curve: list[tuple[int, float]]  # (generated samples, greedy validation score)
 
 
 def write_page(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megarl.algorithms.config import EXACT, KLControlSection
+from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.models import Models, make_models, make_tokenizer
 from megarl.assembly.records import (
@@ -155,7 +155,7 @@ def _make_job(
     return Job(
         samples=samples,
         actor=models.actor,
-        reference=models.reference if config.divergence_kinds - {*EXACT} else None,
+        reference=models.reference if "ref" in config.passes_of_reference else None,
         critic=models.critic,
         gate=gate,
         algorithm=replace(config.algorithm, use_kl_in_reward=config.kl_of_reward is not None),
@@ -176,13 +176,15 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor, critic, trainer = models.actor.learner, models.critic, config.trainer
     policy = BySource(other=actor.architecture)
-    passes = dict.fromkeys(("gen", "old_log_prob"), (policy, 1))
+    passes = {phase: [(policy, 1)] for phase in ("gen", "old_log_prob")}
+    passes["update_actor"] = [(policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)]
     if models.reference:
-        passes["ref"] = (models.reference.models.map(lambda model: model.learner.architecture), 1)
-    passes["update_actor"] = (policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)
+        references = models.reference.models.map(lambda model: model.learner.architecture)
+        for phase, num_passes in config.passes_of_reference.items():
+            passes.setdefault(phase, []).append((references, num_passes))
     if critic:
         value = BySource(other=critic.learner.architecture)
-        passes |= {"values": (value, 1), "update_critic": (value, UPDATE * config.critic.ppo_epochs)}
+        passes |= {"values": [(value, 1)], "update_critic": [(value, UPDATE * config.critic.ppo_epochs)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known
     return Work(passes=passes, peak=peak and peak * num_ranks)

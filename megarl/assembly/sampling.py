@@ -62,10 +62,8 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     """Start this rank's part of a vLLM engine. It has no weights yet."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    partial = make_partial(config)
-    num_prompts = partial.num_drawn if partial else config.data.train_batch_size
     starting("the engine")
-    prompts_per_replica = math.ceil(num_prompts * rollout.tensor_model_parallel_size / num_ranks)
+    prompts_per_replica = math.ceil(config.num_drawn * rollout.tensor_model_parallel_size / num_ranks)
     return start_engine(
         source,
         rollout,

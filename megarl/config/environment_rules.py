@@ -73,7 +73,6 @@ def _rewards(config: Config, facts: Facts) -> Iterator[Fault]:
 @rule(
     NAME,
     f"{ROLLOUT}.ignore_eos",
-    "algorithm.filter_groups.enable",
     "algorithm.adv_estimator",
     "critic.model",
     "data.tokenizer",
@@ -82,10 +81,6 @@ def _sampling(config: Config, facts: Facts) -> Iterator[Fault]:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     refused = {
         f"{ROLLOUT}.ignore_eos": (rollout.ignore_eos, "a turn ends at the end-of-sequence token"),
-        "algorithm.filter_groups.enable": (
-            algorithm.filter_groups.enable,
-            "prompts cannot be refilled while their episodes run yet",
-        ),
         "algorithm.adv_estimator": (
             algorithm.estimator.greedy,
             f"{algorithm.adv_estimator} compares with one greedy response, which is no episode: choose grpo or another",

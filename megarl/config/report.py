@@ -1,6 +1,6 @@
 """The report before training: how a batch is divided, and choices that work but are rarely intended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -27,6 +27,8 @@ TOKENIZERS = {
 }
 """Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
 ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
+REFERENCE, TEACHERS = "actor_rollout_ref.ref.model", "actor_rollout_ref.ref.teachers."
+"""The section whose keys are also those of the teachers, and the prefix of their keys."""
 OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
 """The keys of files of the user; `name` in the same section is the function or the class."""
 IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
@@ -95,9 +97,8 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
             f"of these samples, until those of {prompts} prompts differ in {section.metric}",
         )
     if (partial := config.actor_rollout_ref.rollout.partial).enable:
-        drawn = partial.num_drawn(prompts)
-        left = f"{drawn - prompts} of them" if drawn > prompts else "those that are not complete"
-        yield BatchRow("prompts drawn at once", f"{drawn}", f"{left} continue in the next step")
+        left = "those that are not complete" if partial.num_engine_steps else f"{config.num_carried} of them"
+        yield BatchRow("prompts drawn at once", f"{config.num_drawn}", f"{left} continue in the next step")
     if config.algorithm.estimator.greedy:
         yield BatchRow("greedy responses", f"{prompts}", "one to each prompt, the baseline of its samples")
 
@@ -105,21 +106,27 @@ def _further_samples(config: Config) -> Iterator[BatchRow]:
 def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
     """Return the code to run that is not part of megarl or its packages, by the keys that name it; without secrets."""
     leaves = dict(flatten(asdict(config)))
+    policy = leaves.get("actor_rollout_ref.model.path")
     found = {}
     for key, value in leaves.items():
         section, _, name = key.rpartition(".")
-        model = leaves.get(f"{section}.path")
-        if name == "external_lib" and value and model:
+        if name == "external_lib" and value and _models(leaves, section):
             found[key] = _modules(value)
-        elif name == "trust_remote_code" and value and model:
+        elif name == "trust_remote_code" and value and (models := _models(leaves, section)):
             tokenizer = leaves.get(TOKENIZERS.get(section, ""))
-            others = [tokenizer] if tokenizer not in (None, model, leaves.get("actor_rollout_ref.model.path")) else []
-            found[key] = f"what comes with {' and '.join([model, *others])}"
+            others = [tokenizer] if tokenizer and tokenizer not in (*models, policy) else []
+            found[key] = f"what comes with {' and '.join([*models, *others])}"
         elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:
             found[key] = _modules(value)
         elif key in OWN_FILES and value:
             found[key] = provenance(Path(value), leaves[f"{section}.name"])
     return redacted(found)
+
+
+def _models(leaves: Mapping[str, Any], section: str) -> list[str]:
+    """Return the checkpoints that a section of a model names; that of the reference also has the teachers."""
+    teachers = [path for key, path in leaves.items() if key.startswith(TEACHERS)] if section == REFERENCE else []
+    return list(dict.fromkeys(path for path in (leaves.get(f"{section}.path"), *teachers) if path))
 
 
 def _modules(value: Any) -> str:

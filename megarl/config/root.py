@@ -6,7 +6,7 @@ A key that follows another key is an interpolation below the user's files, so th
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, replace
 
-from megarl.algorithms.config import AlgorithmSection, KLEstimator
+from megarl.algorithms.config import EXACT, AlgorithmSection, KLEstimator
 from megarl.config.policy import ActorSection, CriticSection, RefSection
 from megarl.data.config import DataSection, PreferenceDataSection, SFTDataSection
 from megarl.environments.config import EnvironmentSection
@@ -123,6 +123,20 @@ class Config:
         return partial.max_staleness if partial.enable else 0
 
     @property
+    def num_drawn(self) -> int:
+        """Return the number of prompts that the engine draws at once."""
+        partial, num_prompts = self.actor_rollout_ref.rollout.partial, self.data.train_batch_size
+        return partial.num_drawn(num_prompts) if partial.enable else num_prompts
+
+    @property
+    def num_carried(self) -> int:
+        """Return the most prompts that continue in the next step."""
+        partial, num_prompts = self.actor_rollout_ref.rollout.partial, self.data.train_batch_size
+        if partial.enable and partial.num_engine_steps:
+            return num_prompts - 1
+        return self.num_drawn - num_prompts
+
+    @property
     def reads_while_learning(self) -> bool:
         """Return True if the forward pass of the actor's update can also tell its log-probabilities before the step.
 
@@ -172,6 +186,19 @@ class Config:
     def divergence_kinds(self) -> set[KLEstimator]:
         """Return the estimators of the divergence from the reference, in the reward and in the loss."""
         return {kind for kind in (self.kl_of_reward, self.kl_of_loss) if kind}
+
+    @property
+    def passes_of_reference(self) -> dict[str, int]:
+        """Return the passes of a reference over its samples in a step, by phase of the timers.
+
+        An estimate takes a pass of its own. An exact divergence is taken in the passes of the actor.
+        """
+        passes = {
+            "ref": int(bool(self.divergence_kinds - {*EXACT})),
+            "old_log_prob": int(self.kl_of_reward in EXACT),
+            "update_actor": self.actor_rollout_ref.actor.ppo_epochs * (self.kl_of_loss in EXACT),
+        }
+        return {phase: number for phase, number in passes.items() if number}
 
 
 @section

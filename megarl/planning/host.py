@@ -28,6 +28,8 @@ EPISODE_FIELDS: Mapping[str, int] = MappingProxyType({"observed": 1, "turn_rewar
 """The same for the fields that only episodes have."""
 PROMPT_TOKEN_BYTES = 8 + 32
 """Bytes of a token of a prompt: a Python integer in a list."""
+CARRIED_TOKEN_BYTES = (8 + 32) + (8 + 24) + 8
+"""Bytes of a response token that continues: in lists, an integer, its log-probability, and a version that is shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +67,15 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
 
 
 def record_bytes(config: Config) -> int:
-    """Return the bytes of the records of a step on one rank: all samples, with the longest prompts and responses."""
+    """Return the bytes of the records of a step on one rank, with the longest prompts and responses.
+
+    All samples are counted, and those that continue in the next step.
+    """
     rollout, num_prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
-    num_samples = num_prompts * rollout.n
-    num_tokens = num_samples * rollout.response_length
     token_bytes = sum(TOKEN_FIELDS.values()) + (sum(EPISODE_FIELDS.values()) if config.environment.name else 0)
-    return num_tokens * token_bytes + num_prompts * rollout.prompt_length * PROMPT_TOKEN_BYTES
+    responses = num_prompts * token_bytes + config.num_carried * CARRIED_TOKEN_BYTES
+    prompts = (num_prompts + config.num_carried) * PROMPT_TOKEN_BYTES
+    return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
 
 
 def reward_bytes(config: Config) -> int:

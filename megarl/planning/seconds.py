@@ -71,14 +71,16 @@ def step_time(
     num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens = _tokens(num_samples, lengths)
     flops = forward_flops(workload.policy, tokens)
-    seconds = {"sync": sync_seconds, "gen": _generation(workload, memory, machine, lengths, num_samples)}
+    seconds = {"sync": sync_seconds, "gen": _generation(workload, memory, machine, lengths)}
     readers = [model for model in workload.models if not model.is_reference]
     if references := workload.references:  # one reference reads a sample; the smallest takes the least time
         readers.append(min(references, key=lambda model: forward_flops(model.architecture, tokens)))
     for model in readers:
         if model.name != "actor" or not config.reads_while_learning:
-            seconds[f"infer {model.name}"] = _passes(workload, model, model.infers, machine, tokens, num_passes=1)
-            flops += forward_flops(model.architecture, tokens)
+            num_passes = sum(config.passes_of_reference.values()) if model.is_reference else 1
+            passes = _passes(workload, model, model.infers, machine, tokens, num_passes=num_passes)
+            seconds[f"infer {model.name}"] = passes
+            flops += num_passes * forward_flops(model.architecture, tokens)
     for model in workload.models:
         if model.updates:
             section = config.actor_rollout_ref.actor if model.name == "actor" else config.critic
@@ -102,13 +104,21 @@ def _tokens(num_samples: int, lengths: Lengths) -> Tokens:
     )
 
 
-def _generation(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths, num_samples: int) -> float:
-    """Return the seconds of a replica: prompts at once, then token by token for as many samples as its cache holds."""
-    rollout, a = workload.config.actor_rollout_ref.rollout, workload.policy
+def _generation(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths) -> float:
+    """Return the seconds of a replica: prompts at once, then token by token for as many samples as its cache holds.
+
+    Partial rollouts draw more samples at once, and equally many tokens in a step. The prefill of responses that
+    continue is left out.
+    """
+    config, a = workload.config, workload.policy
+    rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
-    share = -(-num_samples * tp // workload.grid.num_ranks)
+    share, open_at_once = (
+        -(-num_prompts * rollout.n * tp // workload.grid.num_ranks)
+        for num_prompts in (config.data.train_batch_size, config.num_drawn)
+    )
     whole = lengths.prompt + lengths.response
-    at_once = max(1, min(share, rollout.max_num_seqs, memory.engine.num_tokens // whole))
+    at_once = max(1, min(open_at_once, rollout.max_num_seqs, memory.engine.num_tokens // whole))
     rounds = share / at_once
     flops = tp * machine.peaks.flops_per_second
     prompts = forward_flops(a, Tokens.of([lengths.prompt], num_outputs=1)) * share / flops

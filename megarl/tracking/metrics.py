@@ -252,7 +252,12 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         Metric("perf/throughput", "tokens/s per rank", "`perf/total_num_tokens` per second of the step and per rank"),
         Metric("perf/tflop", "TFLOP", "Work of the models in the step, over all ranks, without recomputation"),
         Metric("perf/mfu", "0-1", "`perf/tflop` over what all devices can do in the time of the step", _PEAK),
-        Metric("perf/mfu/actor", "0-1", "The same of the updates of the actor alone", _PEAK),
+        Metric(
+            "perf/mfu/actor",
+            "0-1",
+            "The same of the updates of the actor alone, with the passes of an exact divergence",
+            _PEAK,
+        ),
         Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
         Metric("perf/max_host_memory_gb", "GB", "Most host memory that the first rank has held since its start"),
         Metric(

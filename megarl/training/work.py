@@ -1,6 +1,6 @@
 """The FLOPs that the models need in a step, and how much of the devices' peak speed they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.batch import Rollouts
@@ -18,8 +18,8 @@ UPDATES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic"}
 class Work:
     """The passes of each phase over the samples of a step. A reward model and ReMax's greedy responses are left out."""
 
-    passes: Mapping[str, tuple[BySource[Architecture], int]] = field(default_factory=dict)
-    """By phase of the timers: the models, and the forward passes of each over its share of the samples; an update is
+    passes: Mapping[str, Sequence[tuple[BySource[Architecture], int]]] = field(default_factory=dict)
+    """By phase of the timers: models, and the forward passes of each over its share of the samples; an update is
     three."""
     peak: float | None = None  # FLOP/s of all devices together; None: unknown
 
@@ -34,8 +34,8 @@ class Work:
             )
 
         flops = {
-            phase: num_passes * forward(models)
-            for phase, (models, num_passes) in self.passes.items()
+            phase: sum(num_passes * forward(models) for models, num_passes in passes)
+            for phase, passes in self.passes.items()
             if TIMING + phase in timing
         }
         found = {"perf/tflop": sum(flops.values()) / TERA}

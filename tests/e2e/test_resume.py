@@ -45,7 +45,7 @@ PIPELINE = [
 ]
 CHECKED = {"sync/check_probs_diff_max", "sync/check_probs_diff_mean", "timing_s/sync_check"}  # of the start of a run
 CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS]
-EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "tensor"), ("partial", "data"), ("partial_steps", "tensor")
+EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "data"), ("partial", "data"), ("partial_steps", "tensor")
 PARTIAL_EPISODES = ("partial_episodes", "tensor")
 CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES]
 GOES_ON = [
@@ -73,11 +73,17 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
             "data.max_response_length=96",
         ]
     if name == "partial_episodes":
-        return [*algorithm_arguments("episodes", workspace, root), *GOES_ON]
+        return [*algorithm_arguments("turns", workspace, root), *GOES_ON]
     if name == "partial_steps":
         partial = "actor_rollout_ref.rollout.partial.stop_when"
         return [*algorithm_arguments("partial", workspace, root), f"{partial}=16"]
     if name == "episodes":
+        return [
+            *algorithm_arguments("turns", workspace, root),
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.filter_groups.enable=true",
+        ]
+    if name == "turns":
         return [
             *algorithm_arguments("ppo", workspace, root),
             f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
@@ -218,6 +224,7 @@ def test_episodes_have_turns_and_a_replay_learns_the_same_from_them(runs: Runs, 
     rows = [
         row for step in range(1, NUM_STEPS + 1) for row in pq.read_table(samples / f"step_{step}.parquet").to_pylist()
     ]
+    assert {metrics.get("train/num_gen_batches", 1.0) for metrics in original.values()} > {1.0}, "prompts are refilled"
     assert {row["stop_reason"] for row in rows} >= {"done", "turns"}
     assert {row["num_turns"] for row in rows} >= {1, 2, 4}
     for row in rows:

@@ -5,6 +5,7 @@ equal the results of one rank with one micro-batch, which must agree with `trans
 """
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -63,8 +64,13 @@ def alone(pool: RankPool, checkpoint: Path) -> dict[str, Any]:
 
 
 def batches(actor: ActorSection) -> list[Experience]:
-    """Return two mini-batches of two prompts, as the loss needs them, without two of the responses."""
+    """Return two mini-batches of two prompts, as the loss needs them, without two of the responses.
+
+    Every token is corrected by another factor, as if older weights had drawn it.
+    """
     batch = experience()
+    factors = torch.linspace(0.5, 2.0, batch.mask.numel()).view(batch.mask.shape)
+    batch = replace(batch, weights=factors * batch.mask)
     batch = batch.without_responses(torch.arange(len(batch)) % 5 == 1)
     return [mark(batch.select(samples), actor) for samples in torch.arange(len(batch)).split(4)]
 

@@ -2,20 +2,25 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.assembly.records import open_records
 from megarl.assembly.resume import ResumePoint
-from megarl.assembly.run import make_kl_controller, make_schedule
+from megarl.assembly.run import make_kl_controller, make_schedule, make_work
 from megarl.assembly.signposts import signposts
+from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import State
 from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
+from megarl.learner.against import BySource
+from megarl.models.architecture import read_architecture
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.ranks import world_of_one
@@ -105,3 +110,33 @@ def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_p
         program, typed, *rest = shlex.split(shown[what])
         assert (program, typed, rest[0]) == ("megarl", what, str(run_dir))
         assert parse(commands[what], rest)  # else it ends the program
+
+
+@pytest.mark.parametrize(
+    ("kinds", "passes"),
+    [
+        ({"loss": "k3"}, {"ref": 1}),
+        ({"loss": "full"}, {"update_actor": 2}),
+        ({"reward": "full_js"}, {"old_log_prob": 1}),
+        ({"loss": "full_forward", "reward": "k1"}, {"ref": 1, "update_actor": 2}),
+    ],
+    ids=str,
+)
+def test_a_reference_is_counted_in_the_phases_that_it_reads_in(kinds: dict[str, str], passes: dict[str, int]) -> None:
+    """Two epochs. An exact divergence is taken within the passes of the actor."""
+    actor = "actor_rollout_ref.actor"
+    arguments = [
+        *("data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo"),
+        *("actor_rollout_ref.rollout.n=2", f"{actor}.ppo_epochs=2"),
+        *(f"{actor}.use_kl_loss={'loss' in kinds}", f"{actor}.kl_loss_type={kinds.get('loss', 'k1')}"),
+        *(f"algorithm.use_kl_in_reward={'reward' in kinds}", f"algorithm.kl_penalty={kinds.get('reward', 'k1')}"),
+    ]
+    config = load_config(arguments, world_size=None, check_paths=False)
+    small, large = (read_architecture(MODELS[name]) for name in ("llama-1m", "llama-3m"))
+    policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu")))
+    teacher = SimpleNamespace(learner=SimpleNamespace(architecture=large))
+    models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=BySource(other=teacher)))
+    found = make_work(config, models, num_ranks=1).passes  # type: ignore[arg-type]
+    assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
+    alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}
+    assert alone == {"gen": 1, "old_log_prob": 1, "update_actor": 6}

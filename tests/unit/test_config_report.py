@@ -87,6 +87,19 @@ def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
     assert own_code(supervised) == {"model.trust_remote_code": "what comes with org/m and org/tokens"}
 
 
+def test_code_that_comes_with_teachers_is_named_with_or_without_another_reference() -> None:
+    ref = "actor_rollout_ref.ref"
+    trusted = [f"{ref}.model.trust_remote_code=true", f"{ref}.model.external_lib=ours"]
+    teachers = f"{ref}.teachers={{openai/gsm8k: org/maths, code: org/code, more: org/maths}}"
+    assert own_code(load(*trusted)) == {}
+    assert own_code(load(*trusted, teachers)) == {
+        f"{ref}.model.trust_remote_code": "what comes with org/maths and org/code",
+        f"{ref}.model.external_lib": "module ours",
+    }
+    found = own_code(load(*trusted, teachers, f"{ref}.model.path=org/general"))
+    assert found[f"{ref}.model.trust_remote_code"] == "what comes with org/general and org/maths and org/code"
+
+
 def test_the_table_divides_a_batch_as_by_hand() -> None:
     config = load(
         "trainer.n_gpus_per_node=8",

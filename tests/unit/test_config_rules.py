@@ -158,14 +158,6 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "algorithm.adv_estimator",
             "one greedy response, which is no episode",
         ),
-        (
-            [
-                *("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "algorithm.filter_groups.enable=true"),
-                "environment.name=guess",
-            ],
-            "algorithm.filter_groups.enable",
-            "prompts cannot be refilled while their episodes run yet",
-        ),
         ([f"{ROLLOUT}.keep_complete=true", "environment.name=guess"], f"{ROLLOUT}.keep_complete", "by counted engine"),
         (["algorithm.adv_estimator=none"], "algorithm.adv_estimator", "the actor would learn nothing"),
         (

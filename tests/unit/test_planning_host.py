@@ -62,6 +62,16 @@ def test_records_of_deepseek_v3() -> None:
     assert plan(DEEPSEEK).host.parts["records"] == 8 * (2048 * 8 * 7168 * 41 + 2048 * 1024 * 40)
 
 
+def test_responses_that_continue_are_records_too() -> None:
+    """Half of 4,096 prompts continue, or all but one of 2,048: lists of tokens, log-probabilities and versions."""
+    partial = "actor_rollout_ref.rollout.partial={enable: true, stop_when: %s}"
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    without = plan(DEEPSEEK).host.parts["records"]
+    for stop_when, num_carried in (("0.5", 2048), ("64", 2047)):
+        found = plan(DEEPSEEK, partial % stop_when, correction).host.parts["records"]
+        assert found - without == 8 * num_carried * (8 * 7168 * 80 + 1024 * 40)
+
+
 def test_every_field_of_tokens_is_counted() -> None:
     per_sample = {"groups", "truncated", "scores", "accuracies", "num_turns"}
     with_another_tokenizer = {"places"}

@@ -102,3 +102,19 @@ def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
     states = plan(tmp_path, *eight).memory.states["actor"]
     moved = (states.gradients + states.weights) * 7 / 8
     assert between - inside == pytest.approx(moved * (1 / 45e9 - 1 / NVLINK))
+
+
+def test_an_exact_divergence_in_the_loss_reads_in_every_epoch(tmp_path: Path) -> None:
+    exact = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full")
+    arguments = ("algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.ppo_epochs=3", *exact)
+    once, found = plan(tmp_path).time.seconds, plan(tmp_path, *arguments).time.seconds
+    assert found["infer reference"] == pytest.approx(3 * once["infer reference"])
+
+
+def test_with_partial_rollouts_an_engine_step_draws_more_samples(tmp_path: Path) -> None:
+    """Twice as many samples are drawn at once, so the weights are read half as often; keys are read as often."""
+    partial = ("actor_rollout_ref.rollout.partial={enable: true, stop_when: 0.5}",)
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    waiting, found = plan(tmp_path), plan(tmp_path, *partial, correction, "actor_rollout_ref.rollout.max_num_seqs=512")
+    reading = 1024 * waiting.memory.engine.weights / PEAKS.bytes_per_second
+    assert waiting.time.seconds["gen"] - found.time.seconds["gen"] == pytest.approx(reading / 2)

@@ -1,4 +1,4 @@
-"""The runs of `scripts/results.py` are those of the files in `configs/`, with one budget for all."""
+"""The runs of `scripts/results.py` and `scripts/curves.py` are those of files in `configs/`, with one budget for all."""
 
 import sys
 from dataclasses import replace
@@ -48,9 +48,25 @@ def test_every_run_keeps_to_its_file_and_to_the_budget(
 
 
 def test_a_result_is_only_that_of_its_own_command(results: ModuleType, tmp_path: Path) -> None:
-    assert results.read_result(tmp_path, ["-m", "megarl.train"]) is None
+    read_result = import_module("seeded").read_result
+    assert read_result(tmp_path, ["-m", "megarl.train"]) is None
     (tmp_path / "result.json").write_text(
         '{"algorithm": "PPO", "seed": 1, "command": ["-m", "megarl.train"], "seconds": 1.0, "curve": [[0, 0.1]]}'
     )
-    assert results.read_result(tmp_path, ["-m", "megarl.train"]).seed == 1
-    assert results.read_result(tmp_path, ["-m", "megarl.train", "data.seed=2"]) is None
+    assert read_result(tmp_path, ["-m", "megarl.train"]).seed == 1
+    assert read_result(tmp_path, ["-m", "megarl.train", "data.seed=2"]) is None
+
+
+@pytest.mark.parametrize("study", ["partial", "guess"])
+def test_every_run_of_a_study_is_sound_and_differs_only_in_its_settings(
+    results: ModuleType, study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    curves = import_module("curves")
+    settings = curves.STUDIES[study].settings
+    runs = [load(*curves.command_of(its, 2, tmp_path, name, steps=12)[2:]) for name, its in settings.items()]
+    assert {run.data.seed for run in runs} == {run.actor_rollout_ref.rollout.seed for run in runs} == {2}
+    samples = {run.data.train_batch_size * run.actor_rollout_ref.rollout.n for run in runs}
+    assert samples == {curves.STUDIES[study].measure.samples}
+    assert len({run.actor_rollout_ref.actor.optim for run in runs}) == 1
+    assert len({run.trainer.default_local_dir for run in runs}) == len(runs)

@@ -3,81 +3,17 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from threading import Barrier
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.platform import progress
-from megarl.batch import Generation, Group, Prompt, Turn
+from megarl.batch import Group
 from megarl.rollout import drawing as drawing_of_replica
 from megarl.rollout.session import WINDOW, Session
-
-
-class Replicas:
-    """Engines that exchange what they have, each in a thread."""
-
-    def __init__(self, number: int) -> None:
-        self.barrier, self.said = Barrier(number), dict[int, Any]()
-        self.engines = [Engine(self, replica, number) for replica in range(number)]
-
-
-@dataclass
-class Engine:
-    replicas: Replicas
-    replica: int
-    num_replicas: int
-
-    def on_all_ranks(self, generate: Callable[[], Any]) -> list[Any]:
-        self.replicas.said[self.replica] = generate()
-        self.replicas.barrier.wait()
-        said = [self.replicas.said[replica] for replica in range(self.num_replicas)]
-        self.replicas.barrier.wait()
-        return said
-
-
-@dataclass
-class Drawing:
-    """Draws one token of every sample in a step. The responses to row `r` have `r` tokens."""
-
-    open: list[Generation] = field(default_factory=list)
-    lengths: dict[int, int] = field(default_factory=dict)
-    rows: list[int] = field(default_factory=list)
-    num_steps: int = 0
-    num_running: int = 0
-
-    def add(self, groups: list[Group]) -> None:
-        self.rows += [group.prompt.index for group in groups]
-        for group in groups:
-            self.lengths[group.samples[0].prompt] = group.prompt.index
-            self.open += [sample for sample in group.samples if not sample.complete]
-
-    def run(self, num_steps: int | None) -> list[Generation]:
-        found, left = [], num_steps
-        while self.open and left != 0:
-            left = left and left - 1
-            self.num_steps += 1
-            self.num_running += len(self.open)
-            self.open = [self._longer(sample) for sample in self.open]
-            found += [sample for sample in self.open if sample.complete]
-            self.open = [sample for sample in self.open if not sample.complete]
-        return found
-
-    def stop(self) -> list[Generation]:
-        stopped, self.open = self.open, []
-        return stopped
-
-    def _longer(self, sample: Generation) -> Generation:
-        drawn = Generation(0, [1], [-1.0], truncated=False)
-        longer = sample.then(drawn)
-        return replace(longer, complete=len(longer.token_ids) == self.lengths[sample.prompt])
-
-
-def group(row: int, *, samples: int = 1) -> Group:
-    asked = Prompt(index=row, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
-    return Group.new(asked, range(samples), begun=0)
+from tests.support.replicas import Drawing, Engine, Environment, Replicas, TurnDrawing, group
 
 
 def on_replicas(number: int, use: Callable[[Session], Any]) -> tuple[Any, list[list[int]]]:
@@ -189,43 +125,6 @@ def test_people_see_responses_arrive() -> None:
         (2, 3, "responses"),
         (3, 3, "responses"),
     ]
-
-
-@dataclass
-class Environment:
-    """Answers to the turns of row `r` that it has `r` turns, with as many tokens as the turn has samples before it."""
-
-    overlap: int
-    asked: list[tuple[int, int, int]] = field(default_factory=list)  # the number, sample and length of each turn
-
-    def answer(self, said: list[Generation]) -> list[Generation]:
-        self.asked += [(each.prompt, each.sample, len(each.token_ids)) for each in said]
-        return [self._after(each) for each in said]
-
-    def _after(self, said: Generation) -> Generation:
-        turns = (*said.turns, Turn(0, 1, 1.0))
-        if len(turns) == 3:
-            return replace(said, turns=turns, complete=True)
-        return replace(said, turns=turns, complete=False, token_ids=[*said.token_ids, 9, 9])
-
-
-@dataclass
-class TurnDrawing(Drawing):
-    """Ends a turn of row `r` after `r` tokens, whatever was said before."""
-
-    asked: list[tuple[int, list[int]]] = field(default_factory=list)  # engine step, tokens of each request
-
-    def add(self, groups: list[Group]) -> None:
-        super().add(groups)
-        self.asked += [(self.num_steps, sample.token_ids) for group in groups for sample in group.samples]
-        for group in groups:
-            for sample in group.samples:
-                self.lengths[sample.prompt] = group.prompt.index
-
-    def _longer(self, sample: Generation) -> Generation:
-        longer = sample.then(Generation(0, [1], [-1.0], truncated=False))
-        said = len(longer.token_ids) - 2 * len(longer.turns)
-        return replace(longer, complete=said == self.lengths[sample.prompt] * (len(longer.turns) + 1))
 
 
 def play(rows: list[int], *, overlap: int, replicas: int = 1) -> tuple[dict[int, Group], list[Any], list[Environment]]:

@@ -1,0 +1,107 @@
+"""Replicas by hand: engines that draw a known number of tokens, and environments that end after three turns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import Barrier
+from typing import Any
+
+from megarl.batch import Generation, Group, Prompt
+from megarl.environments.config import EnvironmentSection
+from megarl.environments.episodes import Answer, proceed
+
+ONE_TOKEN = Generation(0, [1], [-1.0], truncated=False, weight_versions=[0])
+
+
+class Replicas:
+    """Engines that exchange what they have, each in a thread."""
+
+    def __init__(self, number: int) -> None:
+        self.barrier, self.said = Barrier(number), dict[int, Any]()
+        self.engines = [Engine(self, replica, number) for replica in range(number)]
+
+
+@dataclass
+class Engine:
+    replicas: Replicas
+    replica: int
+    num_replicas: int
+
+    def on_all_ranks(self, generate: Callable[[], Any]) -> list[Any]:
+        self.replicas.said[self.replica] = generate()
+        self.replicas.barrier.wait()
+        said = [self.replicas.said[replica] for replica in range(self.num_replicas)]
+        self.replicas.barrier.wait()
+        return said
+
+
+@dataclass
+class Drawing:
+    """Draws one token of every sample in a step. The responses to row `r` have `r` tokens."""
+
+    open: list[Generation] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_running: int = 0
+
+    def add(self, groups: list[Group]) -> None:
+        self.rows += [group.prompt.index for group in groups]
+        for group in groups:
+            self.lengths[group.samples[0].prompt] = group.prompt.index
+            self.open += [sample for sample in group.samples if not sample.complete]
+
+    def run(self, num_steps: int | None) -> list[Generation]:
+        found, left = [], num_steps
+        while self.open and left != 0:
+            left = left and left - 1
+            self.num_steps += 1
+            self.num_running += len(self.open)
+            self.open = [self._longer(sample) for sample in self.open]
+            found += [sample for sample in self.open if sample.complete]
+            self.open = [sample for sample in self.open if not sample.complete]
+        return found
+
+    def stop(self) -> list[Generation]:
+        stopped, self.open = self.open, []
+        return stopped
+
+    def _longer(self, sample: Generation) -> Generation:
+        longer = sample.then(ONE_TOKEN)
+        return replace(longer, complete=len(longer.token_ids) == self.lengths[sample.prompt])
+
+
+def group(row: int, *, samples: int = 1) -> Group:
+    asked = Prompt(index=row, token_ids=[1], text="", data_source="", ground_truth=None, extra_info={})
+    return Group.new(asked, range(samples), begun=0)
+
+
+@dataclass
+class Environment:
+    """Ends every episode after three turns, and answers to the others with two tokens."""
+
+    overlap: int
+    asked: list[tuple[int, int, int]] = field(default_factory=list)  # the number, sample and length of each turn
+
+    def answer(self, said: list[Generation]) -> list[Generation]:
+        self.asked += [(each.prompt, each.sample, len(each.token_ids)) for each in said]
+        section, answer = EnvironmentSection(max_turns=3), Answer(reward=1.0, observation=[9, 9])
+        return [proceed(each, answer, section, max_tokens=1000) for each in said]
+
+
+@dataclass
+class TurnDrawing(Drawing):
+    """Ends a turn of row `r` after `r` tokens, whatever was said before."""
+
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)  # engine step, tokens of each request
+
+    def add(self, groups: list[Group]) -> None:
+        super().add(groups)
+        self.asked += [(self.num_steps, sample.token_ids) for group in groups for sample in group.samples]
+        for group in groups:
+            for sample in group.samples:
+                self.lengths[sample.prompt] = group.prompt.index
+
+    def _longer(self, sample: Generation) -> Generation:
+        longer = sample.then(ONE_TOKEN)
+        said = len(longer.token_ids) - 2 * len(longer.turns)
+        return replace(longer, complete=said == self.lengths[sample.prompt] * (len(longer.turns) + 1))

@@ -1,0 +1,68 @@
+"""Dynamic sampling of episodes over several replicas: a step learns from the same ones, however they are split."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.algorithms.config import FilterGroupsSection
+from megarl.batch import Group, Prompts, Scored
+from megarl.data.order import Position
+from megarl.rollout.responses import of_groups
+from megarl.rollout.session import Session
+from megarl.training.dynamic import Queue, draw_differing
+from tests.support.replicas import Engine, Environment, Replicas, TurnDrawing, group
+
+ROWS = [11, 3, 40, 7, 9, 18, 2, 27, 5, 16, 1, 6]  # tokens of a turn; the rewards to those above 10 never differ
+BATCH = 4
+
+
+class Source:
+    """Prompts and sampler: batches of four rows."""
+
+    def take(self, position: Position) -> tuple[Prompts, Position]:
+        rows = ROWS[position.offset : position.offset + BATCH]
+        return Prompts(prompts=[group(row).prompt for row in rows]), replace(position, offset=position.offset + BATCH)
+
+    def groups(self, prompts: Prompts, *, step: int, batch: int) -> list[Group]:
+        return [group(prompt.index, samples=2) for prompt in prompts.prompts]
+
+
+def judge(groups: list[Group]) -> Scored:
+    rollouts = of_groups(groups)
+    sizes = [float(sample * (of.prompt.index < 10)) for of in groups for sample in range(2)]
+    scores = torch.tensor(sizes)
+    return rollouts.extend(Scored, texts=[""] * len(sizes), scores=scores, accuracies=scores)
+
+
+def draw(num_replicas: int, *, overlap: int) -> tuple[list[Any], list[TurnDrawing]]:
+    """Return what each replica finds, and its engine."""
+    drawings = [TurnDrawing() for _ in range(num_replicas)]
+
+    def work(engine: Engine) -> Any:
+        episodes = Environment(overlap)
+        session = Session(engine, drawings[engine.replica], num_slots=64, episodes=episodes)  # type: ignore[arg-type]
+        queue = Queue(Source(), Source(), Position(), step=0)  # type: ignore[arg-type]
+        return draw_differing(session, queue, judge, lambda scored: scored.scores, FilterGroupsSection(enable=True))
+
+    with ThreadPoolExecutor(num_replicas) as pool:
+        return list(pool.map(work, Replicas(num_replicas).engines)), drawings
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_step_learns_from_the_same_episodes_on_any_number_of_replicas(num_replicas: int, overlap: int) -> None:
+    found, drawings = draw(num_replicas, overlap=overlap)
+    for scored, position, metrics in found:
+        assert [prompt.index for prompt in scored.prompts] == [3, 7, 9, 2]
+        assert scored.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert scored.num_turns.tolist() == [3] * 8
+        assert scored.mask.sum(-1).tolist() == [9, 9, 21, 21, 27, 27, 6, 6]  # three turns
+        assert scored.observed.sum(-1).tolist() == [4] * 8  # two answers of two tokens
+        assert scored.turn_rewards.sum(-1).tolist() == [3.0] * 8
+        assert position == Position(0, 8)
+        assert metrics == found[0][2]
+    assert found[0][2]["train/num_gen_batches"] == 2.0
+    assert not any(drawing.open for drawing in drawings), "what is drawn in vain is stopped"
