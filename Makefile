@@ -76,11 +76,11 @@ test-newest:
 
 # What calls vLLM. Its build 0.26 for the CPU has no latent attention. Not a part of test-long: the packages are large.
 OF_ENGINE := $(patsubst %,tests/unit/test_rollout_%.py,arguments kv_cache sampling session) \
-	$(patsubst %,tests/ranks/test_rollout_%.py,layout reload) tests/ranks/test_sync_selfcheck.py \
+	tests/ranks/test_rollout_layout.py tests/ranks/test_rollout_engine.py tests/ranks/test_sync_selfcheck.py \
 	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-oldest:
 	@scripts/setup.sh oldest
-	.venv-oldest/bin/python -m pytest $(TWO) -k "not deepseek_v3" $(OF_ENGINE)
+	.venv-oldest/bin/python -m pytest $(TWO) -k "not deepseek" $(OF_ENGINE)
 
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)
