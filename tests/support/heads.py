@@ -44,7 +44,7 @@ def in_bfloat16(device: str, divergence: Divergence = REVERSE) -> tuple[torch.Te
     settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "group": dist.group.WORLD}
     found = torch.stack(
         [
-            *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, **settings),
+            *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, with_entropy=True, **settings),
             heads.vocab_parallel_divergence(
                 rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), divergence, **settings
             ),
