@@ -123,7 +123,8 @@ class Learner:
             extra_terms: a second term of the loss of every mini-batch; may be endless.
             on_minibatch: called after each mini-batch that is not left out; may raise.
             review: called with the outputs on each mini-batch, as `infer` returns them with entropies, before the step;
-                may raise, and nothing is learned then. If it returns other samples, the step is taken on them, without a review.
+                may raise, and nothing is learned then. If it returns other samples, the step is taken on them, without
+                a review.
 
         Returns:
             The mean of each metric and of `grad_norm` (before clipping) over the steps that were taken, if any, and

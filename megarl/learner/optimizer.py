@@ -9,8 +9,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.learner.contributions import wait_for_slowest
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.contributions import wait_for_slowest
 from megarl.learner.patches.cpu import megatron_platform
 
 

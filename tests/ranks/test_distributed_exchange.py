@@ -130,7 +130,10 @@ def of_all_ranks() -> dict[str, float]:
     """Return the metrics of ranks of which the second holds more memory, and the first waits."""
     rank = dist.get_rank()
     peaks = {"perf/max_host_memory_gb": 1.0 + rank}
-    with patch.object(steps, "peak_memory", return_value=peaks), patch.object(steps, "seconds_waited", lambda: 1 - rank):
+    with (
+        patch.object(steps, "peak_memory", return_value=peaks),
+        patch.object(steps, "seconds_waited", lambda: 1 - rank),
+    ):
         return steps._of_all_ranks()
 
 

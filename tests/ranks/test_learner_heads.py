@@ -96,7 +96,9 @@ def added_to_a_buffer(dtype: torch.dtype) -> list[torch.Tensor]:
     for mine in (plain, buffered):
         for _ in range(2):
             log_probs, _ = heads.vocab_parallel_log_probs(hidden, mine, targets, with_entropy=False, **settings)
-            kl = heads.vocab_parallel_divergence(hidden, mine, hidden.flip(0), weight.to(dtype), Divergence(), **settings)
+            kl = heads.vocab_parallel_divergence(
+                hidden, mine, hidden.flip(0), weight.to(dtype), Divergence(), **settings
+            )
             (log_probs.sum() + kl.sum()).backward()
     assert plain.grad is not None and buffered.grad is None
     return [plain.grad.float(), buffered.main_grad - 1.0]  # type: ignore[attr-defined]

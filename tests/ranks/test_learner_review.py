@@ -99,9 +99,7 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     return found
 
 
-def test_entropies_are_computed_only_where_somebody_asks_for_them(
-    pool: RankPool, checkpoints: dict[str, Path]
-) -> None:
+def test_entropies_are_computed_only_where_somebody_asks_for_them(pool: RankPool, checkpoints: dict[str, Path]) -> None:
     assert pool.run(1, chunks_with_entropy, checkpoints["llama"]) == [
         {
             "infer": {False},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
     bytecode_findings,
@@ -20,6 +21,7 @@ from megarl.doctor import (
     shared_memory_findings,
     tool_findings,
 )
+from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
 from megarl.platform.patching import Patch
 
@@ -134,11 +136,12 @@ def test_a_replacement_is_shown_with_the_installed_version(library: str, version
     assert (table.rows[0].style == "yellow") == ("tested" in found)
 
 
-def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_cost, "measure", lambda dtype: EngineCost(0.009, 0.00025, 0.0002))  # it starts engines
     assert main(["--peaks"]) == 0
     shown = capsys.readouterr().out
     assert "Ready to train" in shown and "megarl replaces" in shown
-    assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown
+    assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown and "megarl plan --engine-ms 9,0.25,0.2" in shown
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:
