@@ -1,4 +1,4 @@
-"""What `megarl plan` predicts of a measured step, from the speeds of the machine that were measured beside it."""
+"""The prediction of `megarl plan` for a measured step, from the speeds of the machine in the same run."""
 
 import os
 from collections.abc import Mapping, Sequence
