@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from megarl.bench.cases import COMMON, LLAMA
 from megarl.planning.seconds import EngineCost
@@ -49,7 +50,7 @@ def _step_seconds(num_layers: int, dtype: str) -> list[float]:
     return seconds
 
 
-def main(num_layers: int, dtype: str) -> None:
+def main(num_layers: int, dtype: Any) -> None:
     """Measure one engine."""
     from megarl.batch import Prompt
     from megarl.distributed.exchange import join_world

@@ -46,17 +46,17 @@ class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
 
     name = "milliseconds"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, float, float]:
         """Parse `9.1,0.25,0.18`."""
-        try:
-            numbers = tuple(map(float, value.split(",")))
-        except ValueError:
-            numbers = ()
-        if len(numbers) != 3 or min(numbers) < 0:
+        match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 3), value)
+        if not match:
             self.fail(
                 f"{value!r} is not STEP,LAYER,SAMPLE, three numbers of milliseconds such as 9,0.2,0.2", param, ctx
             )
-        return numbers
+        step, layer, sample = map(float, match.groups())
+        return step, layer, sample
 
 
 class Checkpoint(click.ParamType[Path]):

@@ -70,7 +70,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         for number, values in enumerate(zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True)):
             chunk, places, log_sum, grad_log_prob, *of_entropy = values
             logits = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows)
-            grad_logits = gradient(logits, places, log_sum, grad_log_prob, of_entropy or None, weight.dtype)
+            grad_logits = gradient(logits, places, log_sum, grad_log_prob, of_entropy, weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             total.add(grad_logits, chunk)
         return torch.cat(grad_hidden), total.to_return(), *[None] * 6

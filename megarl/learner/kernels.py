@@ -1,5 +1,7 @@
 """Triton kernels for `megarl.learner.softmax`: each reads a logit once. Triton comes with torch for CUDA."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ def gradient(
     targets: Tensor,
     normalizer: Tensor,
     grad_log_probs: Tensor,
-    of_entropy: tuple[Tensor, Tensor] | None,
+    of_entropy: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """See `softmax.gradient`."""
@@ -33,7 +35,7 @@ def gradient(
     if num_rows:
         per_row = (targets, normalizer, grad_log_probs, *(of_entropy or (normalizer, normalizer)))
         grid = (num_rows, triton.cdiv(num_columns, BLOCK))
-        sizes = num_columns, of_entropy is not None, BLOCK
+        sizes = num_columns, bool(of_entropy), BLOCK
         gradient_of_block[grid](logits, logits.stride(0), grad, *per_row, *sizes)
     return grad
 

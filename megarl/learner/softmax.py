@@ -3,6 +3,8 @@
 On CUDA a Triton kernel reads every logit once; elsewhere a few operations of torch compute the same.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def gradient(
     targets: Tensor,
     normalizer: Tensor,
     grad_log_probs: Tensor,
-    of_entropy: tuple[Tensor, Tensor] | None,
+    of_entropy: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the [N, V] gradient of the logits; may overwrite the logits.
@@ -51,7 +53,7 @@ def gradient(
         targets: [N] int64 columns; a target without a column is another rank's.
         normalizer: [N] float32, the logarithm of the sum of all exponentials.
         grad_log_probs: [N] float32, the gradient of the targets' log-probabilities.
-        of_entropy: the entropies and their gradient, each [N] float32; None: nobody asked for entropies.
+        of_entropy: the entropies and their gradient, each [N] float32; empty: nobody asked for entropies.
         dtype: of the result.
     """
     if logits.is_cuda:

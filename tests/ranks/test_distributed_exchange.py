@@ -118,7 +118,7 @@ def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
 
 def test_the_wait_for_slower_ranks_is_counted_until_somebody_takes_it() -> None:
     clock = Mock(perf_counter=Mock(side_effect=[1.0, 3.5, 10.0, 10.25]))
-    with patch.object(exchange, "time", clock), patch.object(exchange.dist, "barrier"):
+    with patch.object(exchange, "time", clock), patch.object(dist, "barrier"):
         exchange.seconds_waited()
         wait_for_all()
         wait_for_all()

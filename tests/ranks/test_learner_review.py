@@ -75,7 +75,7 @@ def reviewed(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
 
 def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     """Return whether the head computes entropies, over the chunks of each pass."""
-    from megarl.learner import heads
+    from megarl.learner import heads, softmax
     from megarl.learner.batching import Budget
     from megarl.learner.terms import LossTerm
     from megarl.training.objectives import PTXObjective, SFTObjective
@@ -93,7 +93,7 @@ def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
     }
     found = {}
     for name, run in passes.items():
-        with patch.object(heads, "moments", wraps=heads.moments) as computed:
+        with patch.object(heads, "moments", wraps=softmax.moments) as computed:
             run()
         found[name] = {call.kwargs["with_entropy"] for call in computed.call_args_list}
     return found

@@ -32,9 +32,9 @@ def compare(num_rows: int, dtype: torch.dtype, entropy_weight: float | None) -> 
     torch.testing.assert_close(kernels.moments(logits, targets, with_entropy=with_entropy), sums)
     normalizer = sums[2].log() + sums[0]
     upstream = torch.linspace(-1.0, 2.0, 2 * num_rows).view(2, num_rows)
-    of_entropy = None
+    of_entropy = list[Tensor]()
     if entropy_weight is not None:
-        of_entropy = normalizer - sums[3] / sums[2], entropy_weight * upstream[1]
+        of_entropy = [normalizer - sums[3] / sums[2], entropy_weight * upstream[1]]
     found = kernels.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
     assert found.dtype == dtype
     expected = softmax.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
