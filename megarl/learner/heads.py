@@ -80,7 +80,7 @@ class WeightGradient:
     """The gradient of a weight, as a float32 sum over chunks of tokens.
 
     It is added straight into the buffer of Megatron's DistributedDataParallel (`main_grad`) if the weight has one.
-    Without it, a micro-batch needs another float32 copy of the embedding, and passes over both.
+    Otherwise a micro-batch needs another float32 copy of the embedding, and passes over both.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -90,8 +90,8 @@ class WeightGradient:
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of [n, rows] gradients of the logits and [n, hidden_size] states."""
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            torch.addmm(self._sum, grad_logits.T, hidden, out_dtype=torch.float32, out=self._sum)
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # torch.addmm takes no sum of another type there
+            self._sum += _product(grad_logits.T, hidden)
         else:
             self._sum.addmm_(grad_logits.T.float(), hidden.float())
 

@@ -86,9 +86,9 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
     """Return the peak bytes of the head of the last stage, if it computes every token.
 
     The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), and the float32
-    numbers of one chunk of one rank's slice of the vocabulary. The gradient of the output embedding is added to the
-    buffer of all gradients. A value head has one logit. The exact divergence adds the hidden states and the logits of
-    the reference, and in training another gradient of the states.
+    numbers of one chunk of one rank's slice of the vocabulary. In training with bfloat16, the gradient of that slice of
+    the output embedding by one chunk comes before its sum with the others. A value head has one logit. The exact
+    divergence adds the hidden states and the logits of the reference, and in training another gradient of the states.
     """
     itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
     states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
@@ -101,7 +101,8 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
         states += work.num_tokens * (2 if training else 1) * architecture.hidden_size * itemsize
     if training and (kept := work.num_tokens * rows * FLOAT32) <= KEPT_BYTES:
         states += kept
-    return states + chunk
+    gradient = rows * architecture.hidden_size * FLOAT32 if training and section.dtype == "bfloat16" else 0
+    return states + chunk + gradient
 
 
 def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
