@@ -121,13 +121,13 @@ def packs(rows, columns):
         bucket.fill_(7)
     reshard.run({"local": tensor} if rank == 0 else {}, destination)
     if rank == 1:
-        assert torch.equal(destination.tensors["there"], piece.view(tensor))
+        assert torch.equal(needed.view(destination.tensors["there"]), piece.view(tensor))
     return bool((reshard._send_buckets[0] != 7).any())
 
 
 @pytest.mark.parametrize(("shape", "is_packed"), [((4, 64), False), ((4, 128), True), ((3, 5), True)])
 def test_a_box_that_is_a_message_is_sent_from_its_place(pool, shape, is_packed):
-    """The first box is all of its tensor, the second is the left half of one, and the third ends within 16 bytes."""
+    """The first box is all of its tensor, the second the left half of one; the third has no multiple of 16 bytes."""
     assert pool.run(2, packs, *shape) == [is_packed, False]
 
 
