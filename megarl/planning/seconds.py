@@ -5,7 +5,7 @@ and its memory; communication between tensor, context and expert parallel ranks 
 pipeline idles while it fills and drains; kernel launches, rewards and logging cost nothing. So a run takes longer, and
 two splits compare by what differs between them.
 
-Two costs can be known only where they are measured. An engine step has a cost on the host (`EngineCost`). On the CPU
+Two costs have to be measured. An engine step has a cost on the host (`EngineCost`). On the CPU
 the operations between products of matrices take their time too (`movement`).
 """
 

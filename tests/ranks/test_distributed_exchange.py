@@ -127,7 +127,7 @@ def test_the_wait_for_slower_ranks_is_counted_until_somebody_takes_it() -> None:
 
 
 def of_all_ranks() -> dict[str, float]:
-    """Return the metrics of ranks of which the second holds more memory, and the first waits."""
+    """Return the metrics of two ranks. The first waits, and the second holds more memory."""
     rank = dist.get_rank()
     peaks = {"perf/max_host_memory_gb": 1.0 + rank}
     with (

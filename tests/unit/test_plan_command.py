@@ -37,10 +37,12 @@ def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[
         return json.loads(capsys.readouterr().out)["time"]
 
     most, short = time(), time("--lengths", "256,512")
-    assert most["lengths"] == {"prompt": 1024, "response": 3072}
+    assert most["lengths"] == {"prompt": 1024, "response": 3072, "longest": None}
     assert short["flops"] < most["flops"] and short["total"] < most["total"]
     fast = time("--lengths", "256,512", "--peak-tflops", "2250", "--memory-bandwidth", "8TB/s")
     assert fast["total"] < short["total"] and fast["flops"] == short["flops"]
+    host = time("--lengths", "256,512,1024", "--engine-ms", "9,0.25,0.1")["seconds"]["gen"]
+    assert host > time("--lengths", "256,512,1024")["seconds"]["gen"] + 1024 * (0.009 + 32 * 0.00025)
     assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12}
 
 
