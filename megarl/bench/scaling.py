@@ -78,7 +78,7 @@ def points(options: argparse.Namespace) -> list[Point]:
 
 
 def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw tokens per second along each axis, both logarithmic; a grey line grows in proportion from the first point."""
+    """Draw tokens per second along each axis, logarithmic; grey lines grow in proportion from the first point."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
