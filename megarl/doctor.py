@@ -235,6 +235,7 @@ def patch_table(patches: Sequence[Patch]) -> Table:
 
 def peak_findings(torch: ModuleType) -> list[Finding]:
     """Measure the devices, or the processor if there are none: products of matrices, and copies of memory."""
+    from megarl.bench import engine_cost
     from megarl.platform.peaks import measure
 
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
@@ -245,6 +246,11 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
             speed = f"{peaks.flops_per_second / 1e12:.3g} TFLOP/s"
             rows.append(Finding(f"{device}, {str(dtype).removeprefix('torch.')}", speed, "trainer.peak_tflops"))
         rows.append(Finding(f"{device}, copies", f"{peaks.bytes_per_second / 1e12:.3g} TB/s, read and written"))
+    dtype_of_engine = "float32" if devices[0].type == "cpu" else "bfloat16"
+    cost = engine_cost.measure(dtype_of_engine)
+    numbers = ",".join(f"{1e3 * seconds:.3g}" for seconds in (cost.step, cost.layer, cost.sample))
+    of_step = f"{numbers} ms, for a step, a layer and a sample"
+    rows.append(Finding("engine step on the host", of_step, f"megarl plan --engine-ms {numbers}"))
     return rows
 
 

@@ -7,7 +7,7 @@ import click
 
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount, Checkpoint, MeanLengths
+from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
@@ -137,8 +137,8 @@ PLAN = Command(
     click.Option(
         ["--lengths"],
         type=MeanLengths(),
-        metavar="PROMPT,RESPONSE",
-        help="Mean tokens, for the time  [default: the most]",
+        metavar="PROMPT,RESPONSE[,LONGEST]",
+        help="Mean tokens, and those of the longest response, for the time  [default: the most]",
     ),
     click.Option(
         ["--peak-tflops"],
@@ -154,6 +154,14 @@ PLAN = Command(
         show_default="an H100's, 3.35TB/s",
         metavar="AMOUNT",
         help="Bandwidth of a device's own memory.",
+    ),
+    click.Option(
+        ["--engine-ms"],
+        type=EngineMilliseconds(),
+        default="0,0,0",
+        show_default=True,
+        metavar="STEP,LAYER,SAMPLE",
+        help="What an engine step costs on the host, and more for each layer and sample (megarl doctor --peaks).",
     ),
     _json("tables"),
     module="megarl.plan",

@@ -29,17 +29,35 @@ class Amount(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2]])
 
 
-class MeanLengths(click.ParamType[tuple[int, int]]):
-    """The mean tokens of a prompt and of a response."""
+class MeanLengths(click.ParamType[tuple[int, ...]]):
+    """The mean tokens of a prompt and of a response, and the tokens of the longest response."""
 
     name = "lengths"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Parse `256,1024`."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse `256,1024` or `256,1024,4096`."""
         numbers = value.split(",")
-        if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) for number in numbers):
-            self.fail(f"{value!r} is not PROMPT,RESPONSE, two numbers of tokens such as 256,1024", param, ctx)
-        return int(numbers[0]), int(numbers[1])
+        if len(numbers) not in (2, 3) or not all(number.strip().isdigit() and int(number) for number in numbers):
+            self.fail(f"{value!r} is not PROMPT,RESPONSE[,LONGEST], numbers of tokens such as 256,1024", param, ctx)
+        return tuple(map(int, numbers))
+
+
+class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
+    """What an engine step costs on the host."""
+
+    name = "milliseconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, float, float]:
+        """Parse `9.1,0.25,0.18`."""
+        match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 3), value)
+        if not match:
+            self.fail(
+                f"{value!r} is not STEP,LAYER,SAMPLE, three numbers of milliseconds such as 9,0.2,0.2", param, ctx
+            )
+        step, layer, sample = map(float, match.groups())
+        return step, layer, sample
 
 
 class Checkpoint(click.ParamType[Path]):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import host_group, wait_for_all
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
 
@@ -33,6 +33,7 @@ def add_outputs(
     Returns:
         K tensors [B, T] float32 on the host, zero outside `mask`.
     """
+    wait_for_slowest(device)
     found = torch.zeros(num_outputs, *mask.shape, device=device)
     if mesh.reports_its_samples:
         for (packed, _), numbers in zip(micro_batches, outputs, strict=True):
@@ -56,6 +57,13 @@ def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: 
         total += torch.stack([metrics.get(name, none).double() for name in names[0]])
     dist.all_reduce(total)
     return dict(zip(names[0], total.tolist(), strict=True))
+
+
+def wait_for_slowest(device: torch.device) -> None:
+    """Wait until the devices of all ranks have finished, so that the time is counted and no collective hides it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wait_for_all()
 
 
 def any_rank(here: bool, device: torch.device) -> bool:

@@ -81,17 +81,26 @@ class Learner:
             yield weights(self.modules)
 
     def infer(
-        self, batch: Rollouts, budget: Budget, *, against: Against | None = None, temperature: float | None = None
+        self,
+        batch: Rollouts,
+        budget: Budget,
+        *,
+        against: Against | None = None,
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> Any:
-        """Compute log-probabilities and entropies, or values, of every response token; `temperature` replaces its own.
+        """Compute log-probabilities, or values, of every response token; `temperature` replaces its own.
 
         Returns:
-            For a policy, `PolicyOutputs` of [B, T] float32, with the exact divergence if there is one.
+            For a policy, `PolicyOutputs` of [B, T] float32, with entropies if asked for, and with the exact divergence
+            if there is one.
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
-        work = self.passes.divide(batch, budget, partial(self._head.numbers, temperature=temperature), against)
-        return self.passes.everywhere(batch, work, self.passes.forward(work, budget), with_kl=against is not None)
+        head = partial(self._head.numbers, with_entropy=with_entropy, temperature=temperature)
+        work = self.passes.divide(batch, budget, head, against)
+        numbers = self.passes.forward(work, budget)
+        return self.passes.everywhere(batch, work, numbers, with_entropy=with_entropy, with_kl=against is not None)
 
     def update(
         self,
@@ -113,8 +122,9 @@ class Learner:
             against: the exact divergence that the objective receives.
             extra_terms: a second term of the loss of every mini-batch; may be endless.
             on_minibatch: called after each mini-batch that is not left out; may raise.
-            review: called with the outputs on each mini-batch, as `infer` returns them, before the step; may raise, and
-                nothing is learned then. If it returns other samples, the step is taken on them, without a review.
+            review: called with the outputs on each mini-batch, as `infer` returns them with entropies, before the step;
+                may raise, and nothing is learned then. If it returns other samples, the step is taken on them, without
+                a review.
 
         Returns:
             The mean of each metric and of `grad_norm` (before clipping) over the steps that were taken, if any, and
@@ -146,7 +156,7 @@ class Learner:
         assert self.optimizer is not None
         work = list[MicroBatch]()
         for number, term in enumerate(terms):
-            head = loss_head(number, term, self._head, self.device)
+            head = loss_head(number, term, self._head, self.device, with_entropy=term.needs_entropy or bool(review))
             work += self.passes.divide(term.batch, budget, head, term.against)
         for model in self.models:
             model.train()
@@ -157,9 +167,11 @@ class Learner:
         losses: list[MicroLoss] = run_schedule(self.models, work, budget.row_length(self.mesh), forward_only=False)
         if review:
             term, numbers = terms[0], [micro.outputs for micro in losses if micro.term == 0]
-            of_term = work[: len(numbers)]
+            of_term, with_kl = work[: len(numbers)], term.against is not None
             try:
-                others = review(self.passes.everywhere(term.batch, of_term, numbers, with_kl=term.against is not None))
+                others = review(
+                    self.passes.everywhere(term.batch, of_term, numbers, with_entropy=True, with_kl=with_kl)
+                )
             except BaseException:
                 buffers.restore()
                 raise

@@ -10,6 +10,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.contributions import wait_for_slowest
 from megarl.learner.patches.cpu import megatron_platform
 
 
@@ -112,6 +113,7 @@ def _prepare(part: Any) -> None:
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Reduce gradients as Megatron does, but do not divide by tokens: losses are contributions to a global mean."""
+    wait_for_slowest(next(models[0].parameters()).device)
     finalize_model_grads(models, None, **kwargs)
 
 

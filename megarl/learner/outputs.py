@@ -41,12 +41,18 @@ class OutputHead:
         """True if the model reports log-probabilities, False if values."""
         return not self._architecture.scalar_head
 
-    def num_outputs(self, *, with_kl: bool) -> int:
+    def num_outputs(self, *, with_entropy: bool, with_kl: bool) -> int:
         """Return K, the numbers that the head reports for every response token."""
-        return 2 + with_kl if self.is_policy else 1
+        return 1 + with_entropy + with_kl if self.is_policy else 1
 
     def numbers(
-        self, hidden: Tensor, *, packed: Packed, other: LogitFactors | None, temperature: float | None = None
+        self,
+        hidden: Tensor,
+        *,
+        packed: Packed,
+        other: LogitFactors | None,
+        with_entropy: bool,
+        temperature: float | None = None,
     ) -> Tensor:
         """Return [K, b, T] numbers of a micro-batch, equal on the ranks that share it.
 
@@ -54,6 +60,7 @@ class OutputHead:
             hidden: [1, N, hidden_size] final hidden states.
             packed: the micro-batch.
             other: the policy that an exact divergence is taken from, if any.
+            with_entropy: whether a policy reports entropies too.
             temperature: divides the logits; None: the temperature of the model.
         """
         states, weight = self._states(hidden, packed), self._weight()
@@ -65,18 +72,22 @@ class OutputHead:
             "vocab_size": self._architecture.vocab_size,
             "group": self._mesh.tp_group,
         }
-        numbers = [*vocab_parallel_log_probs(states, weight, packed.targets, **softmax)]
+        log_probs, entropy = vocab_parallel_log_probs(
+            states, weight, packed.targets, with_entropy=with_entropy, **softmax
+        )
+        numbers = [log_probs] if entropy is None else [log_probs, entropy]
         if other:
             there = other.hidden.to(states.device)
             numbers.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
         return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
 
-    def named(self, numbers: Sequence[Tensor] | Tensor) -> Any:
+    def named(self, numbers: Sequence[Tensor] | Tensor, *, with_entropy: bool) -> Any:
         """Return K tensors as an objective takes them: `PolicyOutputs` of a policy, one tensor of a value model."""
         if not self.is_policy:
             return numbers[0]
-        log_probs, entropy, *kl = numbers
-        return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=kl[0] if kl else None)
+        log_probs, *others = numbers
+        entropy = others.pop(0) if with_entropy else None
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=others[0] if others else None)
 
     def logit_factors(self, hidden: Tensor, *, packed: Packed, divergence: Divergence) -> LogitFactors:
         """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""

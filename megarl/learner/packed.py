@@ -58,7 +58,8 @@ def pack_samples(
     still takes part in it.
     """
     step, index = sequence_multiple(cp_size), torch.tensor(samples, dtype=torch.int64)
-    tokens, used = batch.tokens(index), batch.lengths()[index] - 1
+    batch = batch.select(index)
+    tokens, used = batch.tokens(torch.arange(len(index))), batch.lengths() - 1
     has_next = torch.ones_like(tokens, dtype=torch.bool)
     has_next[(used + 1).cumsum(0) - 1] = False
     lengths = used + -used % step
@@ -67,9 +68,9 @@ def pack_samples(
         used, lengths = torch.nn.functional.pad(used, (0, 1)), torch.nn.functional.pad(lengths, (0, 1), value=missing)
     whole = _laid_out(tokens[has_next], used, lengths)
 
-    mask = batch.mask[index]
+    mask = batch.mask
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
-    predictors = (starts[:, None] + batch.predictors()[index])[mask]  # in the whole row, ascending
+    predictors = (starts[:, None] + batch.predictors())[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     filling = positions >= used.repeat_interleave(lengths // cp_size)
     local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
@@ -82,7 +83,7 @@ def pack_samples(
         filling=filling[None].to(device) if filling.any() else None,
         sequences=_bounds(lengths, cp_size, device),
         predictors=local[mine].to(device),
-        targets=batch.responses[index][mask].to(device),
+        targets=batch.responses[mask].to(device),
         cells=mask.flatten().nonzero()[:, 0].to(device),
         shape=(mask.shape[0], mask.shape[1]),
     )

@@ -72,9 +72,15 @@ class Passes:
             return run_schedule(self._models, work, budget.row_length(self._mesh), forward_only=True)
 
     def everywhere(
-        self, batch: Rollouts, work: Sequence[MicroBatch], numbers: Sequence[Tensor], *, with_kl: bool
+        self,
+        batch: Rollouts,
+        work: Sequence[MicroBatch],
+        numbers: Sequence[Tensor],
+        *,
+        with_entropy: bool,
+        with_kl: bool,
     ) -> Any:
         """Bring the numbers of all micro-batches of `batch` to all ranks, as `Learner.infer` returns them."""
-        num_outputs = self._head.num_outputs(with_kl=with_kl)
+        num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
         whole = add_outputs(work, numbers, batch.mask, self._mesh, num_outputs=num_outputs, device=self._device)
-        return self._head.named(whole)
+        return self._head.named(whole, with_entropy=with_entropy)

@@ -14,6 +14,7 @@ from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.packed import Packed
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
+"""Takes outputs, samples and totals; returns loss and metrics. It gets entropies if its `needs_entropy` is True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,11 @@ class LossTerm:
     objective: Objective
     against: Against | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the objective needs entropies."""
+        return getattr(self.objective, "needs_entropy", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +43,18 @@ class MicroLoss:
     outputs: Tensor  # [K, b, T], without their graph
 
 
-def loss_head(number: int, term: LossTerm, outputs: OutputHead, device: torch.device) -> Callable[..., Any]:
+def loss_head(
+    number: int, term: LossTerm, outputs: OutputHead, device: torch.device, *, with_entropy: bool
+) -> Callable[..., Any]:
     """Return a head that computes a term's share of the loss, and its `MicroLoss`; `number` is the term's place."""
     totals = Totals.of(term.batch.mask)
 
     def head(hidden: Tensor, *, packed: Packed, other: LogitFactors | None) -> tuple[Tensor, Tensor, MicroLoss]:
-        numbers = outputs.numbers(hidden, packed=packed, other=other, temperature=term.temperature)
+        numbers = outputs.numbers(
+            hidden, packed=packed, other=other, with_entropy=with_entropy, temperature=term.temperature
+        )
         samples = term.batch.select(packed.samples).to(device)
-        loss, metrics = term.objective(outputs.named(numbers), samples, totals)
+        loss, metrics = term.objective(outputs.named(numbers, with_entropy=with_entropy), samples, totals)
         micro = MicroLoss(
             term=number,
             samples=packed.samples,

@@ -85,10 +85,10 @@ def inference_bytes(architecture: Architecture, section: MegatronSection, grid: 
 def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Work, training: bool) -> int:
     """Return the peak bytes of the head of the last stage, if it computes every token.
 
-    The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), the float32 numbers
-    of one chunk of one rank's slice of the vocabulary, and in training the gradient of that slice of the output
-    embedding, in float32 and in the type of the weights. A value head has one logit. The exact divergence adds the
-    hidden states and the logits of the reference, and in training another gradient of states and slice.
+    The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), and the float32
+    numbers of one chunk of one rank's slice of the vocabulary. In training with bfloat16, the gradient of that slice of
+    the output embedding by one chunk comes before its sum with the others. A value head has one logit. The exact
+    divergence adds the hidden states and the logits of the reference, and in training another gradient of the states.
     """
     itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
     states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
@@ -97,12 +97,11 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
     rows = -(-architecture.vocab_size // tp)
     numbers = HEAD_BACKWARD if training else HEAD_FORWARD + work.exact_kl
     chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * numbers
-    gradient = rows * architecture.hidden_size * (FLOAT32 + itemsize) if training else 0
     if work.exact_kl:
-        more = work.num_tokens * (2 if training else 1) + (rows if training else 0)
-        states += more * architecture.hidden_size * itemsize
+        states += work.num_tokens * (2 if training else 1) * architecture.hidden_size * itemsize
     if training and (kept := work.num_tokens * rows * FLOAT32) <= KEPT_BYTES:
         states += kept
+    gradient = rows * architecture.hidden_size * FLOAT32 if training and section.dtype == "bfloat16" else 0
     return states + chunk + gradient
 
 

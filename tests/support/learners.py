@@ -91,10 +91,10 @@ def learner_outputs(
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
-    before = learner.infer(batch, budget, against=other)
+    before = learner.infer(batch, budget, against=other, with_entropy=True)
     objective = objective or (ACTOR if role == "policy" else CRITIC)
     metrics = learner.update([batch], objective, budget, against=other)
-    after = learner.infer(batch, budget, against=other)
+    after = learner.infer(batch, budget, against=other, with_entropy=True)
     return {"before": before, "metrics": metrics, "after": after}
 
 

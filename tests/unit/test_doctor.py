@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
     bytecode_findings,
@@ -22,6 +23,7 @@ from megarl.doctor import (
     show,
     tool_findings,
 )
+from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
 from megarl.platform.patching import Patch
 
@@ -158,11 +160,13 @@ def test_a_command_is_printed_on_one_line_however_narrow_the_terminal(
     assert f"  {findings[-1].command}" in capsys.readouterr().out.splitlines()
 
 
-def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_cost, "measure", lambda dtype: EngineCost(0.009, 0.00025, 0.0002))  # it starts engines
     assert main(["--peaks", "--patches"]) == 0
     shown = capsys.readouterr().out
     assert "Ready to train" in shown and "megarl replaces" in shown
     assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown
+    assert "--engine-ms" in shown and shown.count("9,0.25,0.2") == 2
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:

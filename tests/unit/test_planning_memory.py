@@ -123,15 +123,13 @@ def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
     rows, states = 128_256 // 4, 4096 * 4096 * 2
     assert head_bytes(model, section, work=work, training=False) == 2 * states + 1024 * rows * 4 * 4
     kept, rest = 4096 * rows * 4, 1024 * rows * 4 * 5  # 525 MB of log-probabilities are less than 512 MiB
-    assert head_bytes(model, section, work=work, training=True) == 3 * states + kept + rest + rows * 4096 * (4 + 2)
+    assert head_bytes(model, section, work=work, training=True) == 3 * states + kept + rest + rows * 4096 * 4
     more = replace(work, num_tokens=2 * 4096)
-    assert head_bytes(model, section, work=more, training=True) == 6 * states + rest + rows * 4096 * (4 + 2)
+    assert head_bytes(model, section, work=more, training=True) == 6 * states + rest + rows * 4096 * 4
     assert head_bytes(model, section, work=replace(work, role="value"), training=False) == 2 * states
     exact = replace(work, exact_kl=True)  # the logits and states of two models
     assert head_bytes(model, section, work=exact, training=False) == 3 * states + 1024 * rows * 4 * 5
-    assert head_bytes(model, section, work=exact, training=True) == (
-        5 * states + kept + rest + rows * 4096 * (4 + 2 + 2)
-    )
+    assert head_bytes(model, section, work=exact, training=True) == 5 * states + kept + rest + rows * 4096 * 4
 
 
 def test_the_cache_gets_what_the_engines_share_leaves() -> None:
