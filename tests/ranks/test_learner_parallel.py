@@ -7,6 +7,7 @@ import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from megarl.config.policy import ActorSection
 from megarl.learner.config import MegatronSection
 from megarl.training.objectives import ActorObjective
-from tests.support.learners import learn_twice, learner_outputs
+from tests.support.learners import learn_twice, learner_outputs, make_test_learner
 from tests.support.ranks import RankPool, fresh_mesh
+from tests.support.records import experience
 
 CHECKPOINTS = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
@@ -71,6 +73,36 @@ def test_no_split_shows(
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         for ours, theirs in zip(numbers(found["after"]), numbers(expected["after"]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
+    """Return the messages that this rank sends to other stages per micro-batch, in a forward pass and in an update."""
+    import torch.distributed as dist
+
+    from megarl.learner.batching import Budget
+
+    learner, batch, budget = make_test_learner(checkpoint, split), experience(), Budget(max_tokens=24, max_sequences=2)
+    num_micro_batches = len(learner.passes.divide(batch, budget, lambda hidden, packed, other: None, None))
+    send, messages, counts = dist.ProcessGroup.send, list[Any](), list[float]()
+
+    def counted(group: Any, tensors: Any, *args: Any) -> Any:
+        messages.append(tensors)
+        return send(group, tensors, *args)
+
+    with patch.object(dist.ProcessGroup, "send", counted):
+        for run in (lambda: learner.infer(batch, budget), lambda: learner.update([batch], ACTOR, budget)):
+            messages.clear()
+            run()
+            counts.append(len(messages) / num_micro_batches)
+    return counts
+
+
+@pytest.mark.parametrize(("split", "expected"), [(PIPELINE, [[1, 1], [0, 1]]), (VIRTUAL, [[2, 3], [1, 3]])])
+def test_stages_send_each_other_nothing_but_tensors(
+    pool: RankPool, checkpoint: Path, split: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """A chunk sends its output to the next chunk, and the gradient of its input to the one before."""
+    assert pool.run(2, num_messages, checkpoint, split) == expected
 
 
 def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:
