@@ -26,6 +26,7 @@ from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
 from megarl.learner.outputs import OutputHead
+from megarl.learner.overlap import weights_in_flight
 from megarl.learner.parallel import Mesh
 from megarl.learner.passes import Passes
 from megarl.learner.patches.cpu import megatron_platform
@@ -124,7 +125,7 @@ class Learner:
         self.optimizer.advance_schedule()
         extras = repeat(()) if extra_terms is None else ((term,) for term in extra_terms)
         results = list[dict[str, float] | NotFinite | None]()
-        with self.offload.everything():
+        with self.offload.everything(), weights_in_flight(self.models):
             for number, (minibatch, extra) in enumerate(zip(minibatches, extras, strict=False)):
                 terms = (LossTerm(batch=minibatch, objective=objective, against=against), *extra)
                 if not minibatch.mask.any():
