@@ -66,7 +66,7 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
     The rank that holds a token receives the sum of its gradients over all ranks.
     """
     ranks = range(group.size())
-    places = torch.cat([places_of(lengths, rank, len(ranks))[0] for rank in ranks])
+    places = torch.cat([places_of(lengths, rank, len(ranks), len(part))[0] for rank in ranks])
     gathered: Tensor = gather_from_sequence_parallel_region(part, group=group)
     return gathered[places.argsort()]
 

@@ -55,7 +55,8 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
 
     The learner may continue at once. Nothing else may be saved through `staging` until the writing is finished.
     """
-    with learner.offload.everything(), megatron_platform():
+    with learner.offload.parameters(), megatron_platform():
+        torch.cuda.synchronize()  # an optimizer that rests on the host is copied there, and may be on its way
         parts = _distributed_parts(learner.optimizer)
         copies = [
             copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}") for number, part in enumerate(parts)
@@ -92,6 +93,7 @@ def load_learner(learner: Learner, directory: Path) -> None:
         Damage: a file cannot be read, or is not data.
     """
     with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
+        learner.offload.await_optimizer()
         state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
         for chunk, module in zip(state["model"], learner.modules, strict=True):
             _load_weights(module, chunk)

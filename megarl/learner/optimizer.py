@@ -42,7 +42,10 @@ class Optimizer:
         return float(self.megatron.get_grad_norm())
 
     def step(self, grad_norm: float) -> None:
-        """Clip the gradients, whose finite norm `grad_norm` returned, and update the weights; see `weights_in_flight`."""
+        """Clip the gradients, whose finite norm `grad_norm` returned, and update the weights.
+
+        Other ranks' weights may be on their way then, see `weights_in_flight`.
+        """
         for part in _parts(self.megatron):
             if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)

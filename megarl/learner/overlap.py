@@ -1,9 +1,8 @@
 """Sums of gradients and gathers of weights that run on CUDA while the model computes.
 
 The parameters lie in buckets. A bucket's gradients travel as soon as the backward pass of the last micro-batch has
-computed them all. After an optimizer step the buckets' weights travel in the order in which the next forward pass comes
-to them, and each layer waits for its own. A bucket has 40 million parameters, or one million for each data-parallel rank
-if these are more: smaller messages would wait for the network's latency.
+computed them all. After an optimizer step the buckets' weights travel in the order in which the next forward pass
+needs them, and each layer waits for its own.
 
 Invariant: outside of `weights_in_flight` all weights are complete on all ranks.
 """

@@ -71,8 +71,8 @@ def test_no_overlap_shows(pool: RankPool, checkpoints: dict[str, Path], name: st
         pool.run(world_size, live, checkpoints[variant], split, max_tokens, mode) for mode in ("none", "gloo", "late")
     )
     for ranks in overlapped:
-        for (found, num_groups), (wanted, num_without) in zip(ranks, expected, strict=True):
-            assert num_groups > num_without or name.startswith("experts-pipeline")
+        assert max(num_groups for _, num_groups in ranks) > max(num_groups for _, num_groups in expected)
+        for (found, _), (wanted, _) in zip(ranks, expected, strict=True):
             for ours, theirs in zip(found, wanted, strict=True):
                 if isinstance(ours, dict) and not isinstance(next(iter(ours.values())), torch.Tensor):
                     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)

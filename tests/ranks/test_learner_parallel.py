@@ -4,6 +4,7 @@ Everything is compared with one rank, which `test_learner_split` compares with `
 """
 
 import json
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
     from megarl.learner.batching import Budget
 
     learner, batch, budget = make_test_learner(checkpoint, split), experience(), Budget(max_tokens=24, max_sequences=2)
-    num_micro_batches = len(learner.passes.divide(batch, budget, lambda hidden, packed, other: None, None))
+    num_micro_batches = len(learner.passes.divide(batch, budget, lambda packed, other: len, None))
     send, messages, counts = dist.ProcessGroup.send, list[Any](), list[float]()
 
     def counted(group: Any, tensors: Any, *args: Any) -> Any:
@@ -103,6 +104,32 @@ def test_stages_send_each_other_nothing_but_tensors(
 ) -> None:
     """A chunk sends its output to the next chunk, and the gradient of its input to the one before."""
     assert pool.run(2, num_messages, checkpoint, split) == expected
+
+
+def calls_of_layers(checkpoint: Path, recompute: Any) -> tuple[dict[str, float], float, float]:
+    """Return the metrics of an update, and how often each attention and each feed-forward is computed."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, {}, recompute=recompute)
+    layers = [layer for layer in learner.modules[0].modules() if isinstance(layer, TransformerLayer)]
+    calls = Counter[str]()
+    for layer in layers:
+        for part in ("self_attention", "mlp"):
+            getattr(layer, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
+    metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
+    return metrics, calls["self_attention"] / len(layers), calls["mlp"] / len(layers)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_is_computed_again_does_not_show(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    [(expected, *once)] = pool.run(1, calls_of_layers, checkpoints[name], False)
+    assert once == [1, 1]
+    for recompute, calls in (("selective", [1, 2]), (True, [2, 2])):
+        [(metrics, *found)] = pool.run(1, calls_of_layers, checkpoints[name], recompute)
+        assert found == calls
+        assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:

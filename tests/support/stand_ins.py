@@ -74,6 +74,39 @@ def lazy_adam() -> Iterator[None]:
         yield
 
 
+class LateStream:
+    """A side stream whose copies are done when somebody waits for them, and are NaN before."""
+
+    num_copies = 0
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.fill_(torch.nan)
+        self._begun.append((to, source))
+        LateStream.num_copies += 1
+
+    def join(self) -> None:
+        for to, source in self._begun:
+            to.copy_(source)
+        self._begun.clear()
+
+
+@contextmanager
+def offloading() -> Iterator[None]:
+    """Let learners that are made in the block offload: the place of the device is the host, with no memory to pin."""
+    from megarl.learner import offload
+
+    empty_like = torch.empty_like
+    with (
+        patch.multiple(offload, on_cuda=lambda: True, SideStream=LateStream),
+        patch.object(torch.cuda, "empty_cache", lambda: None),
+        patch.object(torch, "empty_like", lambda x, pin_memory=False, **more: empty_like(x, **more)),
+    ):
+        yield
+
+
 @contextmanager
 def overlap(*, bucket_size: int) -> Iterator[None]:
     """Let learners that are made in the block overlap collectives and computation, as on CUDA, in small buckets."""
