@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megarl
-from megarl.platform.device import decide_device, local_device, on_cuda
+from megarl.platform.device import decide_device, local_device, on_cuda, to_device, to_host
 
 PACKAGE = Path(megarl.__file__).parent
 REPORTS = {"doctor.py"}  # what the machine has, and not what a run works on
@@ -53,6 +53,14 @@ def test_a_run_for_cuda_needs_cuda() -> None:
         pytest.raises(ValueError, match="trainer.device=cuda"),
     ):
         decide_device("cuda")
+
+
+def test_tensors_travel_without_a_wait() -> None:
+    with patch.object(torch.Tensor, "to", autospec=True, side_effect=torch.Tensor.to) as to:
+        assert to_device(torch.tensor([1, 2]), torch.device("cpu")).tolist() == [1, 2]
+    assert to.call_args.kwargs == {"non_blocking": True}
+    assert to_host(source := torch.tensor([1, 2])).tolist() == [1, 2]
+    assert to_host(source).data_ptr() != source.data_ptr()
 
 
 def calls(*names: str) -> Iterator[tuple[str, ast.Call]]:
