@@ -112,7 +112,8 @@ class Groups:
         shares = lengths // cp_size
         self._queries, self._keys = _Order(shares, order, counts), _Order(lengths, order, counts)
         self._groups = []
-        positions = places_of(lengths[order], cp_group.rank(), cp_size)[1].split(self._queries.sizes)
+        sizes = self._queries.sizes
+        positions = places_of(lengths[order], cp_group.rank(), cp_size, sum(sizes))[1].split(sizes)
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
             queries, keys, visible = Grid(shares[chosen]), Grid(lengths[chosen]), None
             if cp_size > 1:

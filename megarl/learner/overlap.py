@@ -26,7 +26,6 @@ def reduction(*, use_distributed_optimizer: bool) -> DistributedDataParallelConf
         overlap_grad_reduce=overlaps,
         overlap_param_gather=overlaps and use_distributed_optimizer,
         align_param_gather=True,  # `gather_weights` begins the gathers, and no layer those of the next
-        pad_buckets_for_high_nccl_busbw=overlaps,
     )
 
 

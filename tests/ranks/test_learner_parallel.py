@@ -116,10 +116,11 @@ def calls_of_layers(checkpoint: Path, recompute: Any) -> tuple[dict[str, float],
     layers = [layer for layer in learner.modules[0].modules() if isinstance(layer, TransformerLayer)]
     calls = Counter[str]()
     for layer in layers:
-        for part in ("self_attention", "mlp"):
-            getattr(layer, part).register_forward_hook(lambda *_, part=part: calls.update([part]))
+        parts = {"attention": layer.self_attention, "feed-forward": getattr(layer.mlp, "router", layer.mlp)}
+        for name, part in parts.items():
+            part.register_forward_hook(lambda *_, name=name: calls.update([name]))
     metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
-    return metrics, calls["self_attention"] / len(layers), calls["mlp"] / len(layers)
+    return metrics, calls["attention"] / len(layers), calls["feed-forward"] / len(layers)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
