@@ -172,10 +172,7 @@ def transformer_config(
         "apply_rope_fusion": has_transformer_engine(),
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
-    if recompute == "selective":
-        settings |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
-    elif recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings |= _recomputation(recompute)
     make: Any = TransformerConfig
     if latent := architecture.latent:
         make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
@@ -186,3 +183,11 @@ def transformer_config(
     if architecture.experts:
         check_expert_settings(config)
     return config
+
+
+def _recomputation(recompute: Recompute) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration that make the backward pass compute activations again."""
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return full if recompute else {}

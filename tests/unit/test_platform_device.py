@@ -4,7 +4,7 @@ import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -56,9 +56,10 @@ def test_a_run_for_cuda_needs_cuda() -> None:
 
 
 def test_tensors_travel_without_a_wait() -> None:
-    with patch.object(torch.Tensor, "to", autospec=True, side_effect=torch.Tensor.to) as to:
-        assert to_device(torch.tensor([1, 2]), torch.device("cpu")).tolist() == [1, 2]
-    assert to.call_args.kwargs == {"non_blocking": True}
+    device, tensor = torch.device("cuda", 1), Mock()
+    to_device(tensor, device)
+    tensor.pin_memory.return_value.to.assert_called_once_with(device, non_blocking=True)
+    assert to_device(torch.tensor([1, 2]), torch.device("cpu")).tolist() == [1, 2]
     assert to_host(source := torch.tensor([1, 2])).tolist() == [1, 2]
     assert to_host(source).data_ptr() != source.data_ptr()
 
