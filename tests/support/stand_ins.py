@@ -110,9 +110,11 @@ def offloading() -> Iterator[None]:
 @contextmanager
 def overlap(*, bucket_size: int) -> Iterator[None]:
     """Let learners that are made in the block overlap collectives and computation, as on CUDA, in small buckets."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     from megarl.learner import overlap
 
-    small = partial(overlap.DistributedDataParallelConfig, bucket_size=bucket_size)
+    small = partial(DistributedDataParallelConfig, bucket_size=bucket_size)
     with patch.multiple(overlap, on_cuda=lambda: True, DistributedDataParallelConfig=small):
         yield
 
