@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.distributed.exchange import host_group, wait_for_all
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
+from megarl.platform.device import to_device
 
 
 def add_outputs(
@@ -37,8 +38,8 @@ def add_outputs(
     found = torch.zeros(num_outputs, *mask.shape, device=device)
     if mesh.reports_its_samples:
         for (packed, _), numbers in zip(micro_batches, outputs, strict=True):
-            found[:, packed.samples.to(device)] = numbers
-    flat = found[:, mask.to(device)]
+            found.index_copy_(1, to_device(packed.samples, device), numbers)
+    flat = found.flatten(1).index_select(1, to_device(mask.flatten().nonzero()[:, 0], device))
     dist.all_reduce(flat)  # exactly one rank contributes each number
     return [torch.zeros(mask.shape).masked_scatter(mask, row) for row in flat.cpu()]
 
@@ -68,6 +69,6 @@ def wait_for_slowest(device: torch.device) -> None:
 
 def any_rank(here: bool, device: torch.device) -> bool:
     """Return True on all ranks if `here` is True on any rank."""
-    found = torch.tensor(float(here), device=device)
+    found = torch.full((), float(here), device=device)
     dist.all_reduce(found)
     return bool(found)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
+from megarl.learner.overlap import is_awaited
 from megarl.learner.softmax import gradient, merge, moments
 
 CHUNK_TOKENS = 1024
@@ -84,7 +85,7 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._dtype, main = weight.dtype, getattr(weight, "main_grad", None)
+        self._weight, main = weight, getattr(weight, "main_grad", None)
         self._is_added = main is not None
         self._sum = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
 
@@ -96,8 +97,10 @@ class WeightGradient:
             self._sum.addmm_(grad_logits.T.float(), hidden.float())
 
     def to_return(self) -> Tensor | None:
-        """Return what autograd still has to add to the weight's gradient."""
-        return None if self._is_added else self._sum.to(self._dtype)
+        """Return what autograd still has to add to the weight's gradient: zeros if a hook waits for the weight."""
+        if not self._is_added:
+            return self._sum.to(self._weight.dtype)
+        return torch.zeros_like(self._weight) if is_awaited(self._weight) else None
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:

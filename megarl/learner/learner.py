@@ -25,12 +25,14 @@ from megarl.learner.finite import Buffers, NotFinite, explain_not_finite
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
-from megarl.learner.outputs import OutputHead
+from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.overlap import weights_in_flight
+from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.passes import Passes
 from megarl.learner.patches.cpu import megatron_platform
-from megarl.learner.schedule import MicroBatch, run_schedule
-from megarl.learner.terms import LossTerm, MicroLoss, Objective, loss_head
+from megarl.learner.schedule import Head, MicroBatch, run_schedule
+from megarl.learner.terms import LossTerm, MicroLoss, Objective, loss_of
 from megarl.models.architecture import Architecture
 from megarl.reshard.layout import Layout
 
@@ -97,8 +99,13 @@ class Learner:
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
-        head = partial(self._head.numbers, with_entropy=with_entropy, temperature=temperature)
-        work = self.passes.divide(batch, budget, head, against)
+
+        def bind(packed: Packed, other: LogitFactors | None) -> Head:
+            return partial(
+                self._head.numbers, packed=packed, other=other, with_entropy=with_entropy, temperature=temperature
+            )
+
+        work = self.passes.divide(batch, budget, bind, against)
         numbers = self.passes.forward(work, budget)
         return self.passes.everywhere(batch, work, numbers, with_entropy=with_entropy, with_kl=against is not None)
 
@@ -134,7 +141,7 @@ class Learner:
         self.optimizer.advance_schedule()
         extras = repeat(()) if extra_terms is None else ((term,) for term in extra_terms)
         results = list[dict[str, float] | NotFinite | None]()
-        with self.offload.everything():
+        with self.offload.everything(), weights_in_flight(self.models):
             for number, (minibatch, extra) in enumerate(zip(minibatches, extras, strict=False)):
                 terms = (LossTerm(batch=minibatch, objective=objective, against=against), *extra)
                 if not minibatch.mask.any():
@@ -156,8 +163,9 @@ class Learner:
         assert self.optimizer is not None
         work = list[MicroBatch]()
         for number, term in enumerate(terms):
-            head = loss_head(number, term, self._head, self.device, with_entropy=term.needs_entropy or bool(review))
-            work += self.passes.divide(term.batch, budget, head, term.against)
+            bind = loss_of(number, term, self._head, self.device, with_entropy=term.needs_entropy or bool(review))
+            work += self.passes.divide(term.batch, budget, bind, term.against)
+        self.offload.fetch_optimizer()  # after the micro-batches, which would queue behind it
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
@@ -180,6 +188,7 @@ class Learner:
                 return self._step((replace(term, batch=others), *terms[1:]), budget)
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
+        self.offload.await_optimizer()
         with megatron_platform():
             grad_norm = self.optimizer.grad_norm()
         if any_rank(not (math.isfinite(loss) and math.isfinite(grad_norm)), self.device):

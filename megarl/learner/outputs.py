@@ -18,6 +18,7 @@ from megarl.learner.heads import vocab_parallel_divergence, vocab_parallel_log_p
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import Architecture
+from megarl.platform.device import to_device, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class OutputHead:
         )
         numbers = [log_probs] if entropy is None else [log_probs, entropy]
         if other:
-            there = other.hidden.to(states.device)
+            there = to_device(other.hidden, states.device)
             numbers.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
         return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
 
@@ -92,7 +93,7 @@ class OutputHead:
     def logit_factors(self, hidden: Tensor, *, packed: Packed, divergence: Divergence) -> LogitFactors:
         """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""
         # The weight is not copied: this storage stays on the device when the model's parameters are offloaded.
-        states, weight = self._states(hidden, packed).cpu(), self._weight().detach()
+        states, weight = to_host(self._states(hidden, packed)), self._weight().detach()
         return LogitFactors(divergence=divergence, hidden=states, weight=weight)
 
     def _states(self, hidden: Tensor, packed: Packed) -> Tensor:

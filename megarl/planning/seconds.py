@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.flops import UPDATE, Tokens, active_weights, forward_flops
+from megarl.models.flops import UPDATE, Tokens, active_weights, feed_forward_share, forward_flops
 from megarl.models.grid import Grid
 from megarl.planning.activations import Work
 from megarl.planning.memory import RankMemory
@@ -172,11 +172,12 @@ def _touched(architecture: Architecture, weights: int, num_tokens: int) -> float
 
 
 def _passes(
-    workload: Workload, model: TrainerModel, work: Work, machine: Machine, tokens: Tokens, *, num_passes: int
+    workload: Workload, model: TrainerModel, work: Work, machine: Machine, tokens: Tokens, *, num_passes: float
 ) -> float:
     """Return the seconds of `num_passes` forward passes over all samples, with the messages and an idle pipeline."""
     a, section, grid = model.architecture, model.section, workload.grid
-    num_passes += num_passes // UPDATE if work.recompute else 0
+    again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
+    num_passes *= 1 + again / UPDATE
     computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_per_second
     if workload.config.trainer.device == "cpu":
         moved = num_passes * forward_bytes(a, tokens, dtype=section.dtype) / grid.num_ranks

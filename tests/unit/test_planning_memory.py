@@ -106,6 +106,9 @@ def test_recomputation_keeps_the_inputs_of_layers() -> None:
     assert training_bytes(model, section, grid, stage=0, work=work) == 2 * 16 * layer + layer
     again = replace(work, recompute=True)
     assert training_bytes(model, section, grid, stage=0, work=again) == 2 * 16 * 1000 * 4096 * 2 + 2 * layer
+    inside = 1000 * 3 * 14336 * 2  # gate, up and their product
+    selective = replace(work, recompute="selective")
+    assert training_bytes(model, section, grid, stage=0, work=selective) == 2 * 16 * (layer - inside) + layer + inside
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ def test_recomputation_costs_a_third_and_no_utilization(tmp_path: Path) -> None:
     assert again.flops == plain.flops
     more = again.seconds["update actor"] - plain.seconds["update actor"]
     assert more == pytest.approx(plain.seconds["infer actor"])
+    selective = plan(tmp_path, "actor_rollout_ref.model.enable_gradient_checkpointing=selective").time
+    assert selective.flops == plain.flops
+    of_feed_forward = 2 * 256 * 1280 * 24 * 3 * 896 * 4864 / PEAKS.flops_per_second  # Qwen2.5-0.5B
+    assert selective.seconds["update actor"] - plain.seconds["update actor"] == pytest.approx(of_feed_forward)
 
 
 def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
