@@ -55,6 +55,7 @@ def test_saves_are_measured_and_have_the_bytes_of_the_state() -> None:
 @pytest.mark.timeout(600)  # two trainings
 def test_slow_environments_change_no_engine_step() -> None:
     arguments = ["episodes", "--seconds", "0.2", "--overlap", "1", "--repeats", "1", "--json"]
+    arguments.append("data.max_response_length=128")
     found = json.loads(run_python("-m", "megarl.bench", *arguments, timeout_s=560).splitlines()[-1])
     quick, slow = found["cases"]
     assert (quick["seconds"], slow["seconds"]) == (0.0, 0.2)
