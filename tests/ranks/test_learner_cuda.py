@@ -132,6 +132,7 @@ def learn_deterministically(source: Path) -> Any:
         seen.append(torch.are_deterministic_algorithms_enabled())
         return ACTOR(*args)
 
+    objective.needs_entropy = True  # type: ignore[attr-defined]
     learner.update([experience()], objective, Budget(max_tokens=100, max_sequences=None))
     return {*seen}, learner.modules[0].config.deterministic_mode, torch.are_deterministic_algorithms_enabled()
 
