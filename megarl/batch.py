@@ -8,7 +8,7 @@ Shapes: `P` prompts, `B = P * n` samples (the `n` samples of prompt `p` are rows
 response and, if the response is an episode, on the tokens of its environment. `responses` alone has the latter too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -211,9 +211,9 @@ class Rollouts(Prompts):
         kept = ~samples[:, None]
         return self._with({name: tensor * kept for name, tensor in self._tensors() if tensor.ndim == 2})
 
-    def to(self, device: torch.device) -> Self:
-        """Return the record with its tensors on `device`."""
-        return self._with({name: tensor.to(device) for name, tensor in self._tensors()})
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the record with what `move` makes of its tensors."""
+        return self._with({name: move(tensor) for name, tensor in self._tensors()})
 
     def _prompt_lengths(self) -> Tensor:
         """[B] int64."""

@@ -47,7 +47,7 @@ PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.pat
 """The modules that declare replacements of other libraries' code."""
 MIN_SHM_GIB = 1
 # Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
-SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)$|cpushm|^vllm|^psm_")
+SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)(?<!-sockets)$|cpushm|^vllm|^psm_")
 
 
 def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
@@ -103,8 +103,10 @@ def bytecode_findings(modules: Sequence[str]) -> list[Finding]:
     if not bare:
         return [Finding("bytecode", "complete")]
     compiling = shlex.join([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")])
-    advice = f"each process compiles what it imports, for many seconds; once, as the owner of the packages: {compiling}"
-    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note")]
+    advice = (
+        "each process compiles what it imports, for many seconds: run the command below as the owner of the packages"
+    )
+    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note", compiling)]
 
 
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
@@ -191,8 +193,27 @@ def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding
         return rows
     return [
         *rows,
-        Finding("left by crashed jobs", f"{len(left)} segments", shlex.join(["rm", "--", *map(str, left)]), "note"),
+        Finding(
+            "left by crashed jobs",
+            f"{len(left)} segments",
+            "remove them with the command below",
+            "note",
+            shlex.join(["rm", "--", *map(str, left)]),
+        ),
     ]
+
+
+def patch_findings(patches: Sequence[Patch]) -> list[Finding]:
+    """Report how much code of other libraries is replaced, and the libraries whose version is untested."""
+    untested = {
+        f"{patch.library} {patch.installed_version}"
+        for patch in patches
+        if patch.installed_version and not patch.is_tested
+    }
+    found = f"{len(patches)} places, listed by --patches"
+    if not untested:
+        return [Finding("replaced code", found)]
+    return [Finding("replaced code", found, f"not tested with {', '.join(sorted(untested))}", "note")]
 
 
 def patch_table(patches: Sequence[Patch]) -> Table:
@@ -214,6 +235,7 @@ def patch_table(patches: Sequence[Patch]) -> Table:
 
 def peak_findings(torch: ModuleType) -> list[Finding]:
     """Measure the devices, or the processor if there are none: products of matrices, and copies of memory."""
+    from megarl.bench import engine_cost
     from megarl.platform.peaks import measure
 
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
@@ -224,6 +246,11 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
             speed = f"{peaks.flops_per_second / 1e12:.3g} TFLOP/s"
             rows.append(Finding(f"{device}, {str(dtype).removeprefix('torch.')}", speed, "trainer.peak_tflops"))
         rows.append(Finding(f"{device}, copies", f"{peaks.bytes_per_second / 1e12:.3g} TB/s, read and written"))
+    dtype_of_engine = "float32" if devices[0].type == "cpu" else "bfloat16"
+    cost = engine_cost.measure(dtype_of_engine)
+    numbers = ",".join(f"{1e3 * seconds:.3g}" for seconds in (cost.step, cost.layer, cost.sample))
+    of_step = f"{numbers} ms, for a step, a layer and a sample"
+    rows.append(Finding("engine step on the host", of_step, f"megarl plan --engine-ms {numbers}"))
     return rows
 
 
@@ -242,6 +269,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
         for module in PATCHING:
             importlib.import_module(module)
+        sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
     cpuinfo = Path("/proc/cpuinfo")
@@ -256,9 +284,9 @@ def main(argv: Sequence[str] = ()) -> int:
         tool_findings(shutil.which),
         shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
     ]
-    _print("megarl doctor", sections)
-    if patches := declared():
-        Console().print(patch_table(patches))
+    show("megarl doctor", sections)
+    if typed["patches"]:
+        Console().print(patch_table(declared()))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
     Console().print(
         f"[red]Training cannot work here: {len(faults)} fault(s), remedies above."
@@ -342,7 +370,7 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
     found = examine(circle, print)
     if circle.mine == 0 or len(found) == 1:
         for host, findings in found.items():
-            _print(f"megarl doctor on {host}", [findings])
+            show(f"megarl doctor on {host}", [findings])
     faults = sum(finding.verdict == "fault" for findings in found.values() for finding in findings)
     if circle.mine == 0:
         Console().print(
@@ -353,7 +381,8 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
     return 1 if faults else 0
 
 
-def _print(title: str, sections: Sequence[Sequence[Finding]]) -> None:
+def show(title: str, sections: Sequence[Sequence[Finding]]) -> None:
+    """Print findings as a table, and below it their commands, each on a line of its own."""
     table = Table("what", "found", "advice", title=title)
     styles = {"good": "", "note": "yellow", "fault": "bold red"}
     for section in sections:
@@ -361,7 +390,10 @@ def _print(title: str, sections: Sequence[Sequence[Finding]]) -> None:
             cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets are no markup
             table.add_row(*cells, style=styles[finding.verdict])
         table.add_section()
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for finding in (finding for section in sections for finding in section if finding.command):
+        console.print(Text(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

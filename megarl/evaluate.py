@@ -2,12 +2,13 @@
 
 Takes the configuration that the run kept, or another one. Validates the checkpoint that `trainer.resume_mode` and
 `trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint. Prints one JSON
-line.
+line to standard output, and all else to standard error.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
 from megarl.entry import run
+from megarl.platform.files import similar
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -48,7 +50,8 @@ def as_configuration(argument: str) -> list[str]:
     config, is_checkpoint = directory / CONFIG_FILE, step_of_name(directory.resolve().name) is not None
     if not config.is_file():
         why = f"has no {CONFIG_FILE}" if directory.is_dir() else f"is no directory{others(directory)}"
-        message = f"{why}: name a run's directory, a checkpoint in it, or a configuration"
+        remedy = similar(directory) or ": name a run's directory, a checkpoint in it, or a configuration"
+        message = f"{why}{remedy}"
         raise ConfigError([Fault(path=argument, message=message)])
     run_dir = directory.resolve().parent if is_checkpoint else directory
     return [
@@ -60,13 +63,14 @@ def as_configuration(argument: str) -> list[str]:
 
 
 def evaluate(config: Config, launch: Launch) -> None:
-    """Run the validation on this rank."""
+    """Run the validation on this rank. Standard output gets nothing but the JSON line, for programs that read it."""
     from megarl.assembly.run import build_validation
 
-    validation, engine, step = build_validation(config, launch)
-    scores = validation.run(step=step)
-    validation.tracker.close()
-    engine.close()
+    with redirect_stdout(sys.stderr):
+        validation, engine, step = build_validation(config, launch)
+        scores = validation.run(step=step)
+        validation.tracker.close()
+        engine.close()
     if launch.rank == 0:
         print(json.dumps({"step": step, **scores}))
 

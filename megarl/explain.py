@@ -23,7 +23,7 @@ from megarl.config.load import (
     read,
     written_keys,
 )
-from megarl.config.reference import ROOTS, Key, keys_of, sections_of
+from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.unread import shown
 from megarl.platform.secrets import guard_output, redacted
@@ -37,6 +37,8 @@ LOADERS: Mapping[type, Callable[..., Any]] = {
 }
 BY_COMMAND = {command.replace("_", "-"): root for root, (_, command) in ROOTS.items()}
 MOST_COLUMNS, SIMILAR = 120, 0.6
+MOST_ALIGNED = 80
+"""Characters of `key = value` that others are aligned with."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             return 0
         found = Values.read(root, configuration)
         lines = [line for name in names for line in explain(name, root, found)]
-        print("\n".join(lines or (written(root, found) if configuration else contents(root))))
+        for line in lines or (written(root, found) if configuration else contents(root)):
+            print(line)
         if found.faults:
             raise ConfigError(found.faults)
     except ConfigError as error:
@@ -125,10 +128,20 @@ def contents(root: type) -> Iterator[str]:
 
 
 def written(root: type, found: Values) -> Iterator[str]:
-    """Yield a line for each key that files or arguments write: value, origin and default."""
+    """Yield each file that writes keys, and the command line; below it a line for each key: value and default."""
     keys = keys_of(root)
-    for path, origin in sorted(found.origins.items()):
-        yield f"{path} = {shown(_value(path, found))}   ({origin}; default {_plain(keys[path].default)})"
+    values = {path: shown(_value(path, found)) for path in sorted(found.origins)}
+    width = max((len(line) for line in map(" = ".join, values.items()) if len(line) <= MOST_ALIGNED), default=0)
+    for origin in dict.fromkeys(found.origins.values()):
+        yield origin
+        for path, value in values.items():
+            if found.origins[path] == origin:
+                yield f"  {f'{path} = {value}':{width}}  ({_remark(value, keys[path])})"
+
+
+def _remark(value: str, key: Key) -> str:
+    default = _default(key)
+    return "the default" if value == default else default if default == REQUIRED else f"default {default}"
 
 
 def _root_of(configuration: Sequence[str], names: Sequence[str]) -> type:
@@ -154,7 +167,7 @@ def _key(path: str, key: Key, found: Values) -> Iterator[str]:
     yield path
     yield _text(f"{key.text} {key.condition}", 2)
     yield f"  type     {_plain(key.kind)}"
-    yield f"  default  {_plain(key.default)}"
+    yield f"  default  {_default(key)}"
     if found.values:
         yield f"  value    {shown(_value(path, found))}   ({found.origins.get(path, 'default')})"
     yield ""
@@ -177,6 +190,10 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     ]
     listed = " or ".join(dict.fromkeys(close))
     return f"did you mean {listed}?" if listed else "`megarl config` lists the sections"
+
+
+def _default(key: Key) -> str:
+    return _plain(key.default) or "''"
 
 
 def _plain(text: str) -> str:

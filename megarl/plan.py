@@ -16,7 +16,7 @@ from megarl.config.faults import ConfigError
 from megarl.config.report import show_plan
 from megarl.planning.planner import Planner
 from megarl.planning.report import show, to_dict
-from megarl.planning.seconds import Lengths
+from megarl.planning.seconds import EngineCost, Lengths
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
 from megarl.platform.secrets import guard_output, redact
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             host_bytes=typed["host_memory"],
             links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
             peaks=Peaks(flops_per_second=typed["peak_tflops"] * 1e12, bytes_per_second=typed["memory_bandwidth"]),
-            lengths=typed["lengths"] and Lengths(**dict(zip(("prompt", "response"), typed["lengths"], strict=True))),
+            engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
+            lengths=typed["lengths"] and Lengths(*typed["lengths"]),
         )
         plan = planner.plan()
     except ConfigError as error:

@@ -13,7 +13,7 @@ from megarl.cli.commands import SFT
 from megarl.config.load import load_sft_config
 from megarl.config.report import unread_keys
 from megarl.config.root import SFTConfig
-from megarl.config.trial import find_models
+from megarl.config.trial import find_places
 from megarl.distributed.place import Launch
 from megarl.entry import run
 
@@ -22,7 +22,7 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys, trial=find_models, imports=IMPORTS)
+    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys, trial=find_places, imports=IMPORTS)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:

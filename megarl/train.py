@@ -14,7 +14,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, unread_keys, unwritten_keys
 from megarl.config.root import Config
-from megarl.config.trial import find_models, find_sources, try_reward
+from megarl.config.trial import find_places, find_sources, try_reward
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.tracking.config import TrainerSection
@@ -64,9 +64,13 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def try_out(arguments: Arguments) -> Iterator[str]:
-    """Look for models and data sources, and try the reward; yield its remarks. Raises ConfigError as all three do."""
+    """Look for models, directories and data sources, and try the reward; yield its remarks.
+
+    Raises:
+        ConfigError: as each of these does.
+    """
     if not arguments.replay:
-        find_models(arguments.config)
+        find_places(arguments.config)
         find_sources(arguments.config)
         yield from try_reward(arguments.config)
 

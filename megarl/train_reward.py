@@ -14,7 +14,7 @@ from megarl.cli.commands import TRAIN_REWARD
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import unread_keys
 from megarl.config.root import RewardTrainConfig
-from megarl.config.trial import find_models
+from megarl.config.trial import find_places
 from megarl.distributed.place import Launch
 from megarl.entry import run
 
@@ -23,7 +23,7 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys, trial=find_models, imports=IMPORTS)
+    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys, trial=find_places, imports=IMPORTS)
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> RewardTrainConfig:

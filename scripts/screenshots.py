@@ -37,7 +37,7 @@ COLUMNS, LINES = 112, 40
 SESSION = "megarl-screenshots"
 DRAWN_MS = 60_000
 """Time that a page has to fetch its data and to draw its charts."""
-MOMENT = r"step 1\d/.*\n +updating the actor"
+MOMENT = r"step 3\d/.*\n +updating the actor +\d of"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking")
 PAGE = """\
 <body style="margin: 16px; background: {background}; color: {foreground}">

@@ -2,7 +2,9 @@
 # Make the Python environments of this repository. A second run without changes takes less than a second.
 #
 #   scripts/setup.sh            .venv: exactly requirements/cpu.lock, and megarl itself, editable
+#   scripts/setup.sh packages   .venv without megarl, for the layer of an image
 #   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
+#   scripts/setup.sh oldest     .venv-oldest: .venv, overridden by requirements/oldest.txt
 #   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
@@ -72,15 +74,17 @@ pip_setting() {
     .venv/bin/python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | head -n 1 | sed 's/\\n/ /g'
 }
 
-# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip.
+# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip. Like
+# pip, and unlike uv itself, it trusts the certificates of the system.
 uv_install() {
-    local links
+    local links cert
     links=$(pip_setting find-links)
-    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting index-url)} \
-        UV_INDEX=${UV_INDEX:-$(pip_setting extra-index-url)} \
-        UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}} \
-        UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} \
-        SSL_CERT_FILE=${SSL_CERT_FILE:-$(pip_setting cert)} \
+    cert=${SSL_CERT_FILE:-$(pip_setting cert)}
+    env UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}" \
+        UV_INDEX="${UV_INDEX:-$(pip_setting extra-index-url)}" \
+        UV_FIND_LINKS="${UV_FIND_LINKS:-${links// /,}}" \
+        UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" \
+        UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" ${cert:+"SSL_CERT_FILE=$cert"} \
         .venv/bin/uv pip install --no-deps --python .venv/bin/python "$@"
 }
 
@@ -117,21 +121,27 @@ stamped() {
     [[ -f $1 && $(<"$1") == "$2" ]]
 }
 
-setup_locked() {
-    local packages project
+setup_packages() {
+    local packages
     packages=$(fingerprint requirements/cpu.lock)
-    project=$(fingerprint requirements/cpu.lock pyproject.toml)
-    if stamped .venv/.packages "$packages" && stamped .venv/.project "$project"; then
-        echo "setup: .venv is up to date"
+    if stamped .venv/.packages "$packages"; then
         return
     fi
     check_tools
-    if ! stamped .venv/.packages "$packages"; then
-        step "create .venv ($("$python" -V))" "Remove .venv and try again; PYTHON= chooses another interpreter." \
-            "$python" -m venv --clear .venv
-        step "install requirements/cpu.lock" \
-            "Check the network, the proxy, the disk (9 GB) and the sources: pip config list, UV_* variables." install_lock
-        echo "$packages" >.venv/.packages
+    step "create .venv ($("$python" -V))" "Remove .venv and try again; PYTHON= chooses another interpreter." \
+        "$python" -m venv --clear .venv
+    step "install requirements/cpu.lock" \
+        "Check the network, the proxy, the disk (9 GB) and the sources: pip config list, UV_* variables." install_lock
+    echo "$packages" >.venv/.packages
+}
+
+setup_locked() {
+    local project
+    setup_packages
+    project=$(fingerprint requirements/cpu.lock pyproject.toml)
+    if stamped .venv/.project "$project"; then
+        echo "setup: .venv is up to date"
+        return
     fi
     step "install megarl (editable)" "Check pyproject.toml; it needs no network." \
         pip_install --no-build-isolation --no-index -e .
@@ -169,7 +179,9 @@ trap 'rm -f "$log"' EXIT
 exec 9<requirements/cpu.lock && flock 9 # two makes at once: the second waits and then finds nothing to do
 case ${1:-} in
 "") setup_locked ;;
+packages) setup_packages ;;
 newest) lay_over .venv-newest requirements/newest.txt ;;
+oldest) lay_over .venv-oldest requirements/oldest.txt ;;
 peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
-*) die "unknown argument '$1': give none, 'newest' or 'peers'." ;;
+*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest' or 'peers'." ;;
 esac

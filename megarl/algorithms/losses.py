@@ -22,13 +22,13 @@ class PolicyOutputs:
     """Outputs of a policy for the sampled tokens."""
 
     log_probs: Tensor  # [b, T]
-    entropy: Tensor  # [b, T] nats, of the whole next-token distribution
+    entropy: Tensor | None = None  # [b, T] nats, of the whole next-token distribution; None: not asked for
     kl: Tensor | None = None  # [b, T] nats, exact, from the reference, over the whole vocabulary; None: not asked for
 
     def select(self, samples: Tensor) -> "PolicyOutputs":
         """Return the outputs for the given samples (int64 indices)."""
-        kl = None if self.kl is None else self.kl[samples]
-        return PolicyOutputs(log_probs=self.log_probs[samples], entropy=self.entropy[samples], kl=kl)
+        entropy, kl = (None if numbers is None else numbers[samples] for numbers in (self.entropy, self.kl))
+        return PolicyOutputs(log_probs=self.log_probs[samples], entropy=entropy, kl=kl)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,7 @@ def make_actor(
         name="actor",
         learner=learner,
         against=_against(reference, config.kl_of_reward, config.algorithm.kl_penalty_js_beta),
+        with_entropy=True,
         budget=make_budget(config, policy.rollout.log_prob_micro_batch_size or actor.ppo_micro_batch_size),
         updates=replace(
             _updates(config, "actor", actor, objective),

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
 from megarl.assembly.resume import ResumePoint
-from megarl.checkpoint import manifest
-from megarl.checkpoint.directory import HUGGINGFACE
+from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.store import CheckpointStore
@@ -107,4 +106,4 @@ def is_exported(directory: Path, resume_point: ResumePoint) -> bool:
         return False
     weights = [path.stat().st_mtime for path in directory.glob("model*.safetensors")]
     is_complete = bool(weights) and (directory / "config.json").is_file()  # written last
-    return is_complete and min(weights) >= (resume_point.checkpoint / manifest.MANIFEST_FILE).stat().st_mtime
+    return is_complete and min(weights) >= (resume_point.checkpoint / MANIFEST_FILE).stat().st_mtime

@@ -89,11 +89,11 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
     Raises:
         ValueError: after a way the weights of engine and trainer differ.
     """
-    from megarl.bench.ways import PlainCopy, Repack
+    from megarl.bench.ways import Exchange, PlainCopy, Repack
 
-    copy, repack = PlainCopy(subject), Repack(subject)
+    copy, exchange, repack = PlainCopy(subject), Exchange(direct.plan, subject.learner.device), Repack(subject)
     ways: dict[str, Callable[[], None]] = {"megarl": direct.run, "mbridge": full.run}
-    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "copy", "repack")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "copy", "exchange", "repack")}
     differences = []
     for repeat in range(repeats):
         subject.scale(GROWTH)
@@ -101,6 +101,7 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
         for name in sorted(ways, reverse=bool(repeat % 2)):
             seconds["repack"].append(timed(repack.run) - repack.seconds_to_ignore)
             seconds["copy"].append(timed(copy.run))
+            seconds["exchange"].append(timed(exchange.run))
             seconds[name].append(timed(ways[name]))
             answers[name] = subject.ask()
         check_equal(answers, repeat)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SIDE = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?(?:pp(?P<pp>[1-9]\d*))?(?:dp(?P<dp>[1-9]\d*))?")
+LENGTHS = ("equal", "ragged", "long-tail")
 LAYOUTS = ("tp2-tp2", "tp1pp2-tp2", "tp2-tp1", "dp2-dp2", "tp2pp2-tp2")
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}

@@ -3,12 +3,14 @@
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
-from megarl.bench.cases import LAYOUTS, MODELS
+from megarl.bench.cases import LAYOUTS, LENGTHS, MODELS
 from megarl.platform.arguments import Arguments
 
 STEP = "The time of every phase of a step, next to vLLM and transformers on the same samples."
+SCALING = "Tokens per second of a step over growing ranks, batches and responses."
 RESHARD = "The time and memory of a sync, next to a usual way of other trainers."
 PHASES = "The time between training and generation: to wake the engine, to sync it, to make room, to let it sleep."
 EPISODES = "The occupancy of the engine while environments of many turns take their time."
@@ -31,6 +33,15 @@ def parser() -> Arguments:
     return root
 
 
+def _model(name: str) -> str:
+    """Return the name of a shape, or of a directory that exists; argparse reports any other name."""
+    if name in MODELS or Path(name).is_dir():
+        return name
+    close = get_close_matches(name, MODELS, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"name a directory, or one of {', '.join(MODELS)}"
+    raise argparse.ArgumentTypeError(f"{name!r} is neither a directory nor a known shape: {remedy}")
+
+
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
     parser = Arguments(
@@ -39,8 +50,14 @@ def step_parser() -> Arguments:
         usage="%(prog)s [options] [a.b.c=value ...]",
         example="megarl bench step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
     )
-    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
-    parser.add_argument("--lengths", choices=("equal", "ragged", "long-tail"), default="equal", help="of the responses")
+    parser.add_argument("--model", default="llama-3m", type=_model, help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=["equal"],
+        metavar="LENGTHS",
+        help=f"of the responses: one or more of {','.join(LENGTHS)}",
+    )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic")
     parser.add_argument("--prompts", type=int, default=32, help="in each step")
     parser.add_argument("--responses", type=int, default=4, help="to each prompt")
@@ -56,7 +73,31 @@ def step_parser() -> Arguments:
     )
     parser.add_argument("--peer", choices=("trl",), help="train with this library too, in turn (`make setup-peers`)")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write torch.profiler's trace of one step more")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object for each of the lengths")
+    form.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks/step.md")
+    return parser
+
+
+def scaling_parser() -> Arguments:
+    """Return the options of measured scaling; other arguments are keys of a run."""
+    parser = Arguments(
+        prog="megarl bench scaling",
+        description=SCALING,
+        usage="%(prog)s [options] [a.b.c=value ...]",
+        example="megarl bench scaling --ranks 1,2 --picture scaling.svg --markdown",
+    )
+    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--ranks", type=_sizes, default=[1, 2], help="processes, such as 1,2,4")
+    parser.add_argument("--prompts", type=_sizes, default=[8, 16, 32, 64], help="in each step")
+    parser.add_argument("--response-tokens", type=_sizes, default=[32, 64, 128, 256], help="of each response")
+    parser.add_argument("--responses", type=int, default=4, help="to each prompt")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
+    parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print the table of docs/benchmarks/step.md")
     return parser
 
 
@@ -144,8 +185,25 @@ def _rank(text: str) -> int:
     return int(text)
 
 
+def _lengths(text: str) -> list[str]:
+    """Read names of lengths that commas separate."""
+    names = text.split(",")
+    if unknown := {*names} - {*LENGTHS}:
+        raise argparse.ArgumentTypeError(f"there are {', '.join(LENGTHS)}, not {', '.join(sorted(unknown))}")
+    return names
+
+
+def _sizes(text: str) -> list[int]:
+    """Read numbers that commas separate."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text} is not numbers such as 1,2,4")
+    return [*map(int, numbers)]
+
+
 PARSERS: Mapping[str, tuple[str, Callable[[], Arguments]]] = {
     "step": (STEP, step_parser),
+    "scaling": (SCALING, scaling_parser),
     "episodes": (EPISODES, episodes_parser),
     "reshard": (RESHARD, reshard_parser),
     "phases": (PHASES, phases_parser),

@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +21,8 @@ COLUMNS = (
     "faster",
     "copy+repack ms",
     "over that",
+    "exchange ms",
+    "over all three",
     "received MB",
     "peer's",
     "peak MB",
@@ -54,6 +56,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "peak_extra_bytes": {name: max(values) for name, values in peaks.items()} if counted else None,
         "times_faster": seconds["mbridge"] / seconds["megarl"],
         "times_copy_and_repack": seconds["megarl"] / (seconds["copy"] + seconds["repack"]),
+        "times_all_three": seconds["megarl"] / (seconds["copy"] + seconds["repack"] + seconds["exchange"]),
         "peak_ratio": max(peaks["megarl"]) / max(peaks["mbridge"]) if counted else None,
         "mean_probability_difference": ranks[0]["mean_probability_difference"],  # equal on all,
     }
@@ -82,26 +85,30 @@ def machine(device: str) -> dict[str, Any]:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the cases as a table."""
-    table = Table(*COLUMNS)
+    cases = Table(*COLUMNS)
     for case in found["cases"]:
-        table.add_row(*_row(case))
-    describe(table, found, console)
+        cases.add_row(*_row(case))
+    describe(cases, found, console)
 
 
-def describe(table: Table, found: dict[str, Any], console: Console) -> None:
+def describe(cases: Table, found: dict[str, Any], console: Console) -> None:
     """Print a table, and below it how it was measured."""
     console.width = max(console.width, WIDTH)
-    console.print(table)
+    console.print(cases)
     for title in ("command", "machine", "versions"):
-        console.print(f"{title}: {_line(found[title])}", highlight=False, soft_wrap=True)
+        console.print(f"{title}: {line(found[title])}", highlight=False, soft_wrap=True)
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the page of results."""
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *(_row(case) for case in found["cases"])]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    cases = table(COLUMNS, map(_row, found["cases"]))
     template = files("megarl.bench").joinpath("reshard.md").read_text()
-    return template.format(table=table, **{title: _line(found[title]) for title in ("command", "machine", "versions")})
+    return template.format(table=cases, **{title: line(found[title]) for title in ("command", "machine", "versions")})
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of a page."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
 def _row(case: dict[str, Any]) -> tuple[str, ...]:
@@ -115,6 +122,8 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
         f"{case['times_faster']:.1f}x",
         f"{seconds['copy'] * 1e3:.0f}+{seconds['repack'] * 1e3:.0f}",
         f"{case['times_copy_and_repack']:.2f}x",
+        f"{seconds['exchange'] * 1e3:.0f}",
+        f"{case['times_all_three']:.2f}x",
         f"{received['megarl'] / 1e6:.1f}",
         f"{received['mbridge'] / 1e6:.1f}",
         *counted,
@@ -122,5 +131,6 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _line(value: str | dict[str, Any]) -> str:
+def line(value: str | dict[str, Any]) -> str:
+    """Return a text, or pairs of names and values, in one line."""
     return value if isinstance(value, str) else ", ".join(f"{key} {item}" for key, item in value.items())

@@ -2,7 +2,8 @@
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of
-matrices take at the machine's own speed. With `--peer trl`, TRL's GRPO trains on the same workload in turn.
+matrices take at the machine's own speed. With `--peer trl`, TRL's GRPO trains on the same workload in turn. `megarl
+plan` predicts the step from the machine's speeds, which are measured in the same run.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.bench import report, step_trl
+from megarl.bench import engine_cost, report, step_page, step_plan, step_trl
 from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
 from megarl.models.architecture import Architecture, read_architecture
@@ -44,24 +45,28 @@ Step = Mapping[str, float]
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the results."""
     options, overrides = step_parser().parse_known_args(argv)
-    workload = Workload(
-        model=options.model,
-        lengths=options.lengths,
-        algorithm=options.algorithm,
-        num_prompts=options.prompts,
-        num_responses=options.responses,
-    )
+    command, runs = shlex.join(["megarl", "bench", "step", *argv]), []
     try:
-        with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
-            found = measure(workload, Path(name), options, overrides)
+        for lengths in options.lengths:
+            workload = Workload(
+                model=options.model,
+                lengths=lengths,
+                algorithm=options.algorithm,
+                num_prompts=options.prompts,
+                num_responses=options.responses,
+            )
+            with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
+                runs.append({"command": command} | measure(workload, Path(name), options, overrides))
     except ValueError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
-    found = {"command": shlex.join(["megarl", "bench", "step", *argv])} | found
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found, Console())
+    if options.markdown:
+        print(step_page.markdown(runs), end="")
+    for found in runs if not options.markdown else ():
+        if options.json:
+            print(json.dumps(found))
+        else:
+            show(found, Console())
     return 0
 
 
@@ -92,6 +97,7 @@ def measure(
     for peer in PEERS:
         run_module("megarl.bench.step_peers", peer, str(directory))
     peers = {peer: json.loads((directory / f"{peer}.json").read_text()) for peer in PEERS}
+    peers["host"] = asdict(engine_cost.measure(options.dtype))
     config = json.loads((model / "config.json").read_text())
     return {
         "machine": report.machine("cpu"),
@@ -103,6 +109,7 @@ def measure(
         "peers": peers,
         "ratios": ratios(steps, peers),
         "floors": floors(read_architecture(config), peers),
+        "plan": step_plan.beside(step_plan.predict([*_split(options), *written, *overrides], workload, peers), steps),
     }
 
 
@@ -113,9 +120,7 @@ def train(
     num_steps = WARM_UP + options.repeats
     run_module(
         "megarl.train",
-        f"actor_rollout_ref.actor.megatron.dtype={options.dtype}",
-        f"actor_rollout_ref.rollout.dtype={options.dtype}",
-        f"trainer.n_gpus_per_node={options.ranks}",
+        *_split(options),
         "trainer.logger=[jsonl]",
         "trainer.save_freq=-1",
         "trainer.val_before_train=false",
@@ -128,6 +133,15 @@ def train(
     if is_traced:
         shutil.copytree(run_dir / "profile", options.profile, dirs_exist_ok=True)
     return [line for line in read_jsonl(run_dir / "metrics.jsonl") if WARM_UP < line["step"] <= num_steps]
+
+
+def _split(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of a run about its ranks and types."""
+    return [
+        f"actor_rollout_ref.actor.megatron.dtype={options.dtype}",
+        f"actor_rollout_ref.rollout.dtype={options.dtype}",
+        f"trainer.n_gpus_per_node={options.ranks}",
+    ]
 
 
 def compare(steps: Sequence[Step], others: Sequence[Step], workload: Workload) -> dict[str, float]:

@@ -87,6 +87,7 @@ def transformers(settings: dict[str, Any]) -> dict[str, Any]:
         "infer": median(_times(infer, settings["repeats"])),
         "update": median(_times(update, settings["repeats"])),
         "tokens": read.num_tokens,
+        "longest": max(len(response) for _, response in samples),
         "read": asdict(read),
     }
 

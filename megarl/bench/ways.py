@@ -1,19 +1,24 @@
 """The compared ways to bring a trainer's weights into an engine: each has a `run`, collective on all ranks."""
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.bench.full_tensors import load_full_tensors
-from megarl.bench.peer_mbridge import Counter, Exporter, on_this_platform
+from megarl.bench.peer_mbridge import Counter as Received
+from megarl.bench.peer_mbridge import Exporter, on_this_platform
 from megarl.bench.subject import TrainerAndEngine
 from megarl.distributed.exchange import together
 from megarl.learner.model import padded_vocab_size
 from megarl.reshard.executor import Destination, Reshard
 from megarl.reshard.layout import placement_of
+from megarl.reshard.plan import RankPlan, Transfer, aligned
 from megarl.reshard.planner import lower_bound, plan_between
 
 
@@ -23,14 +28,14 @@ class Direct:
     def __init__(self, subject: TrainerAndEngine, *, bucket_bytes: int, ranks_per_node: int) -> None:
         learner, engine = subject.learner, subject.engine
         self._learner, self._engine = learner, engine
-        rank = torch.distributed.get_rank()
+        rank = dist.get_rank()
         sources, destinations = together(learner.layout), together(engine.weights.layout)
-        self._plan = plan_between(
+        self.plan = plan_between(
             sources, destinations, rank=rank, ranks_per_node=ranks_per_node, bucket_bytes=bucket_bytes
         )
         self.bytes_lower_bound = lower_bound(placement_of(sources), placement_of(destinations), rank=rank)
-        self.bytes_received = self._plan.bytes_received
-        self.reshard = Reshard(self._plan, device=learner.device)
+        self.bytes_received = self.plan.bytes_received
+        self.reshard = Reshard(self.plan, device=learner.device)
 
     def run(self) -> None:
         """Update the engine."""
@@ -45,7 +50,7 @@ class Direct:
     def run_with_new_buckets(self) -> None:
         """Run with newly allocated buckets, so that a memory measurement includes them."""
         del self.reshard
-        self.reshard = Reshard(self._plan, device=self._learner.device)
+        self.reshard = Reshard(self.plan, device=self._learner.device)
         self.run()
 
 
@@ -63,7 +68,7 @@ class FullTensors:
             dtype=learner.modules[0].config.params_dtype,
             padded_vocab_size=padded_vocab_size(learner.architecture.vocab_size, learner.mesh.tp_size),
         )
-        with Counter() as counter:
+        with Received() as counter:
             self.run()
         self.bytes_received = counter.bytes_received
 
@@ -93,6 +98,42 @@ class PlainCopy:
         """Copy all tensors."""
         torch._foreach_copy_(self._destination, self._source)
         synchronize(self._destination)
+
+
+class Exchange:
+    """The messages of a plan, wave by wave, between the same ranks and of the same sizes, from and to one buffer each.
+
+    It waits for the messages of a wave before it sends those of the next, and copies nothing else.
+    """
+
+    def __init__(self, plan: RankPlan, device: torch.device) -> None:
+        ways = (lambda wave: wave.sends), (lambda wave: wave.receives)
+        self._sizes = [[_by_peer(of(wave)) for of in ways] for wave in plan.waves]  # of each wave, by peer
+        longest = max((sum(way.values()) for wave in self._sizes for way in wave), default=0)
+        self._sent, self._received = (torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def run(self) -> None:
+        """Exchange all messages."""
+        for sends, receives in self._sizes:
+            messages = [
+                dist.P2POp(operation, data, peer)
+                for operation, buffer, sizes in (
+                    (dist.irecv, self._received, receives),
+                    (dist.isend, self._sent, sends),
+                )
+                for peer, data in zip(sizes, buffer[: sum(sizes.values())].split([*sizes.values()]), strict=True)
+            ]
+            for work in dist.batch_isend_irecv(messages) if messages else []:
+                work.wait()
+        synchronize([self._sent])
+
+
+def _by_peer(transfers: Sequence[Transfer]) -> dict[int, int]:
+    """Return the bytes for or from each peer, in the order in which a run sends them."""
+    sizes = Counter[int]()
+    for transfer in sorted(transfers, key=attrgetter("peer")):
+        sizes[transfer.peer] += aligned(transfer.num_bytes)
+    return dict(sizes)
 
 
 class Repack:

@@ -20,6 +20,8 @@ CONFIG_FILE = "config.yaml"
 HUGGINGFACE = "huggingface"
 """The exported model, in the directory of a supervised run and in each checkpoint."""
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+MANIFEST_FILE = "manifest.json"
+"""Size and checksum of every file, in each complete checkpoint."""
 STEP_PREFIX = "global_step_"
 
 

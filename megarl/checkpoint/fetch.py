@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import STEP_PREFIX, publish, step_of_name
-from megarl.checkpoint.manifest import MANIFEST_FILE, Seal, parse_manifest
+from megarl.checkpoint.directory import MANIFEST_FILE, STEP_PREFIX, publish, step_of_name
+from megarl.checkpoint.manifest import Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together

@@ -14,8 +14,8 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 
-from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, parse_step, step_of_name
-from megarl.checkpoint.manifest import MANIFEST_FILE, Seal
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, parse_step, step_of_name
+from megarl.checkpoint.manifest import Seal
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem

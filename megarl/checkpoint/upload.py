@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.checkpoint.background import LocalWork
-from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, latest_step
-from megarl.checkpoint.manifest import MANIFEST_FILE, Seal, parse_manifest
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, latest_step
+from megarl.checkpoint.manifest import Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.platform.small_files import read_bytes
 from megarl.platform.uri import persist

@@ -7,7 +7,7 @@ import click
 
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount, Checkpoint, MeanLengths
+from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
@@ -81,9 +81,9 @@ EVALUATE = Command(
     configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     module="megarl.evaluate",
     section=USES,
-    text="Score a checkpoint on the validation files. Prints one JSON line.\n\nTakes the directory of a run, which "
-    "keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores the latest "
-    "checkpoint unless a checkpoint is named; without any checkpoint, the model that the run starts from.",
+    text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
+    "of a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores "
+    "the latest checkpoint unless a checkpoint is named; without any checkpoint, the model that the run starts from.",
     example="megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b\n"
     "megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b/global_step_100 data.val_files=test.parquet",
     free=True,
@@ -137,8 +137,8 @@ PLAN = Command(
     click.Option(
         ["--lengths"],
         type=MeanLengths(),
-        metavar="PROMPT,RESPONSE",
-        help="Mean tokens, for the time  [default: the most]",
+        metavar="PROMPT,RESPONSE[,LONGEST]",
+        help="Mean tokens, and those of the longest response, for the time  [default: the most]",
     ),
     click.Option(
         ["--peak-tflops"],
@@ -154,6 +154,14 @@ PLAN = Command(
         show_default="an H100's, 3.35TB/s",
         metavar="AMOUNT",
         help="Bandwidth of a device's own memory.",
+    ),
+    click.Option(
+        ["--engine-ms"],
+        type=EngineMilliseconds(),
+        default="0,0,0",
+        show_default=True,
+        metavar="STEP,LAYER,SAMPLE",
+        help="What an engine step costs on the host, and more for each layer and sample (megarl doctor --peaks).",
     ),
     _json("tables"),
     module="megarl.plan",
@@ -186,6 +194,7 @@ VERIFY = Command(
 DOCTOR = Command(
     "doctor",
     click.Option(["--peaks"], is_flag=True, help="Measure the greatest speed of the devices too."),
+    click.Option(["--patches"], is_flag=True, help="List the code of other libraries that megarl replaces too."),
     click.Option(
         ["--hosts"],
         metavar="HOST,HOST,...",
@@ -207,9 +216,9 @@ DOCTOR = Command(
     ),
     module="megarl.doctor",
     section=PLANS,
-    text="Show what this machine has for training, and what it lacks.\n\nA second table lists the code of other "
-    "libraries that megarl replaces. With --hosts, checks names, interfaces, ports, InfiniBand, a shared directory and "
-    "clocks between hosts, and prints the tables on the first host. Exit code 1: training cannot work here.",
+    text="Show what this machine has for training, and what it lacks.\n\nWith --hosts, checks names, interfaces, "
+    "ports, InfiniBand, a shared directory and clocks between hosts, and prints the tables on the first host. Exit "
+    "code 1: training cannot work here.",
     example="megarl doctor\nsrun --nodes 2 --ntasks-per-node 1 megarl doctor --hosts node001,node002",
 )
 BENCH = Relay(
@@ -347,5 +356,14 @@ def megarl(version: Callable[[], str]) -> Commands:
         context_settings=CONTEXT,
         help="Reinforcement-learning post-training of language models.\n\n`megarl COMMAND --help` explains a command.",
         epilog=completion.SETUP,
-        params=[click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=show)],
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show,
+                help="Show version, commit and engine.",
+            )
+        ],
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, ZshComplete, add_completion_class
 
 from megarl.platform.arguments import Arguments
 
@@ -14,6 +14,27 @@ Completion of commands, options and keys: add to the start-up file of your shell
   bash  eval "$(_MEGARL_COMPLETE=bash_source megarl)"
   zsh   eval "$(_MEGARL_COMPLETE=zsh_source megarl)"
   fish  _MEGARL_COMPLETE=fish_source megarl | source"""
+
+
+@add_completion_class
+class Bash(BashComplete):
+    """Completion in bash, without a space after `a.b.c=`."""
+
+    source_template = BashComplete.source_template.replace(
+        "COMPREPLY+=($value)", "COMPREPLY+=($value); [[ $value == *= ]] && compopt -o nospace"
+    )
+
+
+@add_completion_class
+class Zsh(ZshComplete):
+    """Completion in zsh, without a space after `a.b.c=`."""
+
+    source_template = ZshComplete.source_template.replace(
+        "compadd -U -V unsorted -a completions",
+        """local -a keys=("${(@M)completions:#*=}") words=("${(@)completions:#*=}")
+        compadd -U -S '' -V keys -a keys
+        compadd -U -V unsorted -a words""",
+    )
 
 
 def of(command: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
+from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE, STEP_PREFIX, saved_steps, step_of_name
+from megarl.platform.files import similar
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -28,17 +29,35 @@ class Amount(click.ParamType[int]):
         return int(float(match[1]) * UNITS[match[2]])
 
 
-class MeanLengths(click.ParamType[tuple[int, int]]):
-    """The mean tokens of a prompt and of a response."""
+class MeanLengths(click.ParamType[tuple[int, ...]]):
+    """The mean tokens of a prompt and of a response, and the tokens of the longest response."""
 
     name = "lengths"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Parse `256,1024`."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse `256,1024` or `256,1024,4096`."""
         numbers = value.split(",")
-        if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) for number in numbers):
-            self.fail(f"{value!r} is not PROMPT,RESPONSE, two numbers of tokens such as 256,1024", param, ctx)
-        return int(numbers[0]), int(numbers[1])
+        if len(numbers) not in (2, 3) or not all(number.strip().isdigit() and int(number) for number in numbers):
+            self.fail(f"{value!r} is not PROMPT,RESPONSE[,LONGEST], numbers of tokens such as 256,1024", param, ctx)
+        return tuple(map(int, numbers))
+
+
+class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
+    """What an engine step costs on the host."""
+
+    name = "milliseconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, float, float]:
+        """Parse `9.1,0.25,0.18`."""
+        match = re.fullmatch(",".join([r"\s*(\d+\.?\d*)\s*"] * 3), value)
+        if not match:
+            self.fail(
+                f"{value!r} is not STEP,LAYER,SAMPLE, three numbers of milliseconds such as 9,0.2,0.2", param, ctx
+            )
+        step, layer, sample = map(float, match.groups())
+        return step, layer, sample
 
 
 class Checkpoint(click.ParamType[Path]):
@@ -49,9 +68,13 @@ class Checkpoint(click.ParamType[Path]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the directory; fail with the checkpoints that there are if it is neither."""
         path = Path(value)
-        if not saved_steps(path) and not (path / HUGGINGFACE / "config.json").is_file():
+        has_model = (path / HUGGINGFACE / "config.json").is_file()
+        is_checkpoint = step_of_name(path.resolve().name) is not None or (path / MANIFEST_FILE).exists()
+        if has_model and not (saved_steps(path) or is_checkpoint):
+            self.fail(f"{path} has no checkpoint, and {path / HUGGINGFACE} is exported already", param, ctx)
+        if not saved_steps(path) and not has_model:
             why = "is neither a checkpoint nor a run with checkpoints" if path.is_dir() else "is no directory"
-            self.fail(f"{path} {why}{others(path)}", param, ctx)
+            self.fail(f"{path} {why}{others(path) or similar(path)}", param, ctx)
         return path
 
 

@@ -17,6 +17,7 @@ from megarl.learner.config import MegatronSection, OptimSection
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
+from megarl.platform.files import similar
 from megarl.platform.uri import why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
@@ -233,7 +234,9 @@ def reward_faults(section: RulesSection, custom: CustomRewardSection) -> Iterato
             )
 
 
-def file_faults(file: str, key: str, remedy: str = "give data files that exist") -> Iterator[Fault]:
+def file_faults(
+    file: str, key: str, remedy: str = "give data files that exist (`megarl prepare` makes some)"
+) -> Iterator[Fault]:
     """Check that a local file exists, or that a URI is of a kind that is opened."""
     yield from uri_faults(file, key) if "://" in file else path_faults(file, key, remedy)
 
@@ -250,7 +253,7 @@ def uri_faults(name: str, key: str) -> Iterator[Fault]:
 def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """Check that a local path exists."""
     if path and not Path(path).exists():
-        yield Fault(path=key, message=f"no such file: {path}: {remedy}")
+        yield Fault(path=key, message=f"no such file: {path}{similar(Path(path)) or f': {remedy}'}")
 
 
 def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterator[Fault]:

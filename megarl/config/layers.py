@@ -6,7 +6,6 @@ Later layers override earlier ones. Values are checked elsewhere, except values 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megarl.config.faults import Fault
 from megarl.config.fixed import is_fixed, refuse
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.schema import Schema
+from megarl.platform.files import similar
 from megarl.platform.secrets import BLOT
 
 COMMAND_LINE = "command line"
@@ -86,7 +86,7 @@ def _read_file(name: str) -> Layer:
     if name.startswith("-") or path.suffix not in YAML:
         raise ValueError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():
-        raise ValueError(f"no such file{_meant(path)}")
+        raise ValueError(f"no such file{similar(path)}")
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
@@ -94,13 +94,6 @@ def _read_file(name: str) -> Layer:
     if not isinstance(tree, dict):
         raise ValueError("must hold keys and values at its top level")
     return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
-
-
-def _meant(path: Path) -> str:
-    """Return the question whether the YAML file of the most similar name was meant; '' if there is none like it."""
-    names = [found.name for found in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=1)
-    return f": did you mean {path.parent / close[0]}?" if close else ""
 
 
 @lru_cache(maxsize=256)  # a planner tries many variants of one command line

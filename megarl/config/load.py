@@ -262,8 +262,9 @@ def _leaf(location: Sequence[int | str], schema: Schema) -> str:
 
 
 def _say(details: ErrorDetails) -> str:
-    item = f"item {details['loc'][-1]} " if isinstance(details["loc"][-1], int) else ""
+    place = details["loc"][-1]
     if details["type"] == "missing":
-        return f"{item}is missing"
+        return f"item {place + 1} is missing" if isinstance(place, int) else "is missing"
+    item = f"{details['input']!r} " if isinstance(place, int) else ""
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return item + re.sub(", (got|unable) .*", "", message)

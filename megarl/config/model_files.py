@@ -11,6 +11,7 @@ from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import ModelDirectory, place_of, read_config, read_model, weight_files
 from megarl.models.overrides import unread_overrides
+from megarl.platform.files import similar
 from megarl.platform.remote import RemoteDirectory, remote_directory
 from megarl.platform.uri import is_uri, local_path
 from megarl.reshard.headers import CONFIG, has_weights
@@ -42,7 +43,8 @@ def model_faults(
         place = place_of(model.path)
         if isinstance(place, Path) and not place.exists():
             if is_uri(model.path) or not _HF_ID.fullmatch(model.path) or model.path.startswith("."):
-                yield Fault(path=key, message=f"no directory {model.path}: give a HF directory, its URI or a HF id")
+                remedy = similar(place) or ": give a HF directory, its URI or a HF id"
+                yield Fault(path=key, message=f"no directory {model.path}{remedy}")
         elif not (place / CONFIG).is_file():
             yield Fault(path=key, message=f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
         else:

@@ -19,6 +19,7 @@ ROOTS: Mapping[type, tuple[str, str]] = {
     VerifyConfig: ("Verifying the weight sync", "verify"),
 }
 """Root -> the heading of its part of the page, and the command that reads it."""
+REQUIRED = "required"  # instead of a default
 HUGE = 1e6  # larger bounds only catch slips of the keyboard
 WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null", dict: "mapping"}
 
@@ -148,7 +149,7 @@ def _default(path: str, schema: Schema, root: type) -> str:
     if link := LINKS[root].get(path):
         return f"follows `{link[2:-1]}`" if link.startswith("${") else f"`{link}`"
     default = schema.leaves[path]
-    return "required" if default == MANDATORY else f"`{shown(default)}`"
+    return REQUIRED if default == MANDATORY else f"`{shown(default)}`"
 
 
 def _kind(hint: Any) -> str:

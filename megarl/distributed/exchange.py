@@ -1,6 +1,7 @@
 """Exchange of small host-side objects among ranks: generated samples, scores, errors."""
 
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 
 _host_groups: dict[Any, Any] = {}  # of a world of NCCL
+_waited = 0.0  # seconds, since `seconds_waited` was last called
 
 
 def join_world(*, timeout: timedelta, **place: Any) -> None:
@@ -37,22 +39,38 @@ def host_group() -> Any:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this."""
+    """Return when every rank has called this. `seconds_waited` counts the time."""
+    global _waited
+    start = time.perf_counter()
     dist.barrier(group=host_group())
+    _waited += time.perf_counter() - start
+
+
+def seconds_waited() -> float:
+    """Return the seconds that this rank has waited for other ranks since the last call."""
+    global _waited
+    seconds, _waited = _waited, 0.0
+    return seconds
 
 
 def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `compute` on every rank of `group`, by default of all, and return all results, in rank order, on each rank.
 
+    Without ranks the only result is this process's own.
+
     Raises:
         Exception: a failed rank raises its own error, and every other rank that of the lowest failed rank, so that no
             rank waits for a failed one. An error that cannot be pickled arrives as a RuntimeError with its message.
     """
+    if not dist.is_initialized():
+        return [compute()]
     failure: Exception | None = None
     try:
         mine: T | _Failure = compute()
     except Exception as error:
         failure, mine = error, _Failure(_portable(error))
+    if group is None:
+        wait_for_all()
     results: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(results, mine, group=group or host_group())
     for result in results:

@@ -66,7 +66,7 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
     The rank that holds a token receives the sum of its gradients over all ranks.
     """
     ranks = range(group.size())
-    places = torch.cat([places_of(lengths, rank, len(ranks))[0] for rank in ranks])
+    places = torch.cat([places_of(lengths, rank, len(ranks), len(part))[0] for rank in ranks])
     gathered: Tensor = gather_from_sequence_parallel_region(part, group=group)
     return gathered[places.argsort()]
 
@@ -112,7 +112,8 @@ class Groups:
         shares = lengths // cp_size
         self._queries, self._keys = _Order(shares, order, counts), _Order(lengths, order, counts)
         self._groups = []
-        positions = places_of(lengths[order], cp_group.rank(), cp_size)[1].split(self._queries.sizes)
+        sizes = self._queries.sizes
+        positions = places_of(lengths[order], cp_group.rank(), cp_size, sum(sizes))[1].split(sizes)
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
             queries, keys, visible = Grid(shares[chosen]), Grid(lengths[chosen]), None
             if cp_size > 1:

@@ -29,7 +29,7 @@ from megarl.learner.patches.cpu import megatron_platform
 from megarl.learner.patches.optimizer import gathered_later
 from megarl.learner.patches.reading import load_index, reading_data_only
 from megarl.learner.patches.writing import first_rank_failing_with_all
-from megarl.learner.staging import Staging, copy_optimizer, copy_shards
+from megarl.learner.staging import Staging, copy_optimizer, copy_shards, room_for_optimizer
 from megarl.platform.small_files import Damage, read_bytes, read_json
 
 MAX_INDEX_BYTES = 4 << 30
@@ -55,7 +55,8 @@ def save_learner(learner: Learner, directory: Path, staging: Staging) -> Writing
 
     The learner may continue at once. Nothing else may be saved through `staging` until the writing is finished.
     """
-    with learner.offload.everything(), megatron_platform():
+    with learner.offload.parameters(), megatron_platform():
+        torch.cuda.synchronize()  # an optimizer that rests on the host is copied there, and may be on its way
         parts = _distributed_parts(learner.optimizer)
         copies = [
             copy_optimizer(part, staging, f"{directory.name}.optimizer.{number}") for number, part in enumerate(parts)
@@ -92,7 +93,11 @@ def load_learner(learner: Learner, directory: Path) -> None:
         Damage: a file cannot be read, or is not data.
     """
     with learner.offload.everything(), megatron_platform(), reading_data_only(), _naming(directory):
-        state = dist_checkpointing.load(_sharded_state(learner, is_loading=True), str(directory))
+        learner.offload.await_optimizer()
+        parts = _distributed_parts(learner.optimizer)
+        with gathered_later((part, room_for_optimizer(part)) for part in parts):
+            room = _sharded_state(learner, is_loading=True)
+        state = dist_checkpointing.load(room, str(directory))
         for chunk, module in zip(state["model"], learner.modules, strict=True):
             _load_weights(module, chunk)
         if learner.optimizer:

@@ -57,7 +57,7 @@ class OptimSection:
     lr_warmup_steps: Annotated[CountFromZero | None, BeforeValidator(_none_if_negative)] = None
     """Steps of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
     lr_warmup_steps_ratio: Fraction = 0.0
-    """Linear warm-up as a share of the schedule's length. Read only if lr_warmup_steps is null or -1."""
+    """Linear warm-up as a share of the schedule's length."""
     min_lr_ratio: Fraction | None = None
     """Final learning rate as a share of the peak, for a cosine or linear decay; null = 0."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"

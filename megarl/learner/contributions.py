@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.distributed.exchange import host_group
+from megarl.distributed.exchange import host_group, wait_for_all
 from megarl.learner.parallel import Mesh
 from megarl.learner.schedule import MicroBatch
+from megarl.platform.device import to_device
 
 
 def add_outputs(
@@ -33,11 +34,12 @@ def add_outputs(
     Returns:
         K tensors [B, T] float32 on the host, zero outside `mask`.
     """
+    wait_for_slowest(device)
     found = torch.zeros(num_outputs, *mask.shape, device=device)
     if mesh.reports_its_samples:
         for (packed, _), numbers in zip(micro_batches, outputs, strict=True):
-            found[:, packed.samples.to(device)] = numbers
-    flat = found[:, mask.to(device)]
+            found.index_copy_(1, to_device(packed.samples, device), numbers)
+    flat = found.flatten(1).index_select(1, to_device(mask.flatten().nonzero()[:, 0], device))
     dist.all_reduce(flat)  # exactly one rank contributes each number
     return [torch.zeros(mask.shape).masked_scatter(mask, row) for row in flat.cpu()]
 
@@ -58,8 +60,15 @@ def add_metrics(contributions: Sequence[dict[str, Tensor]], mesh: Mesh, device: 
     return dict(zip(names[0], total.tolist(), strict=True))
 
 
+def wait_for_slowest(device: torch.device) -> None:
+    """Wait until the devices of all ranks have finished, so that the time is counted and no collective hides it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wait_for_all()
+
+
 def any_rank(here: bool, device: torch.device) -> bool:
     """Return True on all ranks if `here` is True on any rank."""
-    found = torch.tensor(float(here), device=device)
+    found = torch.full((), float(here), device=device)
     dist.all_reduce(found)
     return bool(found)

@@ -12,6 +12,7 @@ from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer, make_trainable
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import SCORE, Architecture, hf_shapes
+from megarl.models.config import Recompute
 from megarl.platform.device import local_device
 from megarl.reshard.files import CheckpointFiles
 
@@ -24,7 +25,7 @@ def make_learner(
     *,
     role: Literal["policy", "value"],
     temperature: float = 1.0,
-    recompute: bool = False,
+    recompute: Recompute = False,
     balance: bool = True,
     training: tuple[OptimSection, float, int] | None = None,
 ) -> Learner:
@@ -38,7 +39,7 @@ def make_learner(
         role: `policy` keeps the LM head; `value` has a scalar head. A checkpoint that scores sequences brings its
             scalar head; any other scalar head starts at zero.
         temperature: of the sampler whose log-probabilities a policy reports.
-        recompute: compute activations again in the backward pass.
+        recompute: compute activations again in the backward pass: all, or those inside of the feed-forward layers.
         balance: spread samples by length over data-parallel ranks.
         training: optimizer section, gradient clip and number of schedule steps; None for a model that never learns.
 

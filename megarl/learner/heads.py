@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
+from megarl.learner.overlap import is_awaited
 from megarl.learner.softmax import gradient, merge, moments
 
 CHUNK_TOKENS = 1024
@@ -35,14 +36,15 @@ class VocabParallelLogProbs(torch.autograd.Function):
         temperature: float,
         valid_rows: int,
         group: Any,
+        with_entropy: bool,
         keeps: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See `vocab_parallel_log_probs`; `keeps`: keep the logits of all tokens for the backward pass."""
         found, kept = [], []
         first_row, factor = dist.get_rank(group) * weight.shape[0], _factor(weight)
         for chunk, chunk_targets in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = _logits(chunk, factor, temperature, valid_rows)
-            found.append(moments(logits, chunk_targets - first_row))
+            found.append(moments(logits, chunk_targets - first_row, with_entropy=with_entropy))
             if keeps:
                 kept.append(logits)
         own = torch.cat(found, dim=1)
@@ -50,27 +52,55 @@ class VocabParallelLogProbs(torch.autograd.Function):
         _all_reduce(maximum, dist.ReduceOp.MAX, group)
         sums = merge(own, maximum)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
-        normalizer = sums[0].log() + maximum
-        entropy = normalizer - sums[1] / sums[0]
+        picked, exponentials, *weighted = sums
+        normalizer = exponentials.log() + maximum
+        entropy = normalizer - weighted[0] / exponentials if with_entropy else None
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, *kept)
         ctx.settings = temperature, valid_rows, first_row
-        return sums[2] - normalizer, entropy
+        return picked - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, targets, normalizer, entropy, *kept = ctx.saved_tensors
         temperature, valid_rows, first_row = ctx.settings
-        grad_weight, grad_hidden, factor = torch.zeros_like(weight, dtype=torch.float32), [], _factor(weight)
-        grads = [grad_log_probs / temperature, grad_entropy / temperature]
-        per_token = [hidden, targets - first_row, normalizer, entropy, *grads]
+        total, grad_hidden, factor = WeightGradient(weight), [], _factor(weight)
+        per_token = [hidden, targets - first_row, normalizer, grad_log_probs / temperature]
+        if entropy is not None:
+            per_token += [entropy, grad_entropy / temperature]
         for number, values in enumerate(zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True)):
-            chunk, places, log_sum, h, grad_log_prob, grad_h = values
+            chunk, places, log_sum, grad_log_prob, *of_entropy = values
             logits = kept[number] if kept else _logits(chunk, factor, temperature, valid_rows)
-            grad_logits = gradient(logits, places, log_sum, h, grad_log_prob, grad_h, weight.dtype)
+            grad_logits = gradient(logits, places, log_sum, grad_log_prob, of_entropy, weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
-            grad_weight += _product(grad_logits.T, chunk)
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 5
+            total.add(grad_logits, chunk)
+        return torch.cat(grad_hidden), total.to_return(), *[None] * 6
+
+
+class WeightGradient:
+    """The gradient of a weight, as a float32 sum over chunks of tokens.
+
+    It is added straight into the buffer of Megatron's DistributedDataParallel (`main_grad`) if the weight has one.
+    Otherwise a micro-batch needs another float32 copy of the embedding, and passes over both.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, main = weight, getattr(weight, "main_grad", None)
+        self._is_added = main is not None
+        self._sum = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add the product of [n, rows] gradients of the logits and [n, hidden_size] states."""
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # torch.addmm takes no sum of another type there
+            self._sum += _product(grad_logits.T, hidden)
+        else:
+            self._sum.addmm_(grad_logits.T.float(), hidden.float())
+
+    def to_return(self) -> Tensor | None:
+        """Return what autograd still has to add to the weight's gradient: zeros if a hook waits for the weight."""
+        if not self._is_added:
+            return self._sum.to(self._weight.dtype)
+        return torch.zeros_like(self._weight) if is_awaited(self._weight) else None
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:
@@ -100,9 +130,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def vocab_parallel_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, vocab_size: int, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of `targets`, and entropies, over the whole vocabulary.
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: Any,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probabilities of `targets`, and entropies if asked for, over the whole vocabulary.
 
     Args:
         hidden: [N, hidden_size] final hidden states, equal on all ranks of `group`.
@@ -111,13 +148,14 @@ def vocab_parallel_log_probs(
         temperature: divides the logits, as it does in the engine's sampler.
         vocab_size: rows of the whole embedding that are tokens; the rows behind them are padding.
         group: the tensor-parallel process group.
+        with_entropy: whether to compute entropies. They cost another pass over the logits.
 
     Returns:
-        Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats.
+        Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats or None.
     """
     valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
     keeps = torch.is_grad_enabled() and len(hidden) * len(weight) * torch.float32.itemsize <= KEPT_BYTES
-    return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, keeps)
+    return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, with_entropy, keeps)
 
 
 class VocabParallelDivergence(torch.autograd.Function):
@@ -158,7 +196,7 @@ class VocabParallelDivergence(torch.autograd.Function):
         """Return the gradients of this rank's slice; the caller's region sums the gradient of `hidden` over ranks."""
         hidden, weight, ref_hidden, ref_weight, *per_token = ctx.saved_tensors
         divergence, temperature, valid_rows = ctx.settings
-        grad_weight, grad_hidden = torch.zeros_like(weight, dtype=torch.float32), []
+        total, grad_hidden = WeightGradient(weight), []
         factor, ref_factor = _factor(weight), _factor(ref_weight)
         per_token = [hidden, ref_hidden, grad_divergence / temperature, *per_token]
         for chunk, ref_chunk, *values in zip(*(x.split(CHUNK_TOKENS) for x in per_token), strict=True):
@@ -168,8 +206,8 @@ class VocabParallelDivergence(torch.autograd.Function):
             _, grad_logits = divergence.summands(log_p, log_q)
             grad_logits = grad_logits.sub_(log_p.exp_().mul_(slope[:, None])).mul_(grad[:, None]).to(weight.dtype)
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
-            grad_weight += _product(grad_logits.T, chunk)
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 6
+            total.add(grad_logits, chunk)
+        return torch.cat(grad_hidden), total.to_return(), *[None] * 6
 
 
 def _normalizers(logits: Tensor, ref_logits: Tensor, group: Any) -> Tensor:

@@ -25,12 +25,14 @@ from megarl.learner.finite import Buffers, NotFinite, explain_not_finite
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
-from megarl.learner.outputs import OutputHead
+from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.overlap import weights_in_flight
+from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.passes import Passes
 from megarl.learner.patches.cpu import megatron_platform
-from megarl.learner.schedule import MicroBatch, run_schedule
-from megarl.learner.terms import LossTerm, MicroLoss, Objective, loss_head
+from megarl.learner.schedule import Head, MicroBatch, run_schedule
+from megarl.learner.terms import LossTerm, MicroLoss, Objective, loss_of
 from megarl.models.architecture import Architecture
 from megarl.reshard.layout import Layout
 
@@ -81,17 +83,31 @@ class Learner:
             yield weights(self.modules)
 
     def infer(
-        self, batch: Rollouts, budget: Budget, *, against: Against | None = None, temperature: float | None = None
+        self,
+        batch: Rollouts,
+        budget: Budget,
+        *,
+        against: Against | None = None,
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> Any:
-        """Compute log-probabilities and entropies, or values, of every response token; `temperature` replaces its own.
+        """Compute log-probabilities, or values, of every response token; `temperature` replaces its own.
 
         Returns:
-            For a policy, `PolicyOutputs` of [B, T] float32, with the exact divergence if there is one.
+            For a policy, `PolicyOutputs` of [B, T] float32, with entropies if asked for, and with the exact divergence
+            if there is one.
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
-        work = self.passes.divide(batch, budget, partial(self._head.numbers, temperature=temperature), against)
-        return self.passes.everywhere(batch, work, self.passes.forward(work, budget), with_kl=against is not None)
+
+        def bind(packed: Packed, other: LogitFactors | None) -> Head:
+            return partial(
+                self._head.numbers, packed=packed, other=other, with_entropy=with_entropy, temperature=temperature
+            )
+
+        work = self.passes.divide(batch, budget, bind, against)
+        numbers = self.passes.forward(work, budget)
+        return self.passes.everywhere(batch, work, numbers, with_entropy=with_entropy, with_kl=against is not None)
 
     def update(
         self,
@@ -113,8 +129,9 @@ class Learner:
             against: the exact divergence that the objective receives.
             extra_terms: a second term of the loss of every mini-batch; may be endless.
             on_minibatch: called after each mini-batch that is not left out; may raise.
-            review: called with the outputs on each mini-batch, as `infer` returns them, before the step; may raise, and
-                nothing is learned then. If it returns other samples, the step is taken on them, without a review.
+            review: called with the outputs on each mini-batch, as `infer` returns them with entropies, before the step;
+                may raise, and nothing is learned then. If it returns other samples, the step is taken on them, without
+                a review.
 
         Returns:
             The mean of each metric and of `grad_norm` (before clipping) over the steps that were taken, if any, and
@@ -124,7 +141,7 @@ class Learner:
         self.optimizer.advance_schedule()
         extras = repeat(()) if extra_terms is None else ((term,) for term in extra_terms)
         results = list[dict[str, float] | NotFinite | None]()
-        with self.offload.everything():
+        with self.offload.everything(), weights_in_flight(self.models):
             for number, (minibatch, extra) in enumerate(zip(minibatches, extras, strict=False)):
                 terms = (LossTerm(batch=minibatch, objective=objective, against=against), *extra)
                 if not minibatch.mask.any():
@@ -146,8 +163,9 @@ class Learner:
         assert self.optimizer is not None
         work = list[MicroBatch]()
         for number, term in enumerate(terms):
-            head = loss_head(number, term, self._head, self.device)
-            work += self.passes.divide(term.batch, budget, head, term.against)
+            bind = loss_of(number, term, self._head, self.device, with_entropy=term.needs_entropy or bool(review))
+            work += self.passes.divide(term.batch, budget, bind, term.against)
+        self.offload.fetch_optimizer()  # after the micro-batches, which would queue behind it
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
@@ -157,9 +175,11 @@ class Learner:
         losses: list[MicroLoss] = run_schedule(self.models, work, budget.row_length(self.mesh), forward_only=False)
         if review:
             term, numbers = terms[0], [micro.outputs for micro in losses if micro.term == 0]
-            of_term = work[: len(numbers)]
+            of_term, with_kl = work[: len(numbers)], term.against is not None
             try:
-                others = review(self.passes.everywhere(term.batch, of_term, numbers, with_kl=term.against is not None))
+                others = review(
+                    self.passes.everywhere(term.batch, of_term, numbers, with_entropy=True, with_kl=with_kl)
+                )
             except BaseException:
                 buffers.restore()
                 raise
@@ -168,6 +188,7 @@ class Learner:
                 return self._step((replace(term, batch=others), *terms[1:]), budget)
         metrics = add_metrics([micro.metrics | {LOSS: micro.loss} for micro in losses], self.mesh, self.device)
         loss = metrics.pop(LOSS)
+        self.offload.await_optimizer()
         with megatron_platform():
             grad_norm = self.optimizer.grad_norm()
         if any_rank(not (math.isfinite(loss) and math.isfinite(grad_norm)), self.device):

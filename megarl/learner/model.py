@@ -24,13 +24,14 @@ from megarl.learner.norm import RMSNorm
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
 from megarl.models.architecture import Architecture
+from megarl.models.config import Recompute
 from megarl.models.rotary import RopeScaling
 from megarl.platform.determinism import is_deterministic
 from megarl.platform.device import local_device, on_cuda
 
 
 def build_model(
-    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool, chunk: int = 0
+    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: Recompute, chunk: int = 0
 ) -> GPTModel:
     """Build one chunk of this rank's layers in `section.dtype`; every parameter is zero until weights are loaded.
 
@@ -125,7 +126,7 @@ def _local_attention(architecture: Architecture) -> dict[str, Any]:
 
 
 def transformer_config(
-    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: bool
+    architecture: Architecture, section: MegatronSection, mesh: Mesh, *, recompute: Recompute
 ) -> TransformerConfig:
     """Return Megatron's configuration of the architecture; `section.override_transformer_config` overrides it."""
     dtype = getattr(torch, section.dtype)
@@ -171,8 +172,7 @@ def transformer_config(
         "apply_rope_fusion": has_transformer_engine(),
         "gradient_accumulation_fusion": has_apex_gradient_fusion(),
     }
-    if recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings |= _recomputation(recompute)
     make: Any = TransformerConfig
     if latent := architecture.latent:
         make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
@@ -183,3 +183,11 @@ def transformer_config(
     if architecture.experts:
         check_expert_settings(config)
     return config
+
+
+def _recomputation(recompute: Recompute) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration that make the backward pass compute activations again."""
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return full if recompute else {}

@@ -1,6 +1,10 @@
 """The place of a model's parameters, gradients and optimizer state between the phases that use them.
 
-Without CUDA everything is in host memory already, and nothing moves.
+Without CUDA everything is in host memory already, and nothing moves. The optimizer's state returns on a stream of its
+own while the model computes its first gradients.
+
+torch keeps the memory that becomes free here for the next phase of the trainer; an engine that wakes up takes it from
+torch first.
 """
 
 from collections.abc import Hashable, Iterator
@@ -11,7 +15,7 @@ import torch
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.optimizer import torch_optimizers
-from megarl.platform.device import local_device, on_cuda
+from megarl.platform.device import SideStream, local_device, on_cuda
 
 
 class HostMemory:
@@ -34,6 +38,8 @@ class Offload:
         """Take the chunks, each a GPTModel or Megatron's DistributedDataParallel around it, and a MegatronOptimizer."""
         self._models, self._optimizer, self._section = models, optimizer, section
         self._host = HostMemory()
+        self._side = SideStream() if optimizer is not None and section.optimizer_offload and on_cuda() else None
+        self._is_fetched = False  # whether the optimizer's state is on the device, or on its way there
 
     def park(self) -> None:
         """Move everything that the section names off the device, before the first phase."""
@@ -48,23 +54,33 @@ class Offload:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Keep the parameters on the device within the block; return cached memory to the device afterwards."""
-        try:
-            with self._here(self._move_parameters, self._section.param_offload):
-                yield
-        finally:
-            if on_cuda():
-                torch.cuda.empty_cache()
+        """Keep the parameters on the device within the block."""
+        with self._here(self._move_parameters, self._section.param_offload):
+            yield
 
     @contextmanager
     def everything(self) -> Iterator[None]:
-        """Keep parameters, gradients and optimizer state on the device within the block, for training."""
-        with (
-            self.parameters(),
-            self._here(self._move_gradients, self._section.grad_offload),
-            self._here(self._move_optimizer, self._section.optimizer_offload),
-        ):
-            yield
+        """Keep parameters and gradients on the device within the block. A fetched optimizer leaves at its end."""
+        with self.parameters(), self._here(self._move_gradients, self._section.grad_offload):
+            try:
+                yield
+            finally:
+                if self._side and self._is_fetched:
+                    self._side.join()
+                    self._move_optimizer("cpu")
+                    self._is_fetched = False
+
+    def fetch_optimizer(self) -> None:
+        """Begin to move the optimizer's state to the device, unless it is there."""
+        if self._side and not self._is_fetched:
+            self._is_fetched = True
+            self._move_optimizer("cuda")
+
+    def await_optimizer(self) -> None:
+        """Let the device continue when the optimizer's state is there; to be called before anything reads the state."""
+        if self._side:
+            self.fetch_optimizer()
+            self._side.join()
 
     @contextmanager
     def _here(self, move: Any, wanted: bool) -> Iterator[None]:
@@ -83,13 +99,10 @@ class Offload:
             return
         for chunk, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
-                parameter.data = self._moved((chunk, name), parameter.data, device)
-
-    def _moved(self, name: Hashable, tensor: torch.Tensor, device: str) -> torch.Tensor:
-        """Return the tensor on the device, or in its memory of the host."""
-        if device == "cpu":
-            return self._host.park(name, tensor)
-        return tensor.to(local_device(), non_blocking=True, copy=True)
+                if device == "cpu":
+                    parameter.data = self._host.park((chunk, name), parameter.data)
+                else:
+                    parameter.data = parameter.data.to(local_device(), non_blocking=True, copy=True)
 
     def _move_gradients(self, device: str) -> None:
         if self._optimizer is not None:
@@ -99,6 +112,15 @@ class Offload:
         for model in self._models:
             for buffer in model.buffers + model.expert_parallel_buffers:
                 (buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu)(**parts)
+
+    def _moved(self, name: Hashable, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        """Return a tensor of the optimizer in its memory of the host, or on the device when the side stream has it."""
+        if device == "cpu":
+            return self._host.park(name, tensor)
+        assert self._side
+        there = torch.empty_like(tensor, device=local_device())
+        self._side.copy(there, tensor)
+        return there
 
     def _move_optimizer(self, device: str) -> None:
         for part, optimizer in enumerate(torch_optimizers(self._optimizer) if self._optimizer else ()):

@@ -4,20 +4,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.contributions import wait_for_slowest
+from megarl.learner.overlap import gather_weights, reduction, sum_gradients_at_the_end
 from megarl.learner.patches.cpu import megatron_platform
 
 
 class Optimizer:
     """Megatron's optimizer and the schedule of its learning rate."""
 
-    def __init__(self, megatron: Any, schedule: OptimizerParamScheduler) -> None:
-        self.megatron, self.schedule = megatron, schedule  # `megatron` is a MegatronOptimizer
+    def __init__(
+        self, megatron: Any, schedule: OptimizerParamScheduler, models: Sequence[DistributedDataParallel]
+    ) -> None:
+        """Take a MegatronOptimizer and the chunks whose weights it changes."""
+        self.megatron, self.schedule, self._models = megatron, schedule, models
 
     @property
     def lr(self) -> float:
@@ -38,12 +43,16 @@ class Optimizer:
         return float(self.megatron.get_grad_norm())
 
     def step(self, grad_norm: float) -> None:
-        """Clip the gradients, whose finite norm `grad_norm` returned, and update the weights."""
+        """Clip the gradients, whose finite norm `grad_norm` returned, and update the weights.
+
+        Other ranks' weights may be on their way then, see `weights_in_flight`.
+        """
         for part in _parts(self.megatron):
             if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         updated = self.megatron.step_with_ready_grads()
         assert updated, "Megatron refused a finite gradient"
+        gather_weights(self._models)
 
 
 def make_trainable(
@@ -54,14 +63,15 @@ def make_trainable(
     `num_schedule_steps` is the length of the schedule: the number of steps in the run.
     """
     dtype = getattr(torch, megatron.dtype)
-    reduction = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=megatron.use_distributed_optimizer
-    )
     with megatron_platform():
-        wrapped = tuple(DistributedDataParallel(model.config, reduction, model) for model in models)
-        models[
-            0
-        ].config.finalize_model_grads_func = add_gradients  # Megatron's pipeline schedules read it from the first chunk
+        how = reduction(use_distributed_optimizer=megatron.use_distributed_optimizer)
+        wrapped = tuple(
+            # The backward pass ends with the first chunk; the sums of the others are hidden as they are.
+            DistributedDataParallel(model.config, how, model, disable_bucketing=number > 0)
+            for number, model in enumerate(models)
+        )
+        models[0].config.finalize_model_grads_func = add_gradients  # the schedules read it from the first chunk
+        sum_gradients_at_the_end(wrapped)
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -80,7 +90,7 @@ def make_trainable(
         )
     for part in _parts(optimizer):
         _prepare(part)
-    return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps))
+    return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps), wrapped)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -112,6 +122,7 @@ def _prepare(part: Any) -> None:
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Reduce gradients as Megatron does, but do not divide by tokens: losses are contributions to a global mean."""
+    wait_for_slowest(next(models[0].parameters()).device)
     finalize_model_grads(models, None, **kwargs)
 
 

@@ -18,6 +18,7 @@ from megarl.learner.heads import vocab_parallel_divergence, vocab_parallel_log_p
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.models.architecture import Architecture
+from megarl.platform.device import to_device, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,18 @@ class OutputHead:
         """True if the model reports log-probabilities, False if values."""
         return not self._architecture.scalar_head
 
-    def num_outputs(self, *, with_kl: bool) -> int:
+    def num_outputs(self, *, with_entropy: bool, with_kl: bool) -> int:
         """Return K, the numbers that the head reports for every response token."""
-        return 2 + with_kl if self.is_policy else 1
+        return 1 + with_entropy + with_kl if self.is_policy else 1
 
     def numbers(
-        self, hidden: Tensor, *, packed: Packed, other: LogitFactors | None, temperature: float | None = None
+        self,
+        hidden: Tensor,
+        *,
+        packed: Packed,
+        other: LogitFactors | None,
+        with_entropy: bool,
+        temperature: float | None = None,
     ) -> Tensor:
         """Return [K, b, T] numbers of a micro-batch, equal on the ranks that share it.
 
@@ -54,6 +61,7 @@ class OutputHead:
             hidden: [1, N, hidden_size] final hidden states.
             packed: the micro-batch.
             other: the policy that an exact divergence is taken from, if any.
+            with_entropy: whether a policy reports entropies too.
             temperature: divides the logits; None: the temperature of the model.
         """
         states, weight = self._states(hidden, packed), self._weight()
@@ -65,23 +73,27 @@ class OutputHead:
             "vocab_size": self._architecture.vocab_size,
             "group": self._mesh.tp_group,
         }
-        numbers = [*vocab_parallel_log_probs(states, weight, packed.targets, **softmax)]
+        log_probs, entropy = vocab_parallel_log_probs(
+            states, weight, packed.targets, with_entropy=with_entropy, **softmax
+        )
+        numbers = [log_probs] if entropy is None else [log_probs, entropy]
         if other:
-            there = other.hidden.to(states.device)
+            there = to_device(other.hidden, states.device)
             numbers.append(vocab_parallel_divergence(states, weight, there, other.weight, other.divergence, **softmax))
         return self._whole(torch.stack([packed.unpack(number) for number in numbers]))
 
-    def named(self, numbers: Sequence[Tensor] | Tensor) -> Any:
+    def named(self, numbers: Sequence[Tensor] | Tensor, *, with_entropy: bool) -> Any:
         """Return K tensors as an objective takes them: `PolicyOutputs` of a policy, one tensor of a value model."""
         if not self.is_policy:
             return numbers[0]
-        log_probs, entropy, *kl = numbers
-        return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=kl[0] if kl else None)
+        log_probs, *others = numbers
+        entropy = others.pop(0) if with_entropy else None
+        return PolicyOutputs(log_probs=log_probs, entropy=entropy, kl=others[0] if others else None)
 
     def logit_factors(self, hidden: Tensor, *, packed: Packed, divergence: Divergence) -> LogitFactors:
         """Keep of [1, N, hidden_size] hidden states what another policy needs for its divergence from this policy."""
         # The weight is not copied: this storage stays on the device when the model's parameters are offloaded.
-        states, weight = self._states(hidden, packed).cpu(), self._weight().detach()
+        states, weight = to_host(self._states(hidden, packed)), self._weight().detach()
         return LogitFactors(divergence=divergence, hidden=states, weight=weight)
 
     def _states(self, hidden: Tensor, packed: Packed) -> Tensor:

@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.batch import Rollouts
+from megarl.platform.device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ def pack_samples(
     still takes part in it.
     """
     step, index = sequence_multiple(cp_size), torch.tensor(samples, dtype=torch.int64)
-    tokens, used = batch.tokens(index), batch.lengths()[index] - 1
+    batch = batch.select(index)
+    tokens, used = batch.tokens(torch.arange(len(index))), batch.lengths() - 1
     has_next = torch.ones_like(tokens, dtype=torch.bool)
     has_next[(used + 1).cumsum(0) - 1] = False
     lengths = used + -used % step
@@ -67,9 +69,9 @@ def pack_samples(
         used, lengths = torch.nn.functional.pad(used, (0, 1)), torch.nn.functional.pad(lengths, (0, 1), value=missing)
     whole = _laid_out(tokens[has_next], used, lengths)
 
-    mask = batch.mask[index]
+    mask = batch.mask
     starts = (lengths.cumsum(0) - lengths)[: len(samples)]
-    predictors = (starts[:, None] + batch.predictors()[index])[mask]  # in the whole row, ascending
+    predictors = (starts[:, None] + batch.predictors())[mask]  # in the whole row, ascending
     places, positions = places_of(lengths, cp_rank, cp_size)
     filling = positions >= used.repeat_interleave(lengths // cp_size)
     local = torch.full_like(whole, -1).index_copy(0, places, torch.arange(len(places)))[predictors]
@@ -77,13 +79,13 @@ def pack_samples(
     mask = mask.masked_scatter(mask, mine)
     return Packed(
         samples=index,
-        tokens=whole[places][None].to(device),
-        positions=positions[None].to(device),
-        filling=filling[None].to(device) if filling.any() else None,
+        tokens=to_device(whole[places][None], device),
+        positions=to_device(positions[None], device),
+        filling=to_device(filling[None], device) if filling.any() else None,
         sequences=_bounds(lengths, cp_size, device),
-        predictors=local[mine].to(device),
-        targets=batch.responses[index][mask].to(device),
-        cells=mask.flatten().nonzero()[:, 0].to(device),
+        predictors=to_device(local[mine], device),
+        targets=to_device(batch.responses[mask], device),
+        cells=to_device(mask.flatten().nonzero()[:, 0], device),
         shape=(mask.shape[0], mask.shape[1]),
     )
 
@@ -107,20 +109,21 @@ def sequence_multiple(cp_size: int) -> int:
     return 2 * cp_size if cp_size > 1 else 1
 
 
-def places_of(lengths: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+def places_of(lengths: Tensor, cp_rank: int, cp_size: int, num_places: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the tokens of a packed row that one rank of a context-parallel group holds.
 
     Args:
         lengths: [S] int64, of the sequences, multiples of `sequence_multiple(cp_size)`.
         cp_rank: the rank in its group.
         cp_size: the size of the group.
+        num_places: N / cp_size; without it, the host asks the device of `lengths` for it.
 
     Returns:
         Two [N / cp_size] int64 tensors, in the rank's order of tokens: the places in the row of N tokens, ascending,
         and the positions within the sequences.
     """
     starts, shares = lengths.cumsum(0) - lengths, lengths // cp_size
-    sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(shares)
+    sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(shares, output_size=num_places)
     position = torch.arange(len(sequence), device=lengths.device) - (shares.cumsum(0) - shares)[sequence]
     if cp_size > 1:
         piece = (shares // 2)[sequence]
@@ -131,7 +134,7 @@ def places_of(lengths: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tens
 
 def _bounds(lengths: Tensor, cp_size: int, device: torch.device) -> Any:
     longest = int(lengths.max())
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+    ends = to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), device)
     padded = ends if cp_size > 1 else None  # Transformer Engine needs them for context parallelism
     return PackedSeqParams(
         qkv_format="thd",

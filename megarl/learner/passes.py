@@ -19,9 +19,12 @@ from megarl.learner.against import Against
 from megarl.learner.batching import Batching, Budget
 from megarl.learner.contributions import add_outputs
 from megarl.learner.offload import Offload
-from megarl.learner.outputs import OutputHead
+from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
-from megarl.learner.schedule import MicroBatch, run_schedule
+from megarl.learner.schedule import Head, MicroBatch, run_schedule
+
+Bind = Callable[[Packed, LogitFactors | None], Head]  # brings what the head needs to the device, before any work on it
 
 
 class Passes:
@@ -40,10 +43,8 @@ class Passes:
         self._models, self._head, self._batching = models, head, batching
         self._offload, self._mesh, self._device = offload, mesh, device
 
-    def divide(
-        self, batch: Rollouts, budget: Budget, head: Callable[..., Any], against: Against | None
-    ) -> list[MicroBatch]:
-        """Return this rank's micro-batches, each with `head` on it and on the logit factors of its other policy."""
+    def divide(self, batch: Rollouts, budget: Budget, bind: Bind, against: Against | None) -> list[MicroBatch]:
+        """Return this rank's micro-batches, each with what `bind` makes of it and its other policy's logit factors."""
         work = list[MicroBatch]()
         everything = torch.arange(len(batch))
         for other, share in against.policies.shares(batch) if against else [(None, everything)]:
@@ -53,7 +54,7 @@ class Passes:
             if against and other:
                 factors = other.passes.logit_factors(batch, samples, budget, against.divergence)
             rows = self._batching.pack(batch, samples)
-            work += [(row, partial(head, packed=row, other=of_row)) for row, of_row in zip(rows, factors, strict=True)]
+            work += [(row, bind(row, of_row)) for row, of_row in zip(rows, factors, strict=True)]
         return work
 
     def logit_factors(
@@ -72,9 +73,15 @@ class Passes:
             return run_schedule(self._models, work, budget.row_length(self._mesh), forward_only=True)
 
     def everywhere(
-        self, batch: Rollouts, work: Sequence[MicroBatch], numbers: Sequence[Tensor], *, with_kl: bool
+        self,
+        batch: Rollouts,
+        work: Sequence[MicroBatch],
+        numbers: Sequence[Tensor],
+        *,
+        with_entropy: bool,
+        with_kl: bool,
     ) -> Any:
         """Bring the numbers of all micro-batches of `batch` to all ranks, as `Learner.infer` returns them."""
-        num_outputs = self._head.num_outputs(with_kl=with_kl)
+        num_outputs = self._head.num_outputs(with_entropy=with_entropy, with_kl=with_kl)
         whole = add_outputs(work, numbers, batch.mask, self._mesh, num_outputs=num_outputs, device=self._device)
-        return self._head.named(whole)
+        return self._head.named(whole, with_entropy=with_entropy)

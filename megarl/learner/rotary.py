@@ -68,7 +68,7 @@ def rotate(
     """
 
     def tables() -> Tables:
-        positions = places_of(bounds.diff().long(), cp_rank, cp_size)[1]
+        positions = places_of(bounds.diff().long(), cp_rank, cp_size, len(x))[1]
         of_row = angles[:, 0, :, : angles.shape[-1] // 2].index_select(0, positions)
         return (of_row.cos() * scale).to(x.dtype), (of_row.sin() * scale).to(x.dtype)
 

@@ -1,16 +1,19 @@
 """Runs of micro-batches through Megatron's schedules: plain, pipelined, or interleaved over chunks of layers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
 from megarl.platform import progress
 from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.patches.cpu import megatron_platform
+from megarl.learner.patches.pipeline import shapes_told
 from megarl.platform.determinism import deterministic_kernels
 
 Head = Callable[[Tensor], Any]
@@ -44,7 +47,11 @@ def run_schedule(
         return hidden, read
 
     progress.announce(len(micro_batches) * len(models), "micro-batches")
-    with megatron_platform(), deterministic_kernels():
+    config, stage = models[0].config, parallel_state.get_pipeline_model_parallel_rank()
+    arriving = partial(shapes_of_arrivals, [row for row, _ in micro_batches], config)
+    activations = arriving(leads=stage == 0)
+    gradients = [] if forward_only else arriving(leads=stage == config.pipeline_model_parallel_size - 1)
+    with megatron_platform(), deterministic_kernels(), shapes_told(activations, gradients):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in models],  # every chunk reads the micro-batches at its own time
@@ -56,6 +63,25 @@ def run_schedule(
             collect_non_loss_data=forward_only,
         )
     return results
+
+
+def shapes_of_arrivals(rows: Sequence[Packed], config: Any, *, leads: bool) -> list[tuple[int, int, int]]:
+    """Return the shapes of the tensors that reach a pipeline stage from one side, in the order of their arrival.
+
+    Args:
+        rows: the micro-batches, in the order of the pass.
+        config: Megatron's configuration of the model.
+        leads: the stage is the first of the pass on this side; it computes a first chunk from tokens or from the loss.
+
+    Returns:
+        [tokens on a rank, 1, hidden_size] of each tensor; the gradients of the hidden states have their shapes.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    order = get_schedule_table(len(rows), chunks, config.pipeline_model_parallel_size)
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    # The last stage sends its output to the next chunk of the first stage, unless the chunk is the last.
+    arriving = [number for number, chunk in order if not (leads and chunk == chunks - 1)]
+    return [(rows[number].tokens.shape[1] // parts, 1, config.hidden_size) for number in arriving]
 
 
 def _filling(row: Packed, module: Any) -> Tensor | None:

@@ -65,6 +65,19 @@ def copy_shards(state: dict[str, Any], staging: Staging, name: str) -> None:
             shard.data = copy.copy_(shard.data.detach(), non_blocking=True)
 
 
+def room_for_optimizer(part: Any) -> dict[Any, Any]:
+    """Return the state of a distributed optimizer as `copy_optimizer` does, on every rank and without values.
+
+    Megatron makes no room for the padding between buckets, in whose place there are parameters.
+    """
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        [dtype] = ranges
+        room = {key: torch.empty(buffer.numel, dtype=torch.float32) for key in OPTIMIZED}
+        state[number] = {dtype: {"numel_unpadded": buffer.numel} | room}
+    return state
+
+
 def copy_optimizer(part: Any, staging: Staging, name: str) -> tuple[dict[Any, Any] | None, Callable[[], None]]:
     """Copy this rank's shard of a distributed optimizer's state.
 

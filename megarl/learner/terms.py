@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from megarl.batch import Rollouts
 from megarl.learner.against import Against
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.packed import Packed
+from megarl.learner.passes import Bind
+from megarl.learner.schedule import Head
+from megarl.platform.device import to_device
 
 Objective = Callable[[Any, Any, Totals], tuple[Tensor, dict[str, Tensor]]]
+"""Takes outputs, samples and totals; returns loss and metrics. It gets entropies if its `needs_entropy` is True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,11 @@ class LossTerm:
     objective: Objective
     against: Against | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the objective needs entropies."""
+        return getattr(self.objective, "needs_entropy", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +47,24 @@ class MicroLoss:
     outputs: Tensor  # [K, b, T], without their graph
 
 
-def loss_head(number: int, term: LossTerm, outputs: OutputHead, device: torch.device) -> Callable[..., Any]:
-    """Return a head that computes a term's share of the loss, and its `MicroLoss`; `number` is the term's place."""
+def loss_of(number: int, term: LossTerm, outputs: OutputHead, device: torch.device, *, with_entropy: bool) -> Bind:
+    """Return what makes heads that compute a term's share of the loss, and its `MicroLoss`.
+
+    `number` is the term's place.
+    """
     totals = Totals.of(term.batch.mask)
 
-    def head(hidden: Tensor, *, packed: Packed, other: LogitFactors | None) -> tuple[Tensor, Tensor, MicroLoss]:
-        numbers = outputs.numbers(hidden, packed=packed, other=other, temperature=term.temperature)
-        samples = term.batch.select(packed.samples).to(device)
-        loss, metrics = term.objective(outputs.named(numbers), samples, totals)
+    def bind(packed: Packed, other: LogitFactors | None) -> Head:
+        samples = term.batch.select(packed.samples).moved(partial(to_device, device=device))
+        return partial(head, packed=packed, other=other, samples=samples)
+
+    def head(
+        hidden: Tensor, *, packed: Packed, other: LogitFactors | None, samples: Rollouts
+    ) -> tuple[Tensor, Tensor, MicroLoss]:
+        numbers = outputs.numbers(
+            hidden, packed=packed, other=other, with_entropy=with_entropy, temperature=term.temperature
+        )
+        loss, metrics = term.objective(outputs.named(numbers, with_entropy=with_entropy), samples, totals)
         micro = MicroLoss(
             term=number,
             samples=packed.samples,
@@ -54,4 +74,4 @@ def loss_head(number: int, term: LossTerm, outputs: OutputHead, device: torch.de
         )
         return loss, torch.ones((), dtype=torch.int), micro
 
-    return head
+    return bind

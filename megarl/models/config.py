@@ -1,11 +1,14 @@
 """The configuration of the checkpoints that models start from."""
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from megarl.section import section
+
+Recompute = bool | Literal["selective"]
+"""What the backward pass computes again: nothing, all of a layer, or what is inside of the feed-forward layers."""
 
 
 def _empty_if_none(value: object) -> object:
@@ -30,8 +33,9 @@ class CheckpointSection:
 class ModelSection(CheckpointSection):
     """`actor_rollout_ref.model.*`: the checkpoint of the actor."""
 
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    enable_gradient_checkpointing: Recompute = False
+    """Recompute activations in the backward pass instead of keeping them: selective = those inside of the
+    feed-forward layers and experts; true = all of a layer, from its input."""
 
 
 @section

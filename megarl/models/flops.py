@@ -14,7 +14,7 @@ from megarl.models.architecture import EMBEDDING, HEAD, SCORE, Architecture, hf_
 
 UPDATE = 3
 """Forward passes that a forward and a backward pass cost: for each product, the gradients of both of its factors."""
-EXPERT = ".experts."
+EXPERT, ATTENTION = ".experts.", ".self_attn."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,20 @@ def forward_flops(architecture: Architecture, tokens: Tokens) -> int:
     return 2 * active_weights(a) * tokens.num_tokens + pair * tokens.num_pairs + head * tokens.num_outputs
 
 
-def active_weights(architecture: Architecture) -> int:
-    """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them."""
+def feed_forward_share(architecture: Architecture, tokens: Tokens) -> float:
+    """Return the share of a forward pass's FLOPs that the feed-forward layers and experts need."""
+    weights = active_weights(architecture, outside=ATTENTION)
+    return 2 * weights * tokens.num_tokens / forward_flops(architecture, tokens)
+
+
+def active_weights(architecture: Architecture, *, outside: str | None = None) -> int:
+    """Return the elements of the matrices of all layers that one token meets; embedding and head are none of them.
+
+    The matrices with `outside` in their names are left out.
+    """
     dense = routed = 0
     for name, shape in hf_shapes(architecture).items():
-        if len(shape) == 2 and name not in (EMBEDDING, HEAD, SCORE):
+        if len(shape) == 2 and name not in (EMBEDDING, HEAD, SCORE) and not (outside and outside in name):
             if EXPERT in name:
                 routed += prod(shape)
             else:

@@ -8,10 +8,12 @@ for themselves.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.learner.config import MegatronSection
 from megarl.learner.heads import CHUNK_TOKENS, KEPT_BYTES
 from megarl.models.architecture import Architecture
+from megarl.models.config import Recompute
 from megarl.models.grid import Grid
 from megarl.planning.states import DTYPE_BYTES, FLOAT32
 
@@ -27,12 +29,14 @@ class Work:
     num_tokens: int  # of a micro-batch, on one rank
     num_micro_batches: int
     role: str  # policy or value
-    recompute: bool
+    recompute: Recompute
     exact_kl: bool = False  # the head takes the divergence from the reference, over the vocabulary
 
 
-def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: int, num_tokens: int) -> int:
-    """Return the bytes that one layer keeps for its backward pass.
+def layer_bytes(
+    architecture: Architecture, section: MegatronSection, *, layer: int, num_tokens: int, feed_forward: bool = True
+) -> int:
+    """Return the bytes that one layer keeps for its backward pass, without `feed_forward` those outside of it.
 
     Per token, of hidden size h: 4 h (the inputs of both norms and their outputs, which the linear layers read; divided
     by TP under sequence parallelism), then, divided by TP, queries, keys, values and the output of the attention with
@@ -42,13 +46,8 @@ def layer_bytes(architecture: Architecture, section: MegatronSection, *, layer: 
     hidden = 4 * a.hidden_size / (tp if section.sequence_parallel else 1)
     attention, replicated = _attention(a)
     elements = hidden + replicated + attention / tp
-    if a.experts is not None and a.is_sparse(layer):
-        etp = section.expert_tensor_parallel_size or tp
-        elements += 3 * a.experts.shared_ffn_hidden_size / tp
-        # Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
-        elements += a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size) / tp
-    else:
-        elements += 3 * a.ffn_hidden_size / tp
+    if feed_forward:
+        elements += _feed_forward(a, layer, etp=section.expert_tensor_parallel_size or tp) / tp
     normaliser = FLOAT32 * a.num_attention_heads / tp
     return int(num_tokens * (elements * DTYPE_BYTES[section.dtype] + normaliser))
 
@@ -57,18 +56,26 @@ def training_bytes(architecture: Architecture, section: MegatronSection, grid: G
     """Return the peak bytes of activations of an update on a pipeline stage.
 
     The micro-batches whose backward pass is still to come, each with what the layers of the stage keep (with full
-    recomputation only their inputs), and either a layer in the middle of its backward pass or the head.
+    recomputation only their inputs, with selective nothing inside of the feed-forward), and either a layer in the
+    middle of its backward pass or the head.
     """
     chunks = grid.layers(stage, architecture.num_layers)
     layers = [layer for chunk in chunks for layer in chunk]
-    kept = [layer_bytes(architecture, section, layer=layer, num_tokens=work.num_tokens) for layer in layers]
-    largest = max(kept, default=0)
-    stored = len(layers) * _hidden_bytes(architecture, section, work.num_tokens) if work.recompute else sum(kept)
+    of_layer = partial(layer_bytes, architecture, section, num_tokens=work.num_tokens)
+    complete = [of_layer(layer=layer) for layer in layers]
+    if work.recompute == "selective":
+        kept = [of_layer(layer=layer, feed_forward=False) for layer in layers]
+    elif work.recompute:
+        kept = [_hidden_bytes(architecture, section, work.num_tokens)] * len(layers)
+    else:
+        kept = complete
     in_flight = chunks_in_flight(grid, stage=stage, num_micro_batches=work.num_micro_batches) / len(chunks)
-    working = largest * (2 if work.recompute else 1)  # the layer computed again, and the gradients of one
+    # The gradients of a layer, and what is computed again; a layer that is computed again has its input a second time.
+    again = complete if work.recompute is True else [x - y for x, y in zip(complete, kept, strict=True)]
+    working = max(map(sum, zip(complete, again, strict=True)), default=0)
     if stage == grid.pp - 1:
         working = max(working, head_bytes(architecture, section, work=work, training=True))
-    return int(stored * in_flight) + working
+    return int(sum(kept) * in_flight) + working
 
 
 def inference_bytes(architecture: Architecture, section: MegatronSection, grid: Grid, *, stage: int, work: Work) -> int:
@@ -85,10 +92,10 @@ def inference_bytes(architecture: Architecture, section: MegatronSection, grid: 
 def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Work, training: bool) -> int:
     """Return the peak bytes of the head of the last stage, if it computes every token.
 
-    The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), the float32 numbers
-    of one chunk of one rank's slice of the vocabulary, and in training the gradient of that slice of the output
-    embedding, in float32 and in the type of the weights. A value head has one logit. The exact divergence adds the
-    hidden states and the logits of the reference, and in training another gradient of states and slice.
+    The hidden states of all tokens, gathered and picked (training: and the gradient of the latter), and the float32
+    numbers of one chunk of one rank's slice of the vocabulary. In training with bfloat16, the gradient of that slice of
+    the output embedding by one chunk comes before its sum with the others. A value head has one logit. The exact
+    divergence adds the hidden states and the logits of the reference, and in training another gradient of the states.
     """
     itemsize, tp = DTYPE_BYTES[section.dtype], section.tensor_model_parallel_size
     states = (3 if training else 2) * work.num_tokens * architecture.hidden_size * itemsize
@@ -97,12 +104,11 @@ def head_bytes(architecture: Architecture, section: MegatronSection, *, work: Wo
     rows = -(-architecture.vocab_size // tp)
     numbers = HEAD_BACKWARD if training else HEAD_FORWARD + work.exact_kl
     chunk = min(CHUNK_TOKENS, work.num_tokens) * rows * FLOAT32 * numbers
-    gradient = rows * architecture.hidden_size * (FLOAT32 + itemsize) if training else 0
     if work.exact_kl:
-        more = work.num_tokens * (2 if training else 1) + (rows if training else 0)
-        states += more * architecture.hidden_size * itemsize
+        states += work.num_tokens * (2 if training else 1) * architecture.hidden_size * itemsize
     if training and (kept := work.num_tokens * rows * FLOAT32) <= KEPT_BYTES:
         states += kept
+    gradient = rows * architecture.hidden_size * FLOAT32 if training and section.dtype == "bfloat16" else 0
     return states + chunk + gradient
 
 
@@ -115,6 +121,17 @@ def chunks_in_flight(grid: Grid, *, stage: int, num_micro_batches: int) -> int:
     behind = grid.pp - stage - 1
     warmup = behind if grid.vpp == 1 else 2 * behind + (grid.vpp - 1) * grid.pp
     return min(warmup + 1, num_micro_batches * grid.vpp)
+
+
+def _feed_forward(a: Architecture, layer: int, *, etp: int) -> int:
+    """Return the elements per token inside of one feed-forward layer; TP divides them.
+
+    Every chosen expert reads a copy of the token; with ETP the ranks that share the experts gather their tokens.
+    """
+    if a.experts is None or not a.is_sparse(layer):
+        return 3 * a.ffn_hidden_size
+    of_experts = a.experts.top_k * (etp * a.hidden_size + 3 * a.experts.ffn_hidden_size)
+    return 3 * a.experts.shared_ffn_hidden_size + of_experts
 
 
 def _attention(a: Architecture) -> tuple[int, int]:

@@ -132,10 +132,11 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
         for where, model in _by_section(workload).items():
             if not getattr(model.section, flag) and (model.updates or flag == "param_offload"):
                 yield f"{where}.megatron.{flag}=true"
-    if not policy.model.enable_gradient_checkpointing:
-        yield "actor_rollout_ref.model.enable_gradient_checkpointing=true"
-    if "critic" in memory.states and not critic.model.enable_gradient_checkpointing:
-        yield "critic.model.enable_gradient_checkpointing=true"
+    models = {"actor_rollout_ref": policy.model} | ({"critic": critic.model} if "critic" in memory.states else {})
+    for where, checkpoint in models.items():
+        recompute = checkpoint.enable_gradient_checkpointing
+        more = {False: ("selective", "true"), "selective": ("true",), True: ()}[recompute]
+        yield from (f"{where}.model.enable_gradient_checkpointing={amount}" for amount in more)
     yield from _shares(workload, memory, device_bytes)
     budget = actor.ppo_max_token_len_per_gpu // 2
     while budget >= workload.longest:

@@ -17,7 +17,7 @@ from megarl.models.hub import config_place, read_model
 from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
-from megarl.planning.seconds import Lengths, Machine, StepTime, step_time
+from megarl.planning.seconds import EngineCost, Lengths, Machine, StepTime, step_time
 from megarl.planning.traffic import Links, SyncTraffic, sync_traffic
 from megarl.planning.workload import Workload, workload_of
 from megarl.platform.peaks import PUBLISHED, Peaks
@@ -72,13 +72,16 @@ class Planner:
         links: Links,
         host_bytes: int | None = None,
         peaks: Peaks = H100,
+        engine: EngineCost | None = None,
         lengths: Lengths | None = None,
     ) -> None:
         self._argv, self._device_bytes, self._host_bytes, self._links = argv, device_bytes, host_bytes, links
         self._workload = self._load([])
         self._ranks_per_node = ranks_per_node or self._workload.config.trainer.n_gpus_per_node
         self._bucket_bytes = 0
-        self._machine = Machine(peaks=peaks, links=links, ranks_per_node=self._ranks_per_node)
+        self._machine = Machine(
+            peaks=peaks, links=links, ranks_per_node=self._ranks_per_node, engine=engine or EngineCost()
+        )
         rollout = self._workload.config.actor_rollout_ref.rollout
         self._lengths = lengths or Lengths(prompt=rollout.prompt_length, response=rollout.response_length)
 

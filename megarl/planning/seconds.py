@@ -2,18 +2,22 @@
 
 Assumed: every response has the mean length; samples divide evenly; a phase is as slow as the slower of its arithmetic
 and its memory; communication between tensor, context and expert parallel ranks is not hidden, nor are gradients; a
-pipeline idles while it fills and drains; the host, kernel launches, rewards and logging cost nothing. So a run takes
-longer, and two splits compare by what differs between them.
+pipeline idles while it fills and drains; kernel launches, rewards and logging cost nothing. So a run takes longer, and
+two splits compare by what differs between them.
+
+Two costs have to be measured. An engine step has a cost on the host (`EngineCost`). On the CPU
+the operations between products of matrices take their time too (`movement`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.flops import UPDATE, Tokens, active_weights, forward_flops
+from megarl.models.flops import UPDATE, Tokens, active_weights, feed_forward_share, forward_flops
 from megarl.models.grid import Grid
 from megarl.planning.activations import Work
 from megarl.planning.memory import RankMemory
+from megarl.planning.movement import forward_bytes
 from megarl.planning.states import DTYPE_BYTES, FLOAT32, MOMENTS, States
 from megarl.planning.traffic import Links
 from megarl.planning.workload import TrainerModel, Workload
@@ -23,6 +27,19 @@ OPTIMIZER_PASSES = 2  # weights and moments are read and written
 TO_HOST = 50e9  # bytes per second and direction: PCI Express 5 with sixteen lanes
 
 
+@dataclass(frozen=True)
+class EngineCost:
+    """The seconds that an engine step takes on the host, whatever the size of the model."""
+
+    step: float = 0.0  # to schedule, to prepare inputs, to sample
+    layer: float = 0.0  # for each layer: to call its operations
+    sample: float = 0.0  # for each sample that is drawn: to record its token
+
+    def seconds(self, num_layers: int, *, num_steps: float, num_tokens: float) -> float:
+        """Return the seconds of some steps that draw `num_tokens` tokens together."""
+        return num_steps * (self.step + num_layers * self.layer) + num_tokens * self.sample
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """The speeds of a rank's device and of its links, in bytes per second and direction."""
@@ -30,18 +47,25 @@ class Machine:
     peaks: Peaks
     links: Links
     ranks_per_node: int
+    engine: EngineCost = EngineCost()
 
     def link(self, span: int) -> float:
         """Return the bandwidth of ranks that are neighbours within `span` ranks."""
         return self.links.inside if span <= self.ranks_per_node else self.links.between
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lengths:
     """The mean tokens of a prompt and of a response."""
 
     prompt: int
     response: int
+    longest: int | None = None  # tokens of the longest response; None: all are as long as the mean
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that an engine takes for the longest response."""
+        return self.longest or self.response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +131,9 @@ def _tokens(num_samples: int, lengths: Lengths) -> Tokens:
 def _generation(workload: Workload, memory: RankMemory, machine: Machine, lengths: Lengths) -> float:
     """Return the seconds of a replica: prompts at once, then token by token for as many samples as its cache holds.
 
-    Partial rollouts draw more samples at once, and equally many tokens in a step. The prefill of responses that
-    continue is left out.
+    Weights are read in each step, keys and values for each token. A sample that ends makes room for none: the replica
+    has begun all that its cache holds. Partial rollouts draw more samples at once, and equally many tokens in a step.
+    The prefill of responses that continue is left out.
     """
     config, a = workload.config, workload.policy
     rollout = config.actor_rollout_ref.rollout
@@ -124,9 +149,12 @@ def _generation(workload: Workload, memory: RankMemory, machine: Machine, length
     prompts = forward_flops(a, Tokens.of([lengths.prompt], num_outputs=1)) * share / flops
     every = forward_flops(a, Tokens.of([whole], num_outputs=lengths.response)) * share / flops
     cached = memory.engine.bytes_per_token * (lengths.prompt + lengths.response / 2) * at_once
-    reading = (_touched(a, memory.engine.weights, at_once) + cached) / machine.peaks.bytes_per_second
+    num_steps = rounds * lengths.steps
+    read = num_steps * _touched(a, memory.engine.weights, at_once) + rounds * lengths.response * cached
+    reading = read / machine.peaks.bytes_per_second
     messages = _between_layers(a, num_tokens=at_once, size=tp, dtype=rollout.dtype) / machine.link(tp)
-    return prompts + max(every - prompts, rounds * lengths.response * reading) + rounds * lengths.response * messages
+    host = machine.engine.seconds(a.num_layers, num_steps=num_steps, num_tokens=share * lengths.response)
+    return prompts + max(every - prompts, reading) + rounds * lengths.response * messages + host
 
 
 def _touched(architecture: Architecture, weights: int, num_tokens: int) -> float:
@@ -144,12 +172,16 @@ def _touched(architecture: Architecture, weights: int, num_tokens: int) -> float
 
 
 def _passes(
-    workload: Workload, model: TrainerModel, work: Work, machine: Machine, tokens: Tokens, *, num_passes: int
+    workload: Workload, model: TrainerModel, work: Work, machine: Machine, tokens: Tokens, *, num_passes: float
 ) -> float:
     """Return the seconds of `num_passes` forward passes over all samples, with the messages and an idle pipeline."""
     a, section, grid = model.architecture, model.section, workload.grid
-    num_passes += num_passes // UPDATE if work.recompute else 0
+    again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
+    num_passes *= 1 + again / UPDATE
     computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_per_second
+    if workload.config.trainer.device == "cpu":
+        moved = num_passes * forward_bytes(a, tokens, dtype=section.dtype) / grid.num_ranks
+        computing += moved / machine.peaks.bytes_per_second
     mine = tokens.num_tokens / (grid.dp * grid.cp)
     stage = num_passes * _between_layers(a, num_tokens=mine, size=grid.tp, dtype=section.dtype) / grid.pp
     talking = stage / machine.link(grid.tp)

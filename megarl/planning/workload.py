@@ -10,6 +10,7 @@ from megarl.config.root import Config
 from megarl.learner.config import MegatronSection
 from megarl.learner.grid import grid_of
 from megarl.models.architecture import Architecture
+from megarl.models.config import Recompute
 from megarl.models.grid import Grid
 from megarl.planning.activations import Work
 
@@ -146,7 +147,7 @@ def _work(
     num_prompts: int | None = None,
     num_samples: int | None = None,
     max_tokens: int | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
     role: str = "policy",
 ) -> Work:
     """Return the micro-batches of `num_samples` sequences, all of the greatest length.
@@ -172,6 +173,11 @@ def _work(
     )
 
 
-def _recomputes(enabled: bool, section: MegatronSection) -> bool:
-    """Tell whether complete layers are computed again; Megatron's own field overrides the section."""
-    return bool(section.override_transformer_config.get("recompute_granularity", "full" if enabled else None) == "full")
+def _recomputes(enabled: Recompute, section: MegatronSection) -> Recompute:
+    """Return what is computed again; Megatron's own fields override the section."""
+    fields = section.override_transformer_config
+    if "recompute_granularity" not in fields:
+        return enabled
+    modules = fields.get("recompute_modules", ["mlp"] if enabled == "selective" else [])
+    selective: Recompute = "selective" if "mlp" in modules else False
+    return {"full": True, "selective": selective}.get(fields["recompute_granularity"], False)

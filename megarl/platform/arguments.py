@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megarl.platform.secrets import redact
@@ -39,6 +40,13 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the redacted message, and exit with code 2."""
         super().error(redact(message))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError if `value` is no choice; names the nearest choice if there is one."""
+        choices = action.choices or (value,)
+        if value not in choices and (close := get_close_matches(str(value), map(str, choices), n=1)):
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: did you mean {close[0]!r}?")
+        super()._check_value(action, value)
 
     def completions(self, typed: Sequence[str], incomplete: str) -> Iterator[str]:
         """Yield the commands, options and choices that may follow the `typed` words and begin with `incomplete`."""

@@ -35,6 +35,41 @@ def on_cuda() -> bool:
     return (_decided[0] if _decided else decide_device("auto")) == "cuda"
 
 
+def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """Return a copy on the device of a tensor of the host. The host does not wait for what the device does before."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def to_host(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return a copy in host memory, for `to_device` at once, and for the host when the device has done its work."""
+    import torch
+
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+
+
+class SideStream:
+    """A stream of copies to the device, which run while the device computes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._stream = torch.cuda.Stream()
+
+    def copy(self, to: "torch.Tensor", source: "torch.Tensor") -> None:
+        """Begin to copy a pinned tensor of the host to the device, after what the device was asked for before."""
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def join(self) -> None:
+        """Let the device do what it is asked for from now on after the copies. The host does not wait."""
+        import torch
+
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
 def local_device() -> "torch.device":
     """Return this process's device: CUDA device number `LOCAL_RANK`, or the CPU."""
     import torch

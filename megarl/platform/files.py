@@ -6,10 +6,14 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import BinaryIO
 
+MOST_NEIGHBOURS = 1000
+"""Names in a directory that may have been meant."""
 REMEDIES = MappingProxyType(
     {
         errno.ENOSPC: "free space there, or name a directory on another disk",
@@ -109,8 +113,25 @@ def check_writable(directory: Path, key: str) -> None:
         probe = existing / f".writable-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(bytes(4096))
+        except FileNotFoundError as error:  # as under /proc
+            raise WriteError(f"{key}={directory} cannot be written: {existing} takes no files; name another") from error
         finally:
             probe.unlink(missing_ok=True)
+
+
+def similar(path: Path) -> str:
+    """Return the question whether the most similar path that exists was meant instead of `path`; '' if none is."""
+    missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), None)
+    if missing is None:
+        return ""
+    try:
+        names = [found.name for found in islice(missing.parent.iterdir(), MOST_NEIGHBOURS)]
+    except OSError:
+        return ""
+    for name in get_close_matches(missing.name, names):
+        if (meant := missing.parent / name / path.relative_to(missing)).exists():
+            return f": did you mean {meant}?"
+    return ""
 
 
 class WriteError(ValueError):

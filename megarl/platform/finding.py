@@ -14,3 +14,5 @@ class Finding:
     found: str
     advice: str = ""
     verdict: Verdict = "good"
+    command: str = ""
+    """The remedy as a command line, which is printed below the table so that no cell breaks it."""

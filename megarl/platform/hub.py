@@ -26,11 +26,15 @@ def snapshot(name: str, patterns: Sequence[str], kind: Literal["model", "dataset
         ValueError: the hub has no such model or data set, or cannot be reached and the files are not here.
     """
     from huggingface_hub import snapshot_download  # takes half a second, which local models save
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
+        cause = str(error)
+        if isinstance(error, LocalEntryNotFoundError):  # the first line is the cause, the rest is about caches
+            cause = cause.partition("\n")[0].removeprefix("Got: ")
         raise ValueError(
-            f"{name} is no local directory, and as a Hugging Face id it failed: {error}\nWithout a network, "
+            f"{name} is no local directory, and as a Hugging Face id it failed: {cause}\nWithout a network, "
             "download it on another machine and name its directory; what is behind a licence needs HF_TOKEN"
         ) from error

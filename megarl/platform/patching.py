@@ -1,7 +1,7 @@
 """The one way to replace code of another library, and the table of all such replacements.
 
 A `Patch` names what is replaced, with the reason, the versions it was tested with and the condition for its removal.
-`declare` enters it in the table, which `megarl doctor` prints, and imports nothing. `replace` applies it for
+`declare` enters it in the table, which `megarl doctor --patches` prints, and imports nothing. `replace` applies it for
 the life of the process, `replaced` for a block. Neither stacks: a second replacement takes the place of the first.
 """
 

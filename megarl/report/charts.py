@@ -6,12 +6,13 @@ from statistics import fmean
 from typing import Any
 
 from megarl.report.read import Points, Run
-from megarl.tracking.names import REWARD, TIMING, VALIDATION
+from megarl.tracking.names import REWARD, STEP_SECONDS, TIMING, VALIDATION, WITHIN_GEN
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#9f6b53", "#787774", "#d44c47", "#c29343", "#3a5a98")
 DASHES = ("solid", "dot", "dash", "dashdot")
 MOST_POINTS = 1000  # of a line; a longer curve is drawn by means of neighbouring steps
-PARTS = ("sync", "sync_check", "gen_max")  # phases within `gen`
+LEAST_SMOOTHED = 10  # points that a running mean needs
+MOST_TICKS = 10  # steps that each have a tick; otherwise Plotly chooses the ticks
 SMOOTHING = 0.8  # weight of the past in the running mean
 
 
@@ -24,11 +25,14 @@ class Chart:
     metrics: Sequence[str]  # names, or prefixes that end in /
     unit: str = ""
     stacked: bool = False
+    total: str = ""  # of the stacked metrics: drawn instead of these if there are several runs
     smooth: bool = False  # draw a running mean over the values
     left_out: Sequence[str] = ()
 
-    def names(self, run: Run) -> list[str]:
-        """Return the metrics of the chart that a run has."""
+    def names(self, run: Run, *, is_alone: bool) -> list[str]:
+        """Return the metrics of the chart that a run has; `is_alone`: there is no other run."""
+        if self.total and not is_alone:
+            return [self.total] if run.points(self.total) else []
         return [
             name
             for wanted in self.metrics
@@ -120,7 +124,8 @@ CHARTS = (
         metrics=(TIMING,),
         unit="s",
         stacked=True,
-        left_out=(f"{TIMING}step", *(f"{TIMING}{name}" for name in PARTS)),
+        total=STEP_SECONDS,
+        left_out=(STEP_SECONDS, *(f"{TIMING}{name}" for name in WITHIN_GEN)),
     ),
     Chart(title="Throughput", expect="Level.", metrics=("perf/throughput",), unit="tokens/s per rank"),
     Chart(
@@ -133,13 +138,23 @@ CHARTS = (
 
 
 def figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    """Yield title, expectation and Plotly figure of each chart that a run has values for."""
+    """Yield title, expectation and Plotly figure of each chart that a run has metrics for."""
     for chart in CHARTS:
         traces = [trace for number, run in enumerate(runs) for trace in _traces(chart, run, number, len(runs))]
         if traces:
-            axis = {"title": {"text": chart.unit}, "exponentformat": "e"}
-            layout = {"yaxis": axis | {"rangemode": "tozero" if chart.stacked else "normal"}}
-            yield {"title": chart.title, "expect": chart.expect, "data": traces, "layout": layout}
+            steps = [step for trace in traces for step in trace["x"]]
+            ticks = {"dtick": 1} if steps and max(steps) - min(steps) < MOST_TICKS else {}
+            layout = {
+                "xaxis": {"showgrid": False} | ticks,
+                "yaxis": {
+                    "title": {"text": chart.unit, "standoff": 10},
+                    "automargin": True,
+                    "exponentformat": "e",
+                    "rangemode": "tozero" if chart.stacked else "normal",
+                },
+            }
+            title = "Time of a step" if chart.total and len(runs) > 1 else chart.title
+            yield {"title": title, "expect": chart.expect, "data": traces, "layout": layout}
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
@@ -159,12 +174,12 @@ def running_mean(points: Points) -> Points:
 
 def _traces(chart: Chart, run: Run, number: int, num_runs: int) -> Iterator[dict[str, Any]]:
     """Yield the lines of one run: a colour for each metric, or for each run if there are several."""
-    for place, name in enumerate(chart.names(run)):
+    for place, name in enumerate(chart.names(run, is_alone=num_runs == 1)):
         points = run.points(name)
         title = name.removeprefix(TIMING) if num_runs == 1 else f"{run.name}: {name.removeprefix(TIMING)}"
         colour = COLOURS[(place if num_runs == 1 else number) % len(COLOURS)]
         dash = "solid" if num_runs == 1 else DASHES[place % len(DASHES)]
-        if chart.smooth and len(points) > 1:
+        if chart.smooth and len(points) >= LEAST_SMOOTHED:
             yield _line(points, f"{title}, each step", colour, dash) | {"opacity": 0.35, "showlegend": False}
             points, title = running_mean(points), f"{title}, running mean"
         line = _line(points, title, colour, dash)

@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megarl.config.reference import REQUIRED
 from megarl.config.root import LINKS, Config, RewardTrainConfig, SFTConfig
 from megarl.config.schema import MANDATORY, Schema
+from megarl.config.unread import shown
 from megarl.section import flatten
 
 ROOTS = {"actor_rollout_ref": Config, "center_rewards_coefficient": RewardTrainConfig}  # a key that only it has
@@ -34,7 +36,7 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
         except KeyError:  # a file of another version
             continue
         if value != usual:
-            yield Difference(key, str(value), "none" if usual == MANDATORY else str(usual))
+            yield Difference(key, shown(value), REQUIRED if usual == MANDATORY else shown(usual))
 
 
 def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

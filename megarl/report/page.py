@@ -19,7 +19,7 @@ from megarl.report.differences import between, from_default
 from megarl.report.read import Run
 from megarl.report.verdict import faults, remarks, score_of, verdict
 from megarl.tracking.lines import Row
-from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING
+from megarl.tracking.names import PHASES, STEP_SECONDS, TIMING, phases_of, titled
 from megarl.tracking.samples import Pair, pairs
 
 MOST_SAMPLES = 6  # in each direction
@@ -103,11 +103,10 @@ def _phases(run: Run) -> Iterator[dict[str, str]]:
     """Yield the phases with their time over all steps, the longest first."""
     total = sum(value for _, value in run.points(STEP_SECONDS))
     sums = {name: sum(value for _, value in run.points(name)) for name in run.names() if name.startswith(TIMING)}
-    for name, seconds in sorted(sums.items(), key=lambda item: -item[1]):
-        phase = name.removeprefix(TIMING)
+    for phase, seconds in phases_of(sums):
         share = f"{seconds / total:.0%}" if total else ""
-        meaning = PHASES.get(phase, "") if name != STEP_SECONDS else "the whole step"
-        yield {"phase": phase, "meaning": meaning, "seconds": f"{seconds:,.1f}", "share": share}
+        meaning = "the whole step" if phase == "step" else PHASES.get(phase, "")
+        yield {"phase": titled(phase), "meaning": meaning, "seconds": f"{seconds:,.1f}", "share": share}
 
 
 def _event(row: Row) -> dict[str, str]:

@@ -8,6 +8,7 @@ from megarl.report.read import Points, Run
 from megarl.tracking.names import REWARD, validation_of
 
 SAME = 0.01  # a change below this share of the largest score is none
+ALIKE = 3  # steps in which no two responses differ in their score, for a remark
 RECENT = 5  # values that a remark on the end of a curve looks at
 COLLAPSED, SPIKE, LONG = 0.1, 10.0, 0.2
 
@@ -19,6 +20,7 @@ class Score:
     title: str
     points: Points  # at least one
     lower_is_better: bool = False
+    is_held_out: bool = True  # not of the samples that are learnt from, whose scores go up and down
 
     @property
     def first(self) -> float:
@@ -60,7 +62,7 @@ def score_of(run: Run) -> Score | None:
         ("sft/loss", "training loss", True),
     ):
         if points := run.points(name):
-            return Score(title=title, points=points, lower_is_better=lower)
+            return Score(title=title, points=points, lower_is_better=lower, is_held_out=name.startswith("val/"))
     return None
 
 
@@ -73,21 +75,27 @@ def verdict(run: Run) -> str:
     if len(score.points) == 1:
         return f"The {score.title} is {first:.4g} at step {first_step}; there is no second value yet."
     best_step, best = score.best
-    change = "stayed near" if score.is_same else "rose from" if last > first else "fell from"
-    to = f"{first:.4g} (step {first_step}) and is {last:.4g}" if score.is_same else f"{first:.4g} to {last:.4g}"
-    judged = "no change" if score.is_same else "better" if score.is_better else "worse"
-    return (
-        f"The {score.title} {change} {to} at step {last_step} ({judged}); the best is {best:.4g} at step {best_step}."
-    )
+    if score.is_same:
+        change = f"hardly changed: {first:.4g} at step {first_step}, {last:.4g} at step {last_step}"
+    else:
+        direction, judged = "rose" if last > first else "fell", "better" if score.is_better else "worse"
+        change = f"{direction} from {first:.4g} to {last:.4g} at step {last_step} ({judged})"
+    return f"The {score.title} {change}; the best is {best:.4g} at step {best_step}."
 
 
 def remarks(run: Run) -> Iterator[str]:
     """Yield what a person should look at, each with its reason."""
     score = score_of(run)
-    if score and not score.is_same and score.best[0] < score.points[-1][0]:
+    if score and score.is_held_out and not score.is_same and score.best[0] < score.points[-1][0]:
         lost = abs(score.best[1] - score.last)
         if lost > abs(score.best[1] - score.first) / 5:
             yield f"The {score.title} is worse than at step {score.best[0]}: prefer a checkpoint of that step."
+    least, most = ([value for _, value in run.points(f"critic/score/{name}")][-ALIKE:] for name in ("min", "max"))
+    if len(least) == ALIKE and {*least} == {*most} == {least[0]}:
+        yield (
+            f"Every response of the latest {ALIKE} steps has the score {least[0]:.4g}, so there is nothing to learn "
+            "from: train on demonstrations first, take easier prompts, or let the reward grade more finely."
+        )
     entropy = [value for _, value in run.points("actor/entropy")]
     if len(entropy) > RECENT and fmean(entropy[-RECENT:]) < COLLAPSED * entropy[0]:
         yield "The entropy has fallen below a tenth of its first value: the policy hardly explores any more."

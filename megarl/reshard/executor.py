@@ -2,10 +2,12 @@
 
 Nothing else travels or is allocated: apart from the two ends, a reshard needs two buckets to send and two to receive,
 whatever the size of the model. One exchange is one non-blocking message per pair of ranks with bytes for each other.
-It is the same on every backend, so tests over gloo cover the code that runs over NCCL.
+It is the same on every backend, so tests over gloo cover the code that runs over NCCL. A message of one box that is
+contiguous in memory is sent from there.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -141,18 +143,17 @@ class Reshard:
         ledger = Ledger(self._plan.rank) if check else None
         exchange: list[dist.Work] = []
         if self._plan.num_waves:
-            self._pack(0, source, opened, ledger)
-            exchange = self._exchange(0)
+            exchange = self._exchange(0, self._pack(0, source, opened, ledger))
         for number in range(self._plan.num_waves):
             last = number + 1 == self._plan.num_waves
             if not last:
-                self._pack(number + 1, source, opened, ledger)
+                packed = self._pack(number + 1, source, opened, ledger)
             opened |= {param: destination.open(param) for param in self._to_open[number]}
             self._copy_own(number, source, opened, ledger)
             for work in exchange:
                 work.wait()
             if not last:
-                exchange = self._exchange(number + 1)
+                exchange = self._exchange(number + 1, packed)
             self._unpack(number, opened, ledger)
             for param in self._to_close[number]:
                 tensor = opened.pop(param)
@@ -183,12 +184,21 @@ class Reshard:
 
     def _pack(
         self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], ledger: Ledger | None
-    ) -> None:
+    ) -> list[tuple[int, Tensor]]:
+        """Return the bytes for each peer."""
         cargo = self._load(number).sends
         views = [_view(transfer.piece, opened if transfer.onward else source) for transfer in cargo.transfers]
         if ledger:
             ledger.send(cargo.transfers, views)
-        _copy(cargo.slots, views)
+        num_boxes = Counter(transfer.peer for transfer in cargo.transfers)
+        ready = {
+            transfer.peer: view.flatten().view(torch.uint8)
+            for transfer, view in zip(cargo.transfers, views, strict=True)
+            if num_boxes[transfer.peer] == 1 and _is_message(transfer, view)
+        }
+        others = [place for place, transfer in enumerate(cargo.transfers) if transfer.peer not in ready]
+        _copy([cargo.slots[place] for place in others], [views[place] for place in others])
+        return [(peer, ready.get(peer, data)) for peer, data in cargo.by_peer]
 
     def _copy_own(
         self, number: int, source: Mapping[str, Tensor], opened: Mapping[str, Tensor], ledger: Ledger | None
@@ -204,12 +214,11 @@ class Reshard:
             ledger.receive(cargo.transfers)
         _copy([_view(transfer.piece, opened) for transfer in cargo.transfers], cargo.slots)
 
-    def _exchange(self, number: int) -> list[dist.Work]:
-        load = self._load(number)
+    def _exchange(self, number: int, packed: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         messages = [
             dist.P2POp(operation, data, group=self._group, group_peer=peer)
-            for operation, cargo in ((dist.irecv, load.receives), (dist.isend, load.sends))
-            for peer, data in cargo.by_peer
+            for operation, by_peer in ((dist.irecv, self._load(number).receives.by_peer), (dist.isend, packed))
+            for peer, data in by_peer
         ]
         return dist.batch_isend_irecv(messages) if messages else []
 
@@ -226,6 +235,12 @@ def _view(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:
     tensor = tensors[piece.param]
     assert tensor.dtype == piece.dtype, f"{piece.param} is {tensor.dtype}, planned as {piece.dtype}"
     return piece.view(tensor)
+
+
+def _is_message(transfer: Transfer, view: Tensor) -> bool:
+    """Return whether the bytes of a box may be sent as they are: until all have arrived, nothing writes to a source."""
+    is_whole = transfer.num_bytes == aligned(transfer.num_bytes)
+    return is_whole and not transfer.onward and view.dtype == transfer.dtype and view.is_contiguous()
 
 
 def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:

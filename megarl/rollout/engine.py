@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
+from megarl.platform.device import on_cuda
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
@@ -252,6 +254,8 @@ class RolloutEngine:
 
     def _wake(self, tag: str) -> None:
         if self._section.free_cache_engine:
+            if on_cuda():
+                torch.cuda.empty_cache()  # what the trainer has left; vLLM takes memory from the device
             self._llm.wake_up(tags=[tag])
 
     def _sleep(self) -> None:

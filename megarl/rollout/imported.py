@@ -11,8 +11,6 @@ from megarl.rollout import patches
 patches.prepare_environment()
 
 # vLLM reads the environment as it is imported.
-from vllm.config.logging import LoggingConfig  # noqa: E402
-from vllm.logger import configure_logging_if_needed  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 MODULES = (  # vLLM 0.32
@@ -32,4 +30,8 @@ if current_platform.is_cpu():
     for _name in ("megarl.rollout.destination", "megarl.rollout.engine", "megarl.rollout.reload", *MODULES):
         with suppress(ModuleNotFoundError):  # another version of vLLM
             import_module(_name)
-configure_logging_if_needed(LoggingConfig())  # takes time that grows with the square of the number of loggers
+with suppress(ImportError):  # vLLM 0.26 configures its loggers as it is imported
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())  # takes time that grows with the square of the number of loggers

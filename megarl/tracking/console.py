@@ -23,6 +23,8 @@ from megarl.tracking.names import (
     TIMING,
     TOKENS,
     Ending,
+    phases_of,
+    titled,
     validation_of,
 )
 from megarl.tracking.samples import GENERATIONS, pairs
@@ -100,8 +102,8 @@ class Console:
         ]
         total = self._seconds.get(STEP_SECONDS) or sum(self._seconds.values())
         phases = [
-            {"phase": name.removeprefix(TIMING), "seconds": f"{seconds:.1f}", "share": f"{seconds / total:.0%}"}
-            for name, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
+            {"phase": titled(phase), "seconds": f"{seconds:.1f}", "share": f"{seconds / total:.0%}"}
+            for phase, seconds in phases_of(self._seconds)
             if seconds >= LEAST_SHARE * total
         ]
         for title, rows in ((f"run {ending}", scores), ("time", phases), ("summary", summary_rows)):

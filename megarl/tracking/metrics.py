@@ -75,7 +75,12 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     ],
     "Actor": [
         Metric("actor/pg_loss", "-", "Policy loss"),
-        Metric("actor/entropy_loss", "nats per token", "Entropy in the update, aggregated by `loss_agg_mode`"),
+        Metric(
+            "actor/entropy_loss",
+            "nats per token",
+            "Entropy in the update, aggregated by `loss_agg_mode`",
+            "`entropy_coeff` is not 0",
+        ),
         Metric("actor/pg_clipfrac", "0-1", "Share of tokens that the loss clips or leaves out of the gradient"),
         Metric("actor/pg_clipfrac_lower", "0-1", "Share of tokens that the lower clip (`clip_ratio_c`) holds"),
         Metric("actor/ppo_kl", "nats per token", "Estimated KL between the policy before and in the update"),
@@ -259,12 +264,18 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
             _PEAK,
         ),
         Metric("perf/mfu/critic", "0-1", "The same of the updates of the critic alone", f"{_PEAK}, {_CRITIC}"),
-        Metric("perf/max_host_memory_gb", "GB", "Most host memory that the first rank has held since its start"),
+        Metric("perf/max_host_memory_gb", "GB", "Most host memory that a rank has held since its start"),
         Metric(
             "perf/max_memory_allocated_gb",
             "GB",
-            "Most that torch allocated on the first rank's GPU in the step",
+            "Most that torch allocated on a GPU in the step",
             "on CUDA",
+        ),
+        Metric(
+            "perf/time_lost_to_stragglers",
+            "s",
+            "Wait of a rank for the slowest, the mean over the ranks: after generation, scoring, passes and updates",
+            "several ranks",
         ),
     ],
     "Files": [

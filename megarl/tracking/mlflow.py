@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.platform.versions import versions
@@ -65,6 +66,7 @@ class Mlflow:
             uri = f"sqlite:///{database}"
             artifacts = (database.parent / ARTIFACTS).as_uri()
         self._uri, self._run_dir = uri, run.run_dir
+        self._waiting = dict[str, float]()
         self._outbox = Outbox(run.run_dir / UNSENT_FILE, is_record)
         opening = {
             "project": run.project,
@@ -100,10 +102,29 @@ class Mlflow:
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of a step."""
-        named = headlines(metrics) | dict(metrics)
-        values = {safe_name(name): float(value) for name, value in named.items()}
+        """Record the metrics of a step.
+
+        MLflow lists metrics in the order of their arrival, and the headlines come first. So what a validation before
+        the first step measures besides waits for that step, which has the other headlines.
+        """
+        first = headlines(metrics)
+        if step == 0:
+            self._put(first, step=0)
+            self._waiting = dict(metrics)
+            return
+        if self._waiting:
+            self._put(first, step=step)
+            self._put_waiting()
+        self._put(first | dict(metrics), step=step)
+
+    def _put(self, metrics: Mapping[str, float], *, step: int) -> None:
+        values = {safe_name(name): float(value) for name, value in metrics.items()}
         self._outbox.put({"kind": "metrics", "step": step, "time": _now(), "values": values})
+
+    def _put_waiting(self) -> None:
+        if self._waiting:
+            self._put(self._waiting, step=0)
+        self._waiting = {}
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Append rows to the table artifact `name`.json; its first column is the step.
@@ -127,6 +148,7 @@ class Mlflow:
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Record how the run ended, with its files and the summary; wait until all is sent or a try fails."""
         summary = "".join("  ".join(f"{key}={value}" for key, value in row.items()) + "\n" for row in summary_rows)
+        self._put_waiting()
         self._outbox.put({"kind": "files", "paths": [str(self._run_dir / name) for name in KEPT]})
         self._outbox.put({"kind": "end", "time": _now(), "status": _STATUS[ending], "summary": summary})
         self._closing.set()
@@ -204,13 +226,18 @@ def tags_of(run: TrackedRun) -> dict[str, str]:
     where = f"`{run.run_dir.resolve()}` on {facts['host']}"
     tags = {
         "mlflow.note.content": f"{where}\n\n```\n{facts['command']}\n```\n\nThe artifact report.html sums the run up.",
-        "mlflow.source.name": _cut(facts["command"]),
+        "mlflow.source.name": _cut(_short(facts["command"])),
         "mlflow.source.type": "LOCAL",
         "mlflow.user": facts["user"],
         "megarl.run_dir": str(run.run_dir.resolve()),
     }
     tags |= {"mlflow.source.git.commit": facts["commit"]} if "commit" in facts else {}
     return tags | {f"version.{name}": version for name, version in versions().items()}
+
+
+def _short(command: str) -> str:
+    """Return a command without directories and keys: MLflow shows what follows the last slash."""
+    return " ".join(Path(word).name for word in command.split() if "=" not in word)
 
 
 def safe_name(name: str) -> str:

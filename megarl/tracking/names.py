@@ -34,6 +34,7 @@ PHASES = {  # phase -> what it does, for people
     "save_checkpoint": "saving a checkpoint",
     "dump_rollout_generations": "writing the samples",
 }
+WITHIN_GEN = ("sync", "sync_check", "gen_max")  # phases whose time is part of that of `gen`
 VALIDATION = ("val-core/", "val/test_score/")
 
 
@@ -50,6 +51,25 @@ def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
         if known := [metrics[name] for name in names if name in metrics]:
             found[short] = known[0]
     return found
+
+
+def phases_of(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the phases of `timing_s/` metrics and their seconds, the longest first.
+
+    Phases within `gen` follow it, so that the others add up to the whole step.
+    """
+    by_phase = {name.removeprefix(TIMING): value for name, value in seconds.items()}
+
+    def rank(phase: str) -> tuple[float, bool, float]:
+        is_part = phase in WITHIN_GEN
+        return -by_phase.get("gen" if is_part else phase, 0.0), is_part, -by_phase[phase]
+
+    return [(phase, by_phase[phase]) for phase in sorted(by_phase, key=rank)]
+
+
+def titled(phase: str) -> str:
+    """Return the name of a phase in a table, which shows a phase within `gen` as part of it."""
+    return f"gen: {phase}" if phase in WITHIN_GEN else phase
 
 
 def validation_of(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -86,11 +86,11 @@ class Reference(Protocol):
     """A policy that never learns."""
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Return log-probabilities and entropies of the response tokens."""
+        """Return the log-probabilities of the response tokens."""
 
 
 class Policy(Reference, Protocol):
-    """The actor."""
+    """The actor. Its outputs have entropies."""
 
     def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
         """Learn from the experience of one step. Return metrics.

@@ -168,6 +168,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
         with timers("update_critic"):
             metrics |= job.critic.update(lesson.experience, step=step)
 
+    assert reading.old.entropy is not None, "an actor without entropies"
     metrics["actor/entropy"] = float(reading.old.entropy[reading.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics |= job.work.metrics(collected.scored, timers.seconds())

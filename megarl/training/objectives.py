@@ -50,23 +50,27 @@ class ActorObjective:
     horizon: int  # the most tokens a response may have: the constant of `seq-mean-token-sum-norm`
     own: OwnLoss | None = None  # the user's policy loss; `loss_mode=custom` needs it
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return self.section.entropy_coeff != 0
+
     def __call__(self, outputs: PolicyOutputs, micro: Experience, totals: Totals) -> Contribution:
         """Return loss and metrics of the policy on `micro`."""
         section = self.section
         mean = partial(_mean, micro=micro, totals=totals, mode=section.loss_agg_mode, horizon=self.horizon)
         pg = policy_loss(outputs, micro, section, self.own)
-        pg_loss = mean(pg.sums)
-        entropy_mean = mean(entropy(outputs.entropy, micro.mask))
-        loss = pg_loss
-        if section.entropy_coeff:
-            loss = loss - section.entropy_coeff * entropy_mean
+        loss = pg_loss = mean(pg.sums)
         metrics = {
             "actor/pg_loss": pg_loss,
-            "actor/entropy_loss": entropy_mean,
             "actor/pg_clipfrac": pg.clip_frac / totals.num_tokens,
             "actor/pg_clipfrac_lower": pg.clip_frac_lower / totals.num_tokens,
             "actor/ppo_kl": pg.ppo_kl / totals.num_tokens,
         }
+        if self.needs_entropy:
+            assert outputs.entropy is not None, "outputs without entropies"
+            metrics["actor/entropy_loss"] = entropy_mean = mean(entropy(outputs.entropy, micro.mask))
+            loss = loss - section.entropy_coeff * entropy_mean
         if section.use_kl_loss:
             metrics["actor/kl_loss"] = kl_loss = mean(divergence(outputs, micro, section).sum(-1))
             loss = loss + section.kl_loss_coef * kl_loss

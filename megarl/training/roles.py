@@ -60,6 +60,7 @@ class Model(Generic[Outputs]):
         budget: Budget,
         updates: Updates | None = None,
         against: Against | None = None,
+        with_entropy: bool = False,
         translate: Translation | None = None,
     ) -> None:
         """Give a learner its role.
@@ -70,15 +71,16 @@ class Model(Generic[Outputs]):
             budget: the size of a forward pass in `infer`.
             updates: how the model learns; None if it never does.
             against: the exact divergence that `infer` reports, if any.
+            with_entropy: whether `infer` reports entropies.
             translate: re-encodes records in the model's tokens; None if the model reads the policy's tokens.
         """
         self.name, self.learner, self.translate = name, learner, translate
-        self._budget, self._updates, self._against = budget, updates, against
+        self._budget, self._updates, self._against, self._with_entropy = budget, updates, against, with_entropy
 
     def infer(self, batch: Rollouts) -> Outputs:
         """Return the model's outputs for the response tokens, `[B, T]` float32."""
         batch, budget = self._as_read(batch, self._budget)
-        outputs: Outputs = self.learner.infer(batch, budget, against=self._against)
+        outputs: Outputs = self.learner.infer(batch, budget, against=self._against, with_entropy=self._with_entropy)
         return outputs
 
     def update(self, experience: Experience, *, step: int, review: Review | None = None) -> Metrics:
@@ -127,13 +129,11 @@ class Reference:
         self.models = models
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
-        """Return the outputs for the response tokens, `[B, T]` float32."""
+        """Return the log-probabilities of the response tokens, `[B, T]` float32."""
         shares = self.models.shares(batch)
-        read = [model.infer(batch.select(samples)) for model, samples in shares]
+        read = [model.infer(batch.select(samples)).log_probs for model, samples in shares]
         order = torch.cat([samples for _, samples in shares]).argsort()
-        log_probs = torch.cat([outputs.log_probs for outputs in read])[order]
-        entropy = torch.cat([outputs.entropy for outputs in read])[order]
-        return PolicyOutputs(log_probs=log_probs, entropy=entropy)
+        return PolicyOutputs(log_probs=torch.cat(read)[order])
 
     def against(self, divergence: Divergence) -> Against:
         """Return the divergence from these policies."""

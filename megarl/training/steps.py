@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
+from megarl.distributed.exchange import seconds_waited, together
 from megarl.distributed.signals import Stopped, stop_requested
 from megarl.platform.memory import peak_memory
 from megarl.tracking.profile import Traces
@@ -73,9 +75,18 @@ def run_steps(
             with timers("save_checkpoint"):
                 checkpoints.save(state(finished, metrics))
         metrics |= checkpoints.advance()
-        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | peak_memory()
+        metrics = metrics | timers.seconds() | summarize(metrics, time.perf_counter() - start) | _of_all_ranks()
         tracker.log(metrics, step=finished)
         if is_stopping:
             checkpoints.close()
             raise Stopped(finished)
     checkpoints.close()
+
+
+def _of_all_ranks() -> Metrics:
+    """Return the most memory of a rank, and the seconds that a rank has waited for slower ranks in the step."""
+    ranks = together(lambda: (peak_memory(), seconds_waited()))
+    metrics = {name: max(peaks[name] for peaks, _ in ranks) for name in ranks[0][0]}
+    if len(ranks) > 1:
+        metrics["perf/time_lost_to_stragglers"] = fmean(seconds for _, seconds in ranks)
+    return metrics

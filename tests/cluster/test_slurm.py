@@ -1,7 +1,7 @@
-"""A job on two nodes of a real Slurm: a signal saves and requeues it, and it resumes when Slurm starts it again."""
+"""Jobs on two nodes of a real Slurm: what ranks see of GPUs; a signal saves and requeues a job, which then resumes."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,40 +19,69 @@ pytestmark = [
 ]
 STEPS = 12
 SCRIPT = ROOT / "scripts" / "launch_slurm.sh"
+SHOW_RANK = """#!/bin/sh
+echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, GPUs ${CUDA_VISIBLE_DEVICES-not limited}: $*"
+"""
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Slurm]:
-    (tmp_path / "slurm").mkdir()
-    with slurm(tmp_path / "slurm") as running:
-        yield running
+def ranks_of(cluster: Slurm, root: Path, options: Sequence[str]) -> list[str]:
+    """Submit the script with a program that only says which rank it is; return what the ranks say, in their order."""
+    program, output = root / "show_rank", root / "ranks.txt"
+    program.write_text(SHOW_RANK)
+    program.chmod(0o755)
+    cluster.environ["PYTHON"] = str(program)
+    settings = ["--nodes=2", "--ntasks-per-node=2", f"--output={output}", *options]
+    job = cluster.submit(SCRIPT, "run.yaml", options=settings)
+    cluster.wait(job, lambda: cluster.field(job, "JobState") == "COMPLETED", output=output, timeout_s=100)
+    return sorted(line for line in output.read_text().splitlines() if line.startswith("rank "))
 
 
-@pytest.mark.timeout(1200)
-def test_a_signalled_job_is_requeued_and_resumes(
-    tmp_path: Path, cluster: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def expected(gpus: str) -> list[str]:
+    return [
+        f"rank {rank} of 4 on n{rank // 2 + 1}, GPUs {gpus}: "
+        "-m megarl.train run.yaml trainer.nnodes=2 trainer.n_gpus_per_node=2"
+        for rank in range(4)
+    ]
+
+
+def test_every_rank_sees_all_gpus_of_its_node(tmp_path: Path) -> None:
+    with slurm(tmp_path, gpus_per_node=2) as cluster:
+        assert ranks_of(cluster, tmp_path, ["--gpus-per-node=2"]) == expected("0,1")
+
+
+def test_a_cluster_that_knows_no_gpus_limits_none(tmp_path: Path) -> None:
+    with slurm(tmp_path, gpus_per_node=0) as cluster:
+        with pytest.raises(AssertionError, match="Invalid generic resource"):
+            cluster.submit(SCRIPT, "run.yaml", options=["--nodes=2"])
+        assert ranks_of(cluster, tmp_path, ["--gpus-per-node=0"]) == expected("not limited")
+
+
+@pytest.mark.timeout(2000)
+def test_a_signalled_job_is_requeued_and_resumes(tmp_path: Path) -> None:
     run_dir, output = tmp_path / "run", tmp_path / "job.txt"
     arguments = [
         *train_arguments(make_workspace(tmp_path / "files"), run_dir),
         *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.val_before_train=false"),
-        f"trainer.total_training_steps={STEPS}",
+        *("trainer.device=cpu", f"trainer.total_training_steps={STEPS}"),
     ]
-    settings = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    cluster.environ.update(settings)
-    options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={output}"]
-    job = cluster.submit(SCRIPT, *arguments, options=options)
 
     def rows() -> list[Row]:
         log = run_dir / "metrics.jsonl"
         return read_jsonl(log) if log.exists() else []
 
-    cluster.wait(job, lambda: bool(rows()), output=output, timeout_s=400)
-    cluster.call("scancel", "--signal=USR1", job)
-    cluster.wait(job, lambda: cluster.field(job, "Restarts") == "1", output=output, timeout_s=200)
-    before = rows()
-    assert len(before) < STEPS, "it was too late for the signal"
-    cluster.wait(job, lambda: cluster.field(job, "JobState") == "COMPLETED", output=output, timeout_s=500)
+    (tmp_path / "slurm").mkdir()
+    with slurm(tmp_path / "slurm", gpus_per_node=1) as cluster:
+        cluster.environ.update({"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})
+        options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={output}"]
+        job = cluster.submit(SCRIPT, *arguments, options=options)
+        cluster.wait(job, lambda: bool(rows()), output=output, timeout_s=600)
+        cluster.call("scancel", "--signal=USR1", job)
+        cluster.wait(job, lambda: cluster.field(job, "JobState") == "PENDING", output=output, timeout_s=300)
+        before = rows()
+        assert len(before) < STEPS, "it was too late for the signal"
+        cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits for two minutes
+        cluster.wait(job, lambda: cluster.field(job, "JobState") == "COMPLETED", output=output, timeout_s=1000)
+        assert cluster.field(job, "Restarts") == "1"
     assert [row["step"] for row in rows()] == list(range(1, STEPS + 1))
     assert rows()[: len(before)] == before  # it did not start anew
     printed = output.read_text()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 PHASES = {"gen", "sync", "reward", "old_log_prob", "ref", "values", "adv", "update_actor", "update_critic"}
-SECONDS = {"megarl", "mbridge", "copy", "repack"}
+SECONDS = {"megarl", "mbridge", "copy", "exchange", "repack"}
 
 
 @pytest.mark.timeout(600)  # two jobs of two ranks, each with trainer, engine and peer
@@ -78,6 +78,9 @@ def test_a_step_is_measured_beside_vllm_and_transformers() -> None:
     assert 4 * 2 < found["peers"]["transformers"]["tokens"] <= 4 * 2 * (16 + 16)
     assert found["ratios"].keys() == {"generation", "infer", "update", "other_share"}
     assert min(found["ratios"].values()) > 0
+    assert found["plan"].keys() == {"gen", "old_log_prob", "ref", "values", "update_actor", "update_critic", "step"}
+    assert all(of["planned"] > 0 for of in found["plan"].values())
+    assert min(found["peers"]["host"].values()) >= 0 < found["peers"]["host"]["step"]
     read = Tokens(**found["peers"]["transformers"]["read"])
     flops = forward_flops(read_architecture(MODELS["llama-1m"]), read)
     assert found["floors"]["infer"] == flops / found["peers"]["machine"]["flops_per_second"]

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.distributed import exchange
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import host_group, join_world, together, wait_for_all
+from megarl.training import steps
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -113,3 +114,30 @@ def test_an_error_that_cannot_travel_arrives_in_words(pool: RankPool) -> None:
 
 def test_an_answer_may_be_an_exception(pool: RankPool) -> None:
     assert pool.run(3, exceptions_as_answers) == [["rank 0", "rank 1", "rank 2"]] * 3
+
+
+def test_the_wait_for_slower_ranks_is_counted_until_somebody_takes_it() -> None:
+    clock = Mock(perf_counter=Mock(side_effect=[1.0, 3.5, 10.0, 10.25]))
+    with patch.object(exchange, "time", clock), patch.object(dist, "barrier"):
+        exchange.seconds_waited()
+        wait_for_all()
+        wait_for_all()
+    assert exchange.seconds_waited() == 2.75
+    assert exchange.seconds_waited() == 0.0
+
+
+def of_all_ranks() -> dict[str, float]:
+    """Return the metrics of two ranks. The first waits, and the second holds more memory."""
+    rank = dist.get_rank()
+    peaks = {"perf/max_host_memory_gb": 1.0 + rank}
+    with (
+        patch.object(steps, "peak_memory", return_value=peaks),
+        patch.object(steps, "seconds_waited", lambda: 1 - rank),
+    ):
+        return steps._of_all_ranks()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_reports_the_greatest_memory_and_the_mean_wait(pool: RankPool, num_ranks: int) -> None:
+    lost = {"perf/time_lost_to_stragglers": 0.5} if num_ranks > 1 else {}
+    assert pool.run(num_ranks, of_all_ranks) == [{"perf/max_host_memory_gb": float(num_ranks)} | lost] * num_ranks

@@ -1,6 +1,5 @@
 """The work of a learner on CUDA, seen on the CPU through stand-ins; `tests/gpu` runs the real thing."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,7 @@ from tests.support.learners import ACTOR, WARM_UP, learn_twice, make_test_learne
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 from tests.support.shards import names_of
-from tests.support.stand_ins import cuda_on_meta, lazy_adam
+from tests.support.stand_ins import LateStream, cuda_on_meta, lazy_adam, offloading
 from tests.support.tiny import SIZES, VARIANTS
 
 CHECKPOINTS = {"qwen2": ("qwen2", {})}
@@ -47,40 +46,77 @@ def test_every_model_is_built_on_the_device_without_transformer_engine() -> None
     assert {model: names for model, names in found.items() if names} == {}
 
 
-def rest(source: Path) -> tuple[list[set[int]], list[dict[str, float]], list[dict[str, float]]]:
+def rest(source: Path, dtype: str) -> tuple[list[set[int]], list[dict[str, float]], list[dict[str, float]]]:
     """Return the addresses of the optimizer's state at rest, update by update, and the metrics with and without it."""
-    from megarl.learner import offload
     from megarl.learner.batching import Budget
     from megarl.learner.optimizer import torch_optimizers
 
     def metrics(learner: Any) -> dict[str, float]:
-        found: dict[str, float] = learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+        batch, budget = experience(), Budget(max_tokens=100, max_sequences=None)
+        found: dict[str, float] = learner.update([batch, batch], ACTOR, budget)
         return found
 
-    stays = make_test_learner(source, {})
+    stays = make_test_learner(source, {"dtype": dtype})
     expected = [metrics(stays) for _ in range(3)]
-    section = {"optimizer_offload": True}
-    with ExitStack() as stack:  # the place of the device is the host as well, which has no memory to pin
-        stack.enter_context(patch.object(offload, "on_cuda", lambda: True))
-        stack.enter_context(patch.object(torch.cuda, "empty_cache", lambda: None))
-        empty_like = torch.empty_like
-        stack.enter_context(
-            patch.object(torch, "empty_like", lambda x, pin_memory=False, **more: empty_like(x, **more))
-        )
-        learner, places, found = make_test_learner(source, section), list[set[int]](), list[dict[str, float]]()
+    with offloading():
+        learner = make_test_learner(source, {"dtype": dtype, "optimizer_offload": True})
+        places, found = list[set[int]](), list[dict[str, float]]()
         for _ in range(3):
             found.append(metrics(learner))
             [inner] = torch_optimizers(learner.optimizer.megatron)
             tensors = [value for state in inner.state.values() for value in state.values() if value.dim()]
+            tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
             places.append({tensor.data_ptr() for tensor in tensors})
     return places, found, expected
 
 
-def test_an_optimizer_rests_in_memory_that_is_pinned_once(pool: RankPool, checkpoints: dict[str, Path]) -> None:
-    [(places, found, expected)] = pool.run(1, rest, checkpoints["qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_rests_in_memory_that_is_pinned_once_and_is_there_in_time(
+    pool: RankPool, checkpoints: dict[str, Path], dtype: str
+) -> None:
+    [(places, found, expected)] = pool.run(1, rest, checkpoints["qwen2"], dtype)
     assert len(places[0]) > 2
     assert places[0] == places[1] == places[2]
     assert found == expected
+
+
+def save_at_rest(source: Path, to: Path) -> tuple[int, int]:
+    """Return the copies to the device that an update and a save of an offloaded optimizer make."""
+    from megarl.learner.batching import Budget
+    from megarl.learner.checkpoint import save_learner
+    from megarl.learner.staging import Staging
+
+    with offloading():
+        LateStream.num_copies = 0
+        learner = make_test_learner(source, {"optimizer_offload": True})
+        learner.update([experience()], ACTOR, Budget(max_tokens=100, max_sequences=None))
+        of_update = LateStream.num_copies
+        save_learner(learner, to, Staging())
+        return of_update, LateStream.num_copies - of_update
+
+
+def test_an_optimizer_is_saved_from_where_it_rests(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    [(of_update, of_save)] = pool.run(1, save_at_rest, checkpoints["qwen2"], tmp_path)
+    assert of_update > 0
+    assert of_save == 0
+
+
+def learn_offloaded(*args: Any) -> Any:
+    with offloading():
+        return learn_twice(*args)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_a_learner_continues_exactly_with_an_optimizer_on_the_host(
+    pool: RankPool, checkpoints: dict[str, Path], tmp_path: Path, distributed_optimizer: bool
+) -> None:
+    place = (checkpoints["qwen2"], "policy", {"optimizer_offload": True})
+    [(metrics, outputs), _] = pool.run(2, learn_offloaded, *place, tmp_path, None, distributed_optimizer)
+    [(metrics_again, outputs_again), _] = pool.run(2, learn_offloaded, *place, None, tmp_path, distributed_optimizer)
+    assert metrics == metrics_again
+    assert torch.equal(outputs, outputs_again)
 
 
 def learn_deterministically(source: Path) -> Any:

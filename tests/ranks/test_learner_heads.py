@@ -24,30 +24,40 @@ from tests.support.ranks import RankPool
 DIVERGENCES = [Divergence(), Divergence("full_forward"), Divergence("full_js"), Divergence("full_js", 0.1)]
 
 
-def sharded(chunk_tokens: int, rows: int, entropy_weight: float) -> tuple[torch.Tensor, ...]:
+def sharded(chunk_tokens: int, rows: int, entropy_weight: float | None) -> tuple[torch.Tensor | None, ...]:
+    """Return outputs and gradients of this rank; without a weight, entropies are not asked for."""
     heads.CHUNK_TOKENS = chunk_tokens
     hidden, weight, targets, upstream = example()
-    upstream[1] *= entropy_weight
+    upstream[1] *= entropy_weight or 0.0
     mine = weight[: dist.get_world_size() * rows].chunk(dist.get_world_size())[dist.get_rank()].clone()
     hidden.requires_grad_()
     mine.requires_grad_()
     log_probs, entropy = heads.vocab_parallel_log_probs(
-        hidden, mine, targets, temperature=TEMPERATURE, vocab_size=VOCAB, group=dist.group.WORLD
+        hidden,
+        mine,
+        targets,
+        temperature=TEMPERATURE,
+        vocab_size=VOCAB,
+        group=dist.group.WORLD,
+        with_entropy=entropy_weight is not None,
     )
-    (torch.stack([log_probs, entropy]) * upstream).sum().backward()
+    loss = (log_probs * upstream[0]).sum()
+    if entropy is not None:
+        loss = loss + (entropy * upstream[1]).sum()
+    loss.backward()
     dist.all_reduce(hidden.grad)  # as Megatron's region in the backward pass
     assert hidden.grad is not None and mine.grad is not None
-    return log_probs.detach(), entropy.detach(), hidden.grad, mine.grad
+    return log_probs.detach(), None if entropy is None else entropy.detach(), hidden.grad, mine.grad
 
 
-@pytest.mark.parametrize("entropy_weight", [1.0, 0.0])
+@pytest.mark.parametrize("entropy_weight", [1.0, 0.0, None])
 @pytest.mark.parametrize("chunk_tokens", [3, 1024])
 @pytest.mark.parametrize(("world_size", "rows"), [(1, ROWS), (2, ROWS), (2, 20)])
 def test_equals_plain_softmax(
-    pool: RankPool, world_size: int, rows: int, chunk_tokens: int, entropy_weight: float
+    pool: RankPool, world_size: int, rows: int, chunk_tokens: int, entropy_weight: float | None
 ) -> None:
     hidden, weight, targets, upstream = example()
-    upstream[1] *= entropy_weight
+    upstream[1] *= entropy_weight or 0.0
     hidden.requires_grad_()
     weight.requires_grad_()
     log_p = (hidden @ weight[:VOCAB].T / TEMPERATURE).log_softmax(-1)
@@ -57,7 +67,7 @@ def test_equals_plain_softmax(
     results = pool.run(world_size, sharded, chunk_tokens, rows, entropy_weight)
     for result in results:
         torch.testing.assert_close(result[0], log_probs.detach())
-        torch.testing.assert_close(result[1], entropy.detach())
+        torch.testing.assert_close(result[1], None if entropy_weight is None else entropy.detach())
         torch.testing.assert_close(result[2], hidden.grad)
     gathered = torch.cat([result[3] for result in results])
     assert weight.grad is not None
@@ -76,12 +86,45 @@ def test_no_tokens(pool: RankPool) -> None:
     assert pool.run(2, empty) == [0, 0]
 
 
+def added_to_a_buffer(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the gradients of two passes of both heads, by autograd, and what they add to a buffer of ones."""
+    hidden, weight, targets, _ = example()
+    heads.CHUNK_TOKENS = 3
+    hidden, settings = hidden.to(dtype), {"temperature": 1.0, "vocab_size": VOCAB, "group": dist.group.WORLD}
+    plain, buffered = (weight.to(dtype, copy=True).requires_grad_() for _ in range(2))
+    buffered.main_grad = torch.ones(weight.shape)  # type: ignore[attr-defined]
+    for mine in (plain, buffered):
+        for _ in range(2):
+            log_probs, _ = heads.vocab_parallel_log_probs(hidden, mine, targets, with_entropy=False, **settings)
+            kl = heads.vocab_parallel_divergence(
+                hidden, mine, hidden.flip(0), weight.to(dtype), Divergence(), **settings
+            )
+            (log_probs.sum() + kl.sum()).backward()
+    assert plain.grad is not None and buffered.grad is None
+    return [plain.grad.float(), buffered.main_grad - 1.0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_the_gradient_of_the_weight_goes_straight_into_its_buffer(
+    pool: RankPool, dtype: torch.dtype, tolerance: float
+) -> None:
+    [(expected, added)] = pool.run(1, added_to_a_buffer, dtype)
+    torch.testing.assert_close(added, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
 def empty() -> int:
     weight = torch.ones(ROWS, HIDDEN, requires_grad=True)
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
     log_probs, entropy = heads.vocab_parallel_log_probs(
-        hidden, weight, torch.zeros(0, dtype=torch.int64), temperature=1.0, vocab_size=VOCAB, group=dist.group.WORLD
+        hidden,
+        weight,
+        torch.zeros(0, dtype=torch.int64),
+        temperature=1.0,
+        vocab_size=VOCAB,
+        group=dist.group.WORLD,
+        with_entropy=True,
     )
+    assert entropy is not None
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
     return len(log_probs)

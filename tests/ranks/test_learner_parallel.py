@@ -4,9 +4,11 @@ Everything is compared with one rank, which `test_learner_split` compares with `
 """
 
 import json
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 from megarl.config.policy import ActorSection
 from megarl.learner.config import MegatronSection
 from megarl.training.objectives import ActorObjective
-from tests.support.learners import learn_twice, learner_outputs
+from tests.support.learners import learn_twice, learner_outputs, make_test_learner
 from tests.support.ranks import RankPool, fresh_mesh
+from tests.support.records import experience
 
 CHECKPOINTS = {
     "dense": ("qwen3-tied", {"num_hidden_layers": 4}),
@@ -71,6 +74,63 @@ def test_no_split_shows(
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         for ours, theirs in zip(numbers(found["after"]), numbers(expected["after"]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def num_messages(checkpoint: Path, split: dict[str, Any]) -> list[float]:
+    """Return the messages that this rank sends to other stages per micro-batch, in a forward pass and in an update."""
+    import torch.distributed as dist
+
+    from megarl.learner.batching import Budget
+
+    learner, batch, budget = make_test_learner(checkpoint, split), experience(), Budget(max_tokens=24, max_sequences=2)
+    num_micro_batches = len(learner.passes.divide(batch, budget, lambda packed, other: len, None))
+    send, messages, counts = dist.ProcessGroup.send, list[Any](), list[float]()
+
+    def counted(group: Any, tensors: Any, *args: Any) -> Any:
+        messages.append(tensors)
+        return send(group, tensors, *args)
+
+    with patch.object(dist.ProcessGroup, "send", counted):
+        for run in (lambda: learner.infer(batch, budget), lambda: learner.update([batch], ACTOR, budget)):
+            messages.clear()
+            run()
+            counts.append(len(messages) / num_micro_batches)
+    return counts
+
+
+@pytest.mark.parametrize(("split", "expected"), [(PIPELINE, [[1, 1], [0, 1]]), (VIRTUAL, [[2, 3], [1, 3]])])
+def test_stages_send_each_other_nothing_but_tensors(
+    pool: RankPool, checkpoint: Path, split: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """A chunk sends its output to the next chunk, and the gradient of its input to the one before."""
+    assert pool.run(2, num_messages, checkpoint, split) == expected
+
+
+def calls_of_layers(checkpoint: Path, recompute: Any) -> tuple[dict[str, float], float, float]:
+    """Return the metrics of an update, and how often each attention and each feed-forward is computed."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megarl.learner.batching import Budget
+
+    learner = make_test_learner(checkpoint, {}, recompute=recompute)
+    layers = [layer for layer in learner.modules[0].modules() if isinstance(layer, TransformerLayer)]
+    calls = Counter[str]()
+    for layer in layers:
+        parts = {"attention": layer.self_attention, "feed-forward": getattr(layer.mlp, "router", layer.mlp)}
+        for name, part in parts.items():
+            part.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
+    return metrics, calls["attention"] / len(layers), calls["feed-forward"] / len(layers)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_is_computed_again_does_not_show(pool: RankPool, checkpoints: dict[str, Path], name: str) -> None:
+    [(expected, *once)] = pool.run(1, calls_of_layers, checkpoints[name], False)
+    assert once == [1, 1]
+    for recompute, calls in (("selective", [1, 2]), (True, [2, 2])):
+        [(metrics, *found)] = pool.run(1, calls_of_layers, checkpoints[name], recompute)
+        assert found == calls
+        assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def places(checkpoint: Path, split: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,9 +1,11 @@
 """An update that is reviewed: the review sees what `infer` tells, and decides from which samples the model learns."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.support.learners import TOLERANCE, make_test_learner
 from tests.support.ranks import RankPool
 from tests.support.records import experience
 
+PLAIN = ActorObjective(ActorSection(entropy_coeff=0.0), horizon=8)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {})}
 OBJECTIVE = ActorObjective(ActorSection(entropy_coeff=0.01), horizon=8)
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,7 +57,7 @@ def reviewed(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError
 
     learner = make_test_learner(checkpoint, split)
-    told = learner.infer(batch, budget)
+    told = learner.infer(batch, budget, with_entropy=True)
     known = replace(batch, old_log_probs=told.log_probs)
     with learner.weights() as weights:
         untouched = {name: tensor.clone() for name, tensor in weights.items()}
@@ -68,6 +71,46 @@ def reviewed(checkpoint: Path, split: dict[str, Any]) -> dict[str, Any]:
     }
     [outputs] = seen
     return found | {"told": told, "seen": outputs}
+
+
+def chunks_with_entropy(checkpoint: Path) -> dict[str, set[bool]]:
+    """Return whether the head computes entropies, over the chunks of each pass."""
+    from megarl.learner import heads, softmax
+    from megarl.learner.batching import Budget
+    from megarl.learner.terms import LossTerm
+    from megarl.training.objectives import PTXObjective, SFTObjective
+
+    learner, batch, budget = make_test_learner(checkpoint, {}), experience(), Budget(max_tokens=24, max_sequences=None)
+    extra = LossTerm(batch=batch, objective=PTXObjective(0.5))
+    passes: dict[str, Callable[[], Any]] = {
+        "infer": lambda: learner.infer(batch, budget),
+        "infer, asked": lambda: learner.infer(batch, budget, with_entropy=True),
+        "update": lambda: learner.update([batch], PLAIN, budget),
+        "update, bonus": lambda: learner.update([batch], OBJECTIVE, budget),
+        "update, bonus and pairs": lambda: learner.update([batch], OBJECTIVE, budget, extra_terms=[extra]),
+        "update, reviewed": lambda: learner.update([batch], PLAIN, budget, review=lambda outputs: None),
+        "supervised": lambda: learner.update([batch], SFTObjective(), budget),
+    }
+    found = {}
+    for name, run in passes.items():
+        with patch.object(heads, "moments", wraps=softmax.moments) as computed:
+            run()
+        found[name] = {call.kwargs["with_entropy"] for call in computed.call_args_list}
+    return found
+
+
+def test_entropies_are_computed_only_where_somebody_asks_for_them(pool: RankPool, checkpoints: dict[str, Path]) -> None:
+    assert pool.run(1, chunks_with_entropy, checkpoints["llama"]) == [
+        {
+            "infer": {False},
+            "infer, asked": {True},
+            "update": {False},
+            "update, bonus": {True},
+            "update, bonus and pairs": {True, False},
+            "update, reviewed": {True},
+            "supervised": {False},
+        }
+    ]
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -109,6 +109,28 @@ def test_ranks_without_bytes_for_each_other_stay_silent(pool):
     pool.run(4, silent_ranks)
 
 
+def packs(rows, columns):
+    """Rank 0 sends a box of up to 64 columns to rank 1; return whether it was packed into the bucket."""
+    rank, box, tensor = dist.get_rank(), whole((rows, min(columns, 64))), torch.arange(float(rows * columns))
+    piece = Piece("w", box, "local", 0, row_major((rows, columns)), torch.float32)
+    needed = Piece("w", box, "there", 0, row_major(box.shape), torch.float32)
+    sources, needs = [[piece], []], [[], [needed]]
+    plan = plan_between(sources, needs, rank=rank, ranks_per_node=2, bucket_bytes=1 << 20)
+    reshard, destination = Reshard(plan, device=CPU), TensorDestination(needs[rank], blank(needs[rank]))
+    for bucket in reshard._send_buckets:
+        bucket.fill_(7)
+    reshard.run({"local": tensor} if rank == 0 else {}, destination)
+    if rank == 1:
+        assert torch.equal(needed.view(destination.tensors["there"]), piece.view(tensor))
+    return bool((reshard._send_buckets[0] != 7).any())
+
+
+@pytest.mark.parametrize(("shape", "is_packed"), [((4, 64), False), ((4, 128), True), ((3, 5), True)])
+def test_a_box_that_is_a_message_is_sent_from_its_place(pool, shape, is_packed):
+    """The first box is all of its tensor, the second the left half of one; the third has no multiple of 16 bytes."""
+    assert pool.run(2, packs, *shape) == [is_packed, False]
+
+
 def different_plans():
     """Rank 1 has another bucket size, so its waves end at other steps."""
     rank = dist.get_rank()
@@ -126,10 +148,10 @@ def test_different_plans_are_found_before_anything_is_sent(pool):
 class FlippedBit(Reshard):
     """Rank 0 sends its first box with one flipped bit."""
 
-    def _exchange(self, number):
+    def _exchange(self, number, packed):
         if number == 0 and self._plan.rank == 0:
             self._load(0).sends.slots[0].view(torch.int32).view(-1)[3] ^= 1 << 7
-        return super()._exchange(number)
+        return super()._exchange(number, packed)
 
 
 class Swapped(Reshard):

@@ -145,7 +145,7 @@ class World:
         updates = self.updates(budget, len(PROMPTS) if in_one_pass else 2)
         job = Job(
             samples=Collector(prompts=data, sampler=self.sampler(**sampler), scorer=data, algorithm=self.algorithm),
-            actor=Model(name="actor", learner=self.learner, budget=budget, updates=updates),
+            actor=Model(name="actor", learner=self.learner, budget=budget, updates=updates, with_entropy=True),
             reference=None,
             critic=None,
             gate=Gate(limits=Limits.of(SyncSection(), self.section.dtype)),

@@ -36,11 +36,14 @@ SPLITS = {
 }
 
 
+PLAIN = replace(ACTOR, section=replace(ACTOR.section, entropy_coeff=0.0))  # a function is given no entropies
+
+
 def spoilt(
     outputs: PolicyOutputs, micro: Experience, totals: Totals, *, fault: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The actor's objective, with a fault in poisoned samples."""
-    loss, metrics = ACTOR(outputs, micro, totals)
+    loss, metrics = PLAIN(outputs, micro, totals)
     if not bool((micro.scores == POISON).any()):
         return loss, metrics
     if fault == "loss":
@@ -82,7 +85,7 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
     budget = Budget(max_tokens=1000, max_sequences=1)
     first, bad, third = minibatches()
     sound = make_test_learner(checkpoint, split)
-    expected = sound.update([first, third], ACTOR, budget)
+    expected = sound.update([first, third], PLAIN, budget)
     state, differs = state_of(sound), {}
     for fault in ("loss", "gradient", "both"):
         learner = make_test_learner(checkpoint, split, mesh=sound.mesh)

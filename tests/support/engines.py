@@ -128,7 +128,7 @@ def check_against_rules(layout: Layout, model_dir: Path, *, tp_size: int, **sett
 
 def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settings: Any) -> RolloutEngine:
     section = RolloutSection(tensor_model_parallel_size=tp_size, **{"dtype": "float32", "max_num_seqs": 16} | settings)
-    return RolloutEngine(
+    engine = RolloutEngine(
         section,
         model_dir=model_dir,
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -136,6 +136,9 @@ def start(model_dir: Path, tensors: dict[str, Tensor], *, tp_size: int, **settin
         stop_token_ids=[],
         max_model_len=160,
     )
+    # On CUDA, vLLM's faster runner takes every model that it knows, unless the engine asks for more than it can do.
+    assert engine._llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    return engine
 
 
 def load_as_published(model_dir: Path) -> Any:

@@ -42,9 +42,12 @@ def in_bfloat16(device: str, divergence: Divergence = REVERSE) -> tuple[torch.Te
     types = (torch.bfloat16, torch.float64)
     rounded, exact = ([x.to(dtype, copy=True).requires_grad_() for x in inputs] for dtype in types)
     settings = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "group": dist.group.WORLD}
+    log_probs, entropy = heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, with_entropy=True, **settings)
+    assert entropy is not None
     found = torch.stack(
         [
-            *heads.vocab_parallel_log_probs(rounded[0], rounded[1], targets, **settings),
+            log_probs,
+            entropy,
             heads.vocab_parallel_divergence(
                 rounded[0], rounded[1], rounded[2].detach(), rounded[1].detach(), divergence, **settings
             ),

@@ -24,24 +24,27 @@ def logits_and_targets(num_rows: int = 6) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def compare(num_rows: int, dtype: torch.dtype, entropy_weight: float) -> None:
-    """Compare sums and gradients."""
+def compare(num_rows: int, dtype: torch.dtype, entropy_weight: float | None) -> None:
+    """Compare sums and gradients; None: nobody asks for entropies."""
     logits, targets = logits_and_targets(num_rows)
-    sums = softmax.moments(logits, targets)
-    torch.testing.assert_close(kernels.moments(logits, targets), sums)
-    normalizer = sums[1].log() + sums[0]
+    with_entropy = entropy_weight is not None
+    sums = softmax.moments(logits, targets, with_entropy=with_entropy)
+    torch.testing.assert_close(kernels.moments(logits, targets, with_entropy=with_entropy), sums)
+    normalizer = sums[2].log() + sums[0]
     upstream = torch.linspace(-1.0, 2.0, 2 * num_rows).view(2, num_rows)
-    entropy, grad_entropy = normalizer - sums[2] / sums[1], entropy_weight * upstream[1]
-    found = kernels.gradient(logits, targets, normalizer, entropy, upstream[0], grad_entropy, dtype)
+    of_entropy = list[Tensor]()
+    if entropy_weight is not None:
+        of_entropy = [normalizer - sums[3] / sums[2], entropy_weight * upstream[1]]
+    found = kernels.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
     assert found.dtype == dtype
-    expected = softmax.gradient(logits, targets, normalizer, entropy, upstream[0], grad_entropy, dtype)
+    expected = softmax.gradient(logits, targets, normalizer, upstream[0], of_entropy, dtype)
     torch.testing.assert_close(found, expected)
 
 
 def main() -> None:
     """Compare all cases."""
     kernels.BLOCK = 8
-    cases = list(product((6, 0), (torch.float32, torch.bfloat16), (1.0, 0.0)))
+    cases = list(product((6, 0), (torch.float32, torch.bfloat16), (1.0, 0.0, None)))
     for case in cases:
         compare(*case)
     print(f"{len(cases)} cases agree")

@@ -34,6 +34,7 @@ def make_test_learner(
     grad_clip: float = 1.0,
     balance: bool = True,
     mesh: Any = None,
+    recompute: Any = False,
 ) -> Any:
     """Return this rank's part of a model whose MegatronSection has the fields `split`; without `optim` it only infers.
 
@@ -42,7 +43,7 @@ def make_test_learner(
     from megarl.learner.factory import make_learner  # Megatron is slow to import
     from megarl.models.architecture import read_architecture
 
-    section = MegatronSection(dtype="float32", **split)
+    section = MegatronSection(**{"dtype": "float32"} | split)
     return make_learner(
         checkpoint,
         read_architecture(json.loads((checkpoint / "config.json").read_text())),
@@ -51,6 +52,7 @@ def make_test_learner(
         role=role,
         temperature=temperature,
         balance=balance,
+        recompute=recompute,
         training=(optim, grad_clip, NUM_SCHEDULE_STEPS) if optim else None,
     )
 
@@ -91,10 +93,10 @@ def learner_outputs(
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(2)))
     batch, budget = experience(), Budget(max_tokens=max_tokens, max_sequences=None)
-    before = learner.infer(batch, budget, against=other)
+    before = learner.infer(batch, budget, against=other, with_entropy=True)
     objective = objective or (ACTOR if role == "policy" else CRITIC)
     metrics = learner.update([batch], objective, budget, against=other)
-    after = learner.infer(batch, budget, against=other)
+    after = learner.infer(batch, budget, against=other, with_entropy=True)
     return {"before": before, "metrics": metrics, "after": after}
 
 

@@ -4,6 +4,7 @@ Without a decision for the CPU, the first question for the device would ask CUDA
 """
 
 import gc
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
@@ -34,14 +35,15 @@ USED = (  # by a job of a few steps; each would be imported in every rank
     "transformers",
 )
 for name in USED:
-    import_module(name)
+    with suppress(ModuleNotFoundError):  # torch 2.11 has no monitor
+        import_module(name)
 
 megarl.config.load._adapter(Config)
 megarl.report.page.library()
 current_platform = import_module("vllm.platforms").current_platform
-if current_platform.is_cpu():
+if current_platform.is_cpu() and (register := current_platform.register_triton_kernel_overrides):  # None in 0.26
     # Each engine registers the same kernels, and searches all modules for them.
-    current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
+    current_platform.register_triton_kernel_overrides = cache(register)
     current_platform.register_triton_kernel_overrides()
 gc.collect()
 gc.freeze()  # a rank that collects garbage need not look at what is never garbage

@@ -15,6 +15,7 @@ from tests.support.programs import ROOT, SHOWN_CHARACTERS
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
 NODES = ("n1", "n2")
+DEVICES = ("/dev/null", "/dev/zero")  # what Slurm takes for the GPUs of a node
 CONF = """
 ClusterName=megarl
 SlurmctldHost={host}(127.0.0.1)
@@ -31,6 +32,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 ReturnToService=2
+{gres}
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
@@ -85,16 +87,29 @@ class Slurm:
 
 
 @contextmanager
-def slurm(root: Path) -> Iterator[Slurm]:
-    """Start a cluster of two nodes of two processors each, and end it with all its jobs."""
+def slurm(root: Path, *, gpus_per_node: int) -> Iterator[Slurm]:
+    """Start a cluster of two nodes of two processors each, and end it with all its jobs.
+
+    Args:
+        root: for the files of the cluster.
+        gpus_per_node: what the cluster counts as GPUs (GRES); 0 for a cluster that knows of no GPUs.
+    """
     host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
+    gres = f" Gres=gpu:{gpus_per_node}" if gpus_per_node else ""
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN{gres}"
         for name, port in zip(NODES, ports[1:], strict=True)
     )
-    (root / "slurm.conf").write_text(
-        CONF.format(host=host, controller=ports[0], root=root, nodes=nodes, names=",".join(NODES))
+    conf = CONF.format(
+        host=host,
+        controller=ports[0],
+        root=root,
+        nodes=nodes,
+        names=",".join(NODES),
+        gres="GresTypes=gpu" if gpus_per_node else "",
     )
+    (root / "slurm.conf").write_text(conf)
+    (root / "gres.conf").write_text(f"Name=gpu File={','.join(DEVICES[:gpus_per_node])}\n" if gpus_per_node else "")
     (root / "state").mkdir()
     key = root / "munge.key"
     key.write_bytes(os.urandom(128))

@@ -1,7 +1,8 @@
 """Stand-ins on the CPU for what only a machine with CUDA has, so that its consequences can be tested without one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -70,4 +71,98 @@ def lazy_adam() -> Iterator[None]:
         patch.multiple(optimizer, Adam=LazyAdam, USING_PYTORCH_OPTIMIZER=False),
         patch.multiple(distrib_optimizer, Adam=LazyAdam, create=True, **of_apex),
     ):
+        yield
+
+
+class LateStream:
+    """A side stream whose copies are done when somebody waits for them, and are NaN before."""
+
+    num_copies = 0
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.fill_(torch.nan)
+        self._begun.append((to, source))
+        LateStream.num_copies += 1
+
+    def join(self) -> None:
+        for to, source in self._begun:
+            to.copy_(source)
+        self._begun.clear()
+
+
+@contextmanager
+def offloading() -> Iterator[None]:
+    """Let learners that are made in the block offload: the place of the device is the host, with no memory to pin."""
+    from megarl.learner import offload
+
+    empty_like = torch.empty_like
+    with (
+        patch.multiple(offload, on_cuda=lambda: True, SideStream=LateStream),
+        patch.object(torch.cuda, "empty_cache", lambda: None),
+        patch.object(torch, "empty_like", lambda x, pin_memory=False, **more: empty_like(x, **more)),
+    ):
+        yield
+
+
+@contextmanager
+def overlap(*, bucket_size: int) -> Iterator[None]:
+    """Let learners that are made in the block overlap collectives and computation, as on CUDA, in small buckets."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megarl.learner import overlap
+
+    small = partial(DistributedDataParallelConfig, bucket_size=bucket_size)
+    with patch.multiple(overlap, on_cuda=lambda: True, DistributedDataParallelConfig=small):
+        yield
+
+
+class Late:
+    """The handle of a collective that does nothing before somebody waits for it."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.wait = act
+
+
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """Let overlapped collectives take as long as they may: what reads weights, or changes gradients, too early fails.
+
+    Weights of other ranks are NaN until somebody waits for them.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    gather, add = Group.start_param_sync, Group.start_grad_sync
+
+    def gather_late(self: Any, force_sync: bool = False) -> None:
+        assert not force_sync
+        assert self.param_gather_handle is None
+        for bucket in self.buckets:
+            shards = bucket.param_data.chunk(self.intra_distributed_optimizer_instance_size)
+            for rank, shard in enumerate(shards):
+                if rank != self.intra_distributed_optimizer_instance_rank:
+                    shard.fill_(torch.nan)
+
+        def act() -> None:
+            self.param_gather_handle = None
+            gather(self, force_sync=True)
+
+        self.param_gather_handle, self.param_gather_dispatched = Late(act), True
+
+    def add_late(self: Any, force_all_reduce: bool = False) -> None:
+        assert self.grad_reduce_handle is None
+        sent = [bucket.grad_data.clone() for bucket in self.buckets]
+
+        def act() -> None:
+            for bucket, then in zip(self.buckets, sent, strict=True):
+                torch.testing.assert_close(bucket.grad_data, then, rtol=0, atol=0, equal_nan=True)
+            with patch.object(self.ddp_config, "overlap_grad_reduce", False):
+                self.grad_reduce_handle = None
+                add(self, force_all_reduce)
+
+        self.grad_reduce_handle = Late(act)
+
+    with patch.multiple(Group, start_param_sync=gather_late, start_grad_sync=add_late):
         yield

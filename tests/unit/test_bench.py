@@ -1,13 +1,15 @@
 """The cases of the benchmarks, and the summaries of their numbers."""
 
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.bench import step_trl
+from megarl.bench import engine_cost, scaling, step_page, step_plan, step_trl
 from megarl.bench.cases import MODELS, Split
+from megarl.bench.options import scaling_parser, step_parser
 from megarl.bench.peer_trl import Clock, arguments
 from megarl.bench.report import summary
 from megarl.bench.step import compare
@@ -48,9 +50,20 @@ def test_models_are_as_large_as_they_are_called(name: str, millions: float) -> N
     assert sum(map(prod, shapes.values())) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
+def test_a_model_that_is_neither_a_shape_nor_a_directory_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("llama-100m", str(tmp_path)):
+        assert step_parser().parse_known_args(["--model", name])[0].model == name
+    for name, remedy in (("llama-3x", "did you mean llama-3m?"), ("/zzz", "name a directory, or one of ")):
+        with pytest.raises(SystemExit):
+            step_parser().parse_known_args(["--model", name])
+        assert f"'{name}' is neither a directory nor a known shape: {remedy}" in capsys.readouterr().err
+
+
 def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
     def rank(mine: list[float], received: int) -> dict[str, Any]:
-        seconds = {"megarl": mine, "mbridge": [10.0, 10.0, 10.0], "copy": [0.5], "repack": [0.5]}
+        seconds = {"megarl": mine, "mbridge": [10.0, 10.0, 10.0], "copy": [0.5], "repack": [0.5], "exchange": [0.25]}
         ways = {"megarl": received, "mbridge": 40}
         return {
             "seconds": seconds,
@@ -63,8 +76,8 @@ def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
 
     ranks = [rank([1.0, 2.0, 9.0], 4), rank([2.0, 1.0, 1.0], 8)]
     found = summary({"case": {"model": "m"}, "ranks": ranks})
-    assert found["seconds"] == {"megarl": 2.0, "mbridge": 10.0, "copy": 0.5, "repack": 0.5}
-    assert (found["times_faster"], found["times_copy_and_repack"]) == (5.0, 2.0)
+    assert found["seconds"] == {"megarl": 2.0, "mbridge": 10.0, "copy": 0.5, "repack": 0.5, "exchange": 0.25}
+    assert (found["times_faster"], found["times_copy_and_repack"], found["times_all_three"]) == (5.0, 2.0, 1.6)
     assert found["bytes_received_max"] == {"megarl": 8, "mbridge": 40}
     assert found["bytes_received_mean"] == {"megarl": 6, "mbridge": 40}
     assert found["peak_ratio"] == 0.2
@@ -149,3 +162,61 @@ exit 3
         assert trl.steps(2) == [{"timing_s/step": number, "perf/total_num_tokens": 8} for number in (1, 2)]
         with pytest.raises(ValueError, match="TRL ended with exit code 3; its messages are above"):
             trl.steps(1)
+
+
+def test_the_cost_of_an_engine_step_is_solved_from_two_engines() -> None:
+    def seconds(num_layers: int, num_samples: int) -> float:
+        return 0.008 + 0.0003 * num_layers + 0.0002 * num_samples
+
+    shallow, deep = ([seconds(layers, samples) for samples in engine_cost.SAMPLES] for layers in engine_cost.LAYERS)
+    found = engine_cost.from_seconds(shallow, deep)
+    assert (found.step, found.layer, found.sample) == pytest.approx((0.008, 0.0003, 0.0002))
+
+
+def test_a_plan_is_compared_with_the_median_step() -> None:
+    steps = [{"timing_s/step": seconds, "timing_s/gen": 2.0} for seconds in (3.0, 4.0, 9.0)]
+    found = step_plan.beside({"gen": 1.0, "step": 5.0}, steps)
+    assert found == {
+        "gen": {"planned": 1.0, "measured": 2.0, "ratio": 0.5},
+        "step": {"planned": 5.0, "measured": 4.0, "ratio": 1.25},
+    }
+
+
+def test_runs_become_the_tables_of_the_page() -> None:
+    phases = {"step": 4.0, "gen": 2.0, "ref": 0.5, "update_actor": 1.0}
+    run: dict[str, Any] = {
+        "command": "megarl bench step",
+        "machine": {"cores": 2},
+        "versions": {"torch": "2"},
+        "workload": {"model": "llama-1m", "algorithm": "grpo", "lengths": "equal", "ranks": 1},
+        "seconds": {phase: {"median": seconds} for phase, seconds in phases.items()},
+        "tokens_per_second": 1000.0,
+        "ratios": {"generation": 0.9, "infer": 0.8, "update": 1.1, "other_share": 0.03},
+        "plan": {"step": {"planned": 5.0, "measured": 4.0, "ratio": 1.25}},
+    }
+    page = step_page.markdown([run, run | {"trl": {"seconds": {"gen": {"median": 3.0}}, "times_faster": {"gen": 1.5}}}])
+    assert "| llama-1m, grpo, equal, 1 rank | 4.00 | 2.00 | 0.50 | 1.00 | 1,000 | 0.90 | 0.80 | 1.10 | 3.0% |" in page
+    assert "| llama-1m, grpo, equal, 1 rank | 0.125 | 0.250 |" in page
+    assert "| llama-1m, grpo, equal, 1 rank | step | 5.00 | 4.00 | 1.25 |" in page
+    assert page.count("| llama-1m, grpo, equal, 1 rank | gen | 3.00 | 1.50x |") == 1
+    assert page.count("- Command: `megarl bench step`") == 1
+
+
+def test_scaling_changes_one_size_at_a_time_and_is_drawn(tmp_path: Path) -> None:
+    options = scaling_parser().parse_args(["--ranks", "1,2", "--prompts", "8,16", "--response-tokens", "32"])
+    points = scaling.points(options)
+    assert [(point.ranks, point.prompts, point.response_tokens) for point in points] == [
+        (1, 8, 32),
+        (2, 8, 32),
+        (1, 16, 32),
+    ]
+    found = [asdict(point) | {"tokens_per_second": 100.0 * (1 + number)} for number, point in enumerate(points)]
+    scaling.draw(found, tmp_path / "scaling.svg")
+    assert (tmp_path / "scaling.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "1,-2"])
+def test_what_is_no_list_of_sizes_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        scaling_parser().parse_args(["--ranks", text])
+    assert "is not numbers such as 1,2,4" in capsys.readouterr().err

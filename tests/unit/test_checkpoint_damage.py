@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from megarl.assembly.resume import checkpoint_texts
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.contents import Contents
-from megarl.checkpoint.directory import LATEST_FILE
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
+from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config.load import load_config

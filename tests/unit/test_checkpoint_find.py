@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST_FILE
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
+from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import State
 
 WAITS = (0.0,)

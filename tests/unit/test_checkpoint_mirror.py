@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST_FILE
-from megarl.checkpoint.manifest import MANIFEST_FILE
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.checkpoint.state import State

@@ -12,10 +12,10 @@ import torch
 from megatron.core import tensor_parallel
 
 from megarl.checkpoint.background import run_blocking
-from megarl.checkpoint.directory import LATEST_FILE, saved_steps
+from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, saved_steps
 from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
-from megarl.checkpoint.manifest import MANIFEST_FILE, sealing
+from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.occupancy import tidy_up
 from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from megarl.data.prepare.__main__ import TASKS
 from megarl.evaluate import as_configuration
 from megarl.plan import main as plan
 from megarl.platform.terminal import typed
-from tests.support.programs import ROOT, run_program, succeed
+from tests.support.programs import ROOT, AtTerminal, run_program, succeed
 
 HEAVY = "{'torch', 'vllm', 'transformers', 'megatron', 'mlflow'}"
 HELP_OF_ALL = f"""
@@ -170,6 +171,31 @@ def test_a_checkpoint_that_is_none_is_refused_at_once(tmp_path: Path, capsys: py
     assert f"global_step_3 is no directory; {tmp_path / 'run'} has global_step_2, global_step_10" in printed
     _, printed = shown(capsys, "export", str(tmp_path), "out")
     assert f"{tmp_path} is neither a checkpoint nor a run with checkpoints\n" in printed
+    (model := tmp_path / "sft" / "huggingface").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    _, printed = shown(capsys, "export", str(tmp_path / "sft"), "out")
+    assert f"{tmp_path}/sft has no checkpoint, and {model} is exported already" in printed
+
+
+@pytest.mark.parametrize(
+    ("shell", "options"), [("bash", ("--norc", "--noprofile", "-i")), ("zsh", ("-f", "-i"))], ids=["bash", "zsh"]
+)
+def test_a_value_is_typed_next_to_a_completed_key(shell: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (program := tmp_path / "megarl").write_text(
+        f'#!/bin/sh\n[ -z "$_MEGARL_COMPLETE" ] && echo "given: $*" || exec {sys.executable} -m megarl\n'
+    )
+    program.chmod(0o755)
+    terminal = AtTerminal(
+        [shell, *options],
+        os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+    )
+    begin = "autoload -U compinit; compinit -u; " if shell == "zsh" else ""
+    terminal.type(f'{begin}eval "$(_MEGARL_COMPLETE={shell}_source megarl)"; echo rea""dy\n'.encode())
+    terminal.read_until("ready\r\n")
+    terminal.type(b"megarl train a.yaml trainer.test_f\t5 trainer.nnodes=1\nexit\n")
+    assert "given: train a.yaml trainer.test_freq=5 trainer.nnodes=1" in terminal.end()[1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

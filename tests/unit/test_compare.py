@@ -59,7 +59,8 @@ def test_the_tables(runs: list[str], capsys: pytest.CaptureFixture[str], monkeyp
     assert "clip" not in printed
     monkeypatch.setenv("COLUMNS", "60")
     assert main(runs) == 0
-    assert "…" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "actor.lr" in printed
     assert main([runs[0], runs[0]]) == 0
     assert "no key that all runs have differs" in capsys.readouterr().out
 

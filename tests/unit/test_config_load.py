@@ -188,7 +188,7 @@ def test_all_faults_come_at_once_with_their_place(tmp_path: Path) -> None:
         load(file, "trainer.nnodes=two", "actor_rollout_ref.actor.optim.betas=[0.9]", "algorithm.adv_estimator=grpo")
     assert str(caught.value).splitlines() == [
         "6 faults in the configuration:",
-        "  actor_rollout_ref.actor.optim.betas [command line]: item 1 is missing, not [0.9]",
+        "  actor_rollout_ref.actor.optim.betas [command line]: item 2 is missing, not [0.9]",
         "  actor_rollout_ref.rollout.n: algorithm.adv_estimator=grpo compares the responses to one prompt: "
         "write n=2 or more (5 is usual)",
         f"  actor_rollout_ref.rollout.temperature [{file}]: should be a valid number, not 'hot'",
@@ -212,7 +212,7 @@ def test_what_has_no_value_is_named() -> None:
         ("data.train_batch_size", "0", "should be greater than 0, not 0"),
         ("data.shuffle", "maybe", "should be a valid boolean, not 'maybe'"),
         ("data.truncation", "up", "should be 'error', 'left', 'right' or 'middle', not 'up'"),
-        ("data.train_files", "[a,3]", "item 1 should be a valid string"),
+        ("data.train_files", "[a,3]", "3 should be a valid string"),
         ("trainer.save_freq", "2.5", "should be a valid integer, not 2.5"),
         ("actor_rollout_ref.rollout.top_p", "1.5", "should be less than or equal to 1, not 1.5"),
         ("actor_rollout_ref.actor.clip_ratio", "-0.1", "should be greater than or equal to 0"),

@@ -96,7 +96,7 @@ def test_what_is_outside_its_bounds_is_a_fault_that_names_its_key(written: dict[
         ("trainer.phase_timeout_s", "1e12", "should be less than or equal to 100000000"),
         ("actor_rollout_ref.actor.optim.lr", "inf", "should be a finite number"),
         ("actor_rollout_ref.actor.optim.lr", "1e308", "should be less than or equal to 10"),
-        ("actor_rollout_ref.actor.optim.betas", "[0.9,1.0]", "item 1 should be less than 1"),
+        ("actor_rollout_ref.actor.optim.betas", "[0.9,1.0]", "1.0 should be less than 1"),
         ("actor_rollout_ref.actor.entropy_coeff", "1e400", "should be a finite number"),
         ("actor_rollout_ref.rollout.n", "1e12", "should be less than or equal to 1000000"),
         ("actor_rollout_ref.rollout.temperature", "nan", "should be a finite number"),

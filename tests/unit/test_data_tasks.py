@@ -207,11 +207,11 @@ def test_the_command_counts_faults_and_names_their_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.parquet"
-    write_rows(path, [row(prompt="" if index >= 2 else "2+3?") for index in range(25)])
+    write_rows(path, [row(prompt="" if index >= 2 else "2+3?", data_source=f"{index}") for index in range(25)])
     assert check(monkeypatch, "--check", str(path)) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{path}, row 2, prompt: the text is empty"
-    assert lines[20:] == ["... and 3 more"]
+    assert lines[2] == f"{path}, row 2 and 22 more, prompt: the text is empty"
+    assert lines[20:] == ["... and 6 more"]
     write_rows(path, [row(), row()])
     assert check(monkeypatch, "--check", str(path)) == 0
     assert "no faults" in capsys.readouterr().out
@@ -220,6 +220,13 @@ def test_the_command_counts_faults_and_names_their_rows(
     assert "has no column 'data_source' (data.reward_fn_key" in capsys.readouterr().out
     assert check(monkeypatch, "--check", str(tmp_path / "none")) == 1
     assert check(monkeypatch) == 2
+
+
+def test_a_misspelt_task_is_corrected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(monkeypatch, "contdown") == 2
+    assert "argument TASK: invalid choice: 'contdown': did you mean 'countdown'?" in capsys.readouterr().err
+    assert check(monkeypatch, "zzz") == 2
+    assert "choose from 'countdown', " in capsys.readouterr().err
 
 
 def test_the_command_knows_what_scores_and_how_columns_are_called(

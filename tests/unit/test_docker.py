@@ -11,6 +11,7 @@ from megarl.tracking.config import TrainerSection
 
 ROOT = Path(__file__).parents[2]
 GPU, CPU = (ROOT / "docker" / name for name in ("Dockerfile", "Dockerfile.cpu"))
+SETUP = "scripts/setup.sh"
 IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
 
@@ -67,11 +68,23 @@ def test_compilers_stay_behind_and_their_number_is_that_of_the_argument() -> Non
     settings = dict(re.findall(r"(\w+)=(\S+)", compiling))
     assert settings["MAX_JOBS"] == "$MAX_JOBS" and settings["APEX_PARALLEL_BUILD"] == "1"
     assert settings["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"  # no binary that no lock knows
+    assert settings["NVTE_WITH_NCCL_EP"] == "0"  # needs a newer NCCL than the lock has
     assert "devel" in of(build, "FROM")[0] and "-base-" in of(final, "FROM")[0]
     assert of(build, "FROM")[0].split(":")[1].split("-")[0] == of(final, "FROM")[0].split(":")[1].split("-")[0]
     installed = " ".join(of(final, "RUN")).split()
     needed = {"libibverbs1", "ibverbs-providers", "librdmacm1", "gcc", "python3.12-dev"}
     assert needed < set(installed)
+
+
+def test_a_change_of_the_code_installs_no_package_again() -> None:
+    """`make setup` imports megarl, so it needs all files; the layer before it needs the lock and the script alone."""
+    steps = [f"{name} {rest.replace('--chown=megarl ', '')}" for name, rest in stages(CPU)[-1]]
+    packages, copied, setup = map(steps.index, (f"RUN PYTHON=$PYTHON {SETUP} packages", "COPY . .", "RUN make setup"))
+    assert packages < copied < setup
+    assert [step for step in steps[:copied] if step.startswith("COPY")] == [
+        "COPY requirements/cpu.lock requirements/",
+        f"COPY {SETUP} scripts/",
+    ]
 
 
 def test_nothing_that_users_make_is_sent_to_the_builder() -> None:

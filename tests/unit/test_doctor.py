@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
     bytecode_findings,
     cpu_findings,
     main,
     package_findings,
+    patch_findings,
     patch_table,
     shared_memory_findings,
+    show,
     tool_findings,
 )
+from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
 from megarl.platform.patching import Patch
 
@@ -70,7 +74,7 @@ def test_packages_without_bytecode_are_named_with_the_command_that_writes_it(
     monkeypatch.syspath_prepend(tmp_path)
     [finding] = bytecode_findings(["whole", "bare", "missing.part"])
     assert finding.found == "none of bare" and finding.verdict == "note"
-    command = shlex.split(finding.advice.rpartition(": ")[2])
+    command = shlex.split(finding.command)
     subprocess.run([*command[:-1], str(tmp_path)], check=True, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
     [finding] = bytecode_findings(["whole", "bare"])
     assert finding.verdict == "good"
@@ -103,7 +107,7 @@ def test_segments_that_nobody_maps_are_left_over(tmp_path: Path) -> None:
     for name in ("job1-[0-1]-cpushm-0", "job2-[0-1]-cpushm-0", "somebody-elses"):
         (tmp_path / name).touch()
     row = shared_memory_findings(tmp_path, [f"7f00-7f01 rw-s 00000000 {tmp_path}/job2-[0-1]-cpushm-0"])[-1]
-    assert row.found == "1 segments" and row.advice == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0'"
+    assert row.found == "1 segments" and row.command == f"rm -- '{tmp_path}/job1-[0-1]-cpushm-0'"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
@@ -111,8 +115,8 @@ def test_a_segment_in_use_is_not_left_over() -> None:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     try:
         maps = Path("/proc/self/maps").read_text()
-        assert segment.name not in shared_memory_findings(Path("/dev/shm"), [maps])[-1].advice
-        assert segment.name in shared_memory_findings(Path("/dev/shm"), [])[-1].advice
+        assert segment.name not in shared_memory_findings(Path("/dev/shm"), [maps])[-1].command
+        assert segment.name in shared_memory_findings(Path("/dev/shm"), [])[-1].command
     finally:
         segment.close()
         segment.unlink()
@@ -134,11 +138,35 @@ def test_a_replacement_is_shown_with_the_installed_version(library: str, version
     assert (table.rows[0].style == "yellow") == ("tested" in found)
 
 
-def test_this_environment_can_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--peaks"]) == 0
+@pytest.mark.parametrize(
+    ("library", "versions", "advice"),
+    [("rich", ">=1", ""), ("rich", "<1", f"not tested with rich {version('rich')}"), ("absent", "<1", "")],
+)
+def test_replacements_that_were_not_tested_with_an_installed_version_are_noted(
+    library: str, versions: str, advice: str
+) -> None:
+    about = {"library": library, "versions": versions, "reason": "", "upstream": "", "until": ""}
+    [finding] = patch_findings([Patch(owner="module", names=("f",), **about)])
+    assert finding.found.startswith("1 places") and finding.advice == advice
+
+
+def test_a_command_is_printed_on_one_line_however_narrow_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    (tmp_path / "job1-[0-1]-cpushm-0").touch()
+    findings = shared_memory_findings(tmp_path, [])
+    show("megarl doctor", [findings])
+    assert f"  {findings[-1].command}" in capsys.readouterr().out.splitlines()
+
+
+def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_cost, "measure", lambda dtype: EngineCost(0.009, 0.00025, 0.0002))  # it starts engines
+    assert main(["--peaks", "--patches"]) == 0
     shown = capsys.readouterr().out
     assert "Ready to train" in shown and "megarl replaces" in shown
     assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown
+    assert "--engine-ms" in shown and shown.count("9,0.25,0.2") == 2
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:

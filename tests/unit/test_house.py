@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -91,22 +90,6 @@ def test_prose_is_plain() -> None:
     counts = [line.split(maxsplit=1) for line in succeed(sys.executable, "scripts/prose.py", timeout_s=60).splitlines()]
     assert counts
     assert [habit for count, habit in counts if int(count) > MAX_HABITS] == []
-
-
-def test_the_locks_have_what_the_extras_pin() -> None:
-    locked: dict[str, set[str]] = {}
-    for lock in (ROOT / "requirements").iterdir():
-        for name, version in re.findall(r"^([\w.-]+)(?:\[\w+\])?==([^\s;]+)", lock.read_text(), re.MULTILINE):
-            locked.setdefault(canonicalize_name(name), set()).add(version.partition("+")[0])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    assert {"cpu", "gpu", "wandb", "tensorboard", "dev"} <= extras.keys()
-    wanted = [Requirement(line) for line in chain(project["dependencies"], *extras.values())]
-    assert [
-        str(requirement)
-        for requirement in wanted
-        if not any(map(requirement.specifier.contains, locked.get(canonicalize_name(requirement.name), ())))
-    ] == []
 
 
 def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) -> None:

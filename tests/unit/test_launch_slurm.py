@@ -1,4 +1,4 @@
-"""The Slurm script with substitutes for `srun` and `scontrol`, because Slurm is not installed in tests."""
+"""The Slurm script with substitutes for `srun` and `scontrol`; tests/cluster runs it on a real Slurm."""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """The sums over logits and the gradient of the logits, by operations of torch and by Triton kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ SIGNATURES = {
         "found": "*fp32",
         "num_rows": "i32",
         "num_columns": "i32",
+        "with_entropy": "constexpr",
         "block": "constexpr",
     },
     "gradient_of_block": {
@@ -23,26 +26,29 @@ SIGNATURES = {
         "grad": "*bf16",
         "targets": "*i64",
         "normalizers": "*fp32",
-        "entropies": "*fp32",
         "grad_log_probs": "*fp32",
+        "entropies": "*fp32",
         "grad_entropies": "*fp32",
         "num_columns": "i32",
+        "with_entropy": "constexpr",
         "block": "constexpr",
     },
 }
 
 
 def test_sums_of_a_row_by_hand() -> None:
-    found = softmax.moments(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]))
+    row, target = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2])
     small, middle = torch.tensor([-2.0, -1.0]).exp()
-    expected = torch.stack([torch.tensor(2.0), 1 + small + middle, 2 + middle, torch.tensor(1.0)])
-    torch.testing.assert_close(found[:, 0], expected)
+    expected = torch.stack([torch.tensor(2.0), torch.tensor(1.0), 1 + small + middle, 2 + middle])
+    torch.testing.assert_close(softmax.moments(row, target, with_entropy=True)[:, 0], expected)
+    torch.testing.assert_close(softmax.moments(row, target, with_entropy=False)[:, 0], expected[:3])
 
 
 def test_slices_merge_into_the_sums_of_the_whole_row() -> None:
     logits, targets = logits_and_targets()
-    whole = softmax.moments(logits, targets)
-    parts = [softmax.moments(logits[:, first : first + 8], targets - first) for first in (0, 8, 16)]
+    moments = partial(softmax.moments, with_entropy=True)
+    whole = moments(logits, targets)
+    parts = [moments(logits[:, first : first + 8], targets - first) for first in (0, 8, 16)]
     maximum = torch.stack([part[0] for part in parts]).amax(0)
     merged = torch.stack([softmax.merge(part, maximum) for part in parts]).sum(0)
     torch.testing.assert_close(merged, whole[1:])
@@ -56,21 +62,23 @@ def test_the_gradient_is_that_of_autograd() -> None:
     log_probs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     upstream = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -3.0]])
     (torch.stack([log_probs, entropy]) * upstream).sum().backward()
-    values = (logits.detach().logsumexp(-1), entropy.detach(), upstream[0], upstream[1])
+    values = (logits.detach().logsumexp(-1), upstream[0], (entropy.detach(), upstream[1]))
     found = softmax.gradient(logits.detach().clone(), targets, *values, dtype=torch.float32)
     torch.testing.assert_close(found, logits.grad)
 
 
 def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_python("-m", "tests.support.interpreted", timeout_s=200).endswith("8 cases agree\n")
+    assert run_python("-m", "tests.support.interpreted", timeout_s=200).endswith("12 cases agree\n")
 
 
+@pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_a_kernel_compiles_for_hopper(name: str) -> None:
+def test_a_kernel_compiles_for_hopper(name: str, with_entropy: bool) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=getattr(kernels, name), signature=SIGNATURES[name], constexprs={"block": kernels.BLOCK})
+    constants = {"block": kernels.BLOCK, "with_entropy": with_entropy}
+    source = ASTSource(fn=getattr(kernels, name), signature=SIGNATURES[name], constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

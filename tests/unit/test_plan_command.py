@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from megarl.cli.kinds import Amount, MeanLengths
+from megarl.cli.kinds import Amount, EngineMilliseconds, MeanLengths
 from megarl.plan import main
 from tests.support.hollow import write_hollow
 
@@ -37,10 +37,12 @@ def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[
         return json.loads(capsys.readouterr().out)["time"]
 
     most, short = time(), time("--lengths", "256,512")
-    assert most["lengths"] == {"prompt": 1024, "response": 3072}
+    assert most["lengths"] == {"prompt": 1024, "response": 3072, "longest": None}
     assert short["flops"] < most["flops"] and short["total"] < most["total"]
     fast = time("--lengths", "256,512", "--peak-tflops", "2250", "--memory-bandwidth", "8TB/s")
     assert fast["total"] < short["total"] and fast["flops"] == short["flops"]
+    host = time("--lengths", "256,512,1024", "--engine-ms", "9,0.25,0.1")["seconds"]["gen"]
+    assert host > time("--lengths", "256,512,1024")["seconds"]["gen"] + 1024 * (0.009 + 32 * 0.00025)
     assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12}
 
 
@@ -97,7 +99,15 @@ def test_amounts_have_units() -> None:
         amount.convert("80", None, None)
 
 
-@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b"])
-def test_lengths_are_two_numbers(faulty: str) -> None:
+@pytest.mark.parametrize("faulty", ["256", "0,5", "a,b", "1,2,3,4"])
+def test_lengths_are_two_or_three_numbers(faulty: str) -> None:
+    assert MeanLengths().convert("256,1024,4096", None, None) == (256, 1024, 4096)
     with pytest.raises(click.BadParameter, match=f"'{faulty}' is not PROMPT,RESPONSE"):
         MeanLengths().convert(faulty, None, None)
+
+
+@pytest.mark.parametrize("faulty", ["9", "9,0.2", "a,b,c", "9,-1,0"])
+def test_the_cost_of_an_engine_step_is_three_numbers(faulty: str) -> None:
+    assert EngineMilliseconds().convert("9,0.25,0.5", None, None) == (9.0, 0.25, 0.5)
+    with pytest.raises(click.BadParameter, match=f"'{faulty}' is not STEP,LAYER,SAMPLE"):
+        EngineMilliseconds().convert(faulty, None, None)

@@ -67,6 +67,12 @@ def test_an_engine_too_small_for_one_sequence() -> None:
     assert changes(found.remedies)[0] == (f"{ROLLOUT}.gpu_memory_utilization=0.1",)
 
 
+@pytest.mark.parametrize(("num_tokens", "amount"), [(32768, "selective"), (65536, "true")])
+def test_as_little_is_computed_again_as_is_enough(num_tokens: int, amount: str) -> None:
+    found = plan(f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={num_tokens}", gigabytes=50)
+    assert (f"actor_rollout_ref.model.enable_gradient_checkpointing={amount}",) in changes(found.remedies)
+
+
 def test_what_no_single_change_mends_is_mended_together() -> None:
     found = plan("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536", gigabytes=24)
     (remedy,) = found.remedies

@@ -106,6 +106,9 @@ def test_recomputation_keeps_the_inputs_of_layers() -> None:
     assert training_bytes(model, section, grid, stage=0, work=work) == 2 * 16 * layer + layer
     again = replace(work, recompute=True)
     assert training_bytes(model, section, grid, stage=0, work=again) == 2 * 16 * 1000 * 4096 * 2 + 2 * layer
+    inside = 1000 * 3 * 14336 * 2  # gate, up and their product
+    selective = replace(work, recompute="selective")
+    assert training_bytes(model, section, grid, stage=0, work=selective) == 2 * 16 * (layer - inside) + layer + inside
 
 
 @pytest.mark.parametrize(
@@ -123,15 +126,13 @@ def test_the_head_sees_a_chunk_of_its_slice_of_the_vocabulary() -> None:
     rows, states = 128_256 // 4, 4096 * 4096 * 2
     assert head_bytes(model, section, work=work, training=False) == 2 * states + 1024 * rows * 4 * 4
     kept, rest = 4096 * rows * 4, 1024 * rows * 4 * 5  # 525 MB of log-probabilities are less than 512 MiB
-    assert head_bytes(model, section, work=work, training=True) == 3 * states + kept + rest + rows * 4096 * (4 + 2)
+    assert head_bytes(model, section, work=work, training=True) == 3 * states + kept + rest + rows * 4096 * 4
     more = replace(work, num_tokens=2 * 4096)
-    assert head_bytes(model, section, work=more, training=True) == 6 * states + rest + rows * 4096 * (4 + 2)
+    assert head_bytes(model, section, work=more, training=True) == 6 * states + rest + rows * 4096 * 4
     assert head_bytes(model, section, work=replace(work, role="value"), training=False) == 2 * states
     exact = replace(work, exact_kl=True)  # the logits and states of two models
     assert head_bytes(model, section, work=exact, training=False) == 3 * states + 1024 * rows * 4 * 5
-    assert head_bytes(model, section, work=exact, training=True) == (
-        5 * states + kept + rest + rows * 4096 * (4 + 2 + 2)
-    )
+    assert head_bytes(model, section, work=exact, training=True) == 5 * states + kept + rest + rows * 4096 * 4
 
 
 def test_the_cache_gets_what_the_engines_share_leaves() -> None:

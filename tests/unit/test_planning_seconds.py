@@ -8,8 +8,9 @@ import pytest
 from megarl.bench.cases import MODELS
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.flops import Tokens, forward_flops
+from megarl.planning.movement import forward_bytes
 from megarl.planning.planner import Plan, Planner
-from megarl.planning.seconds import Lengths
+from megarl.planning.seconds import EngineCost, Lengths
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
 
@@ -18,7 +19,14 @@ NVLINK = 400e9
 LENGTHS = Lengths(prompt=256, response=1024)
 
 
-def plan(directory: Path, *overrides: str, model: str = "qwen2.5-0.5b", ranks_per_node: int | None = None) -> Plan:
+def plan(
+    directory: Path,
+    *overrides: str,
+    model: str = "qwen2.5-0.5b",
+    ranks_per_node: int | None = None,
+    engine: EngineCost | None = None,
+    lengths: Lengths | None = None,
+) -> Plan:
     """Plan PPO with 256 prompts of 256 tokens and responses of 1,024 on one device, or as `overrides` say."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(MODELS[model]))
@@ -36,6 +44,8 @@ def plan(directory: Path, *overrides: str, model: str = "qwen2.5-0.5b", ranks_pe
         ranks_per_node=ranks_per_node,
         links=Links(inside=NVLINK, between=45e9),
         peaks=PEAKS,
+        engine=engine,
+        lengths=lengths,
     ).plan()
 
 
@@ -93,6 +103,10 @@ def test_recomputation_costs_a_third_and_no_utilization(tmp_path: Path) -> None:
     assert again.flops == plain.flops
     more = again.seconds["update actor"] - plain.seconds["update actor"]
     assert more == pytest.approx(plain.seconds["infer actor"])
+    selective = plan(tmp_path, "actor_rollout_ref.model.enable_gradient_checkpointing=selective").time
+    assert selective.flops == plain.flops
+    of_feed_forward = 2 * 256 * 1280 * 24 * 3 * 896 * 4864 / PEAKS.flops_per_second  # Qwen2.5-0.5B
+    assert selective.seconds["update actor"] - plain.seconds["update actor"] == pytest.approx(of_feed_forward)
 
 
 def test_links_between_nodes_are_slower(tmp_path: Path) -> None:
@@ -118,3 +132,34 @@ def test_with_partial_rollouts_an_engine_step_draws_more_samples(tmp_path: Path)
     waiting, found = plan(tmp_path), plan(tmp_path, *partial, correction, "actor_rollout_ref.rollout.max_num_seqs=512")
     reading = 1024 * waiting.memory.engine.weights / PEAKS.bytes_per_second
     assert waiting.time.seconds["gen"] - found.time.seconds["gen"] == pytest.approx(reading / 2)
+
+
+def test_a_pass_on_the_cpu_moves_what_is_between_its_products(tmp_path: Path) -> None:
+    architecture = read_architecture(MODELS["llama-1m"])
+    # Two layers of width 256, with 4 heads and 2 groups of 64, and a feed-forward of 512.
+    projections, rotations, attention = 2 * 256 + 2 * 256 + 2 * 128, 5 * (256 + 128), 4 * 256
+    repeated, feed_forward, gate, norms_and_sums = 128 + 256 + 128 + 256, 2 * 256 + 3 * 512, 5 * 512, 2 * (5 + 3) * 256
+    layer = projections + rotations + attention + repeated + feed_forward + gate + norms_and_sums
+    moved = 4 * (10 * (2 * layer + 5 * 256) + 3 * 256) + 4 * 3 * 7 * 1024
+    assert forward_bytes(architecture, Tokens.of([10], num_outputs=3), dtype="float32") == moved
+
+    on_cpu, elsewhere = (plan(tmp_path, *more, model="llama-1m").time for more in (["trainer.device=cpu"], []))
+    tokens = Tokens.of([1280] * 256, num_outputs=256 * 1024)
+    for name, of in (("reference", architecture), ("critic", architecture.with_scalar_head())):
+        seconds = forward_bytes(of, tokens, dtype="bfloat16") / PEAKS.bytes_per_second
+        difference = on_cpu.seconds[f"infer {name}"] - elsewhere.seconds[f"infer {name}"]
+        assert difference == pytest.approx(seconds)
+    seconds = 3 * forward_bytes(architecture, tokens, dtype="bfloat16") / PEAKS.bytes_per_second
+    assert on_cpu.seconds["update actor"] - elsewhere.seconds["update actor"] == pytest.approx(seconds)
+    assert on_cpu.flops == elsewhere.flops
+
+
+def test_an_engine_steps_as_often_as_the_longest_response_has_tokens(tmp_path: Path) -> None:
+    free, costly = (
+        plan(tmp_path, engine=engine, lengths=Lengths(256, 100, 1000)).time.seconds["gen"]
+        for engine in (EngineCost(), EngineCost(0.01, 0.001, 0.0001))
+    )
+    assert costly - free == pytest.approx(1000 * (0.01 + 24 * 0.001) + 256 * 100 * 0.0001)
+    equal = plan(tmp_path, lengths=Lengths(256, 100)).time.seconds["gen"]
+    weights = plan(tmp_path).memory.engine.weights
+    assert free - equal == pytest.approx(900 * weights / PEAKS.bytes_per_second)

@@ -4,13 +4,13 @@ import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 import megarl
-from megarl.platform.device import decide_device, local_device, on_cuda
+from megarl.platform.device import decide_device, local_device, on_cuda, to_device, to_host
 
 PACKAGE = Path(megarl.__file__).parent
 REPORTS = {"doctor.py"}  # what the machine has, and not what a run works on
@@ -53,6 +53,15 @@ def test_a_run_for_cuda_needs_cuda() -> None:
         pytest.raises(ValueError, match="trainer.device=cuda"),
     ):
         decide_device("cuda")
+
+
+def test_tensors_travel_without_a_wait() -> None:
+    device, tensor = torch.device("cuda", 1), Mock()
+    to_device(tensor, device)
+    tensor.pin_memory.return_value.to.assert_called_once_with(device, non_blocking=True)
+    assert to_device(torch.tensor([1, 2]), torch.device("cpu")).tolist() == [1, 2]
+    assert to_host(source := torch.tensor([1, 2])).tolist() == [1, 2]
+    assert to_host(source).data_ptr() != source.data_ptr()
 
 
 def calls(*names: str) -> Iterator[tuple[str, ast.Call]]:

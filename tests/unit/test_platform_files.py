@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.files import check_writable, explained, inside
+from megarl.platform.files import check_writable, explained, inside, similar
 from tests.support.disks import small_disk
 
 
@@ -33,6 +33,22 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: P
         with pytest.raises(ValueError, match=r"No space left on device; free space there"):
             check_writable(disk.path, "trainer.x")
         assert [path.name for path in disk.path.iterdir()] == ["ballast"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
+def test_a_file_system_that_takes_no_files_is_named() -> None:
+    with pytest.raises(ValueError, match=r"trainer.x=/proc/run cannot be written: "):
+        check_writable(Path("/proc/run"), "trainer.x")
+
+
+def test_the_most_similar_path_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "tutorial").mkdir(parents=True)
+    (tmp_path / "runs" / "tutorial" / "grpo.yaml").touch()
+    meant = f": did you mean {tmp_path}/runs/tutorial/grpo.yaml?"
+    assert similar(tmp_path / "runs" / "tutorial" / "gpro.yaml") == meant
+    assert similar(tmp_path / "runs" / "tutoriol" / "grpo.yaml") == meant
+    for nowhere in ("runs/tutoriol/other.yaml", "runs/tutorial/grpo.yaml/below", "zzz", "runs"):
+        assert similar(tmp_path / nowhere) == ""
 
 
 def test_errors_of_libraries_are_recognised() -> None:

@@ -50,6 +50,7 @@ def test_the_next_time_as_much_work_is_expected() -> None:
             progress.announce(4, "micro-batches")
             progress.advance(4)
     with progress.within("update_actor"):
+        assert (current().expected, current().unit) == (8, "micro-batches")  # before the phase announces its work
         progress.announce(4, "micro-batches")
         progress.advance(3)
         assert (current().done, current().total, current().expected) == (3, 4, 8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.report.__main__ import main
-from megarl.report.charts import CHARTS, running_mean, thin
+from megarl.report.charts import CHARTS, figures, running_mean, thin
 from megarl.report.differences import between, from_default
 from megarl.report.page import library, render
 from megarl.report.read import Run, read_run
@@ -94,8 +94,7 @@ def test_values_that_are_not_finite_are_no_points() -> None:
         ),
         (
             {"critic__score__mean": [0.5, 0.9, 0.504]},
-            "The training reward stayed near 0.5 (step 1) and is 0.504 at step 3 (no change); "
-            "the best is 0.9 at step 2.",
+            "The training reward hardly changed: 0.5 at step 1, 0.504 at step 3; the best is 0.9 at step 2.",
         ),
         (
             {"reward_model__accuracy": [0.75]},
@@ -118,6 +117,7 @@ def test_the_best_of_a_loss_is_the_least() -> None:
     ("metrics", "said"),
     [
         ({"val__test_score__a": [0.0, 1.0, 0.5]}, "worse than at step 2"),
+        ({"critic__score__min": [0.0, 0.5, 0.5, 0.5], "critic__score__max": [1.0, 0.5, 0.5, 0.5]}, "has the score 0.5"),
         ({"actor__entropy": [1.0, 0.5, 0.05, 0.05, 0.05, 0.05, 0.05]}, "entropy has fallen"),
         ({"response_length__clip_ratio": [0.0, 1.0, 0.5]}, "50% of the latest responses reach the length limit"),
         ({"actor__grad_norm": [1.0, 1.0, 1.0, 11.0, 1.0, 1.0]}, "peaks (11, median 1)"),
@@ -131,6 +131,8 @@ def test_what_a_person_should_look_at(metrics: dict[str, list[float]], said: str
 
 
 def test_a_run_that_learns_gives_no_remark(tmp_path: Path) -> None:
+    assert list(remarks(run_with(sft__loss=[3.0, 1.0, 2.0]))) == []  # of its samples, which differ from step to step
+    assert list(remarks(run_with(critic__score__min=[0.0] * 4, critic__score__max=[0.0, 0.0, 1.0, 0.0]))) == []
     assert list(remarks(read_run(write_run(tmp_path / "run", scores={0: 0.1, 4: 0.5})))) == []
 
 
@@ -152,6 +154,16 @@ def test_a_long_curve_is_drawn_by_means_of_neighbours() -> None:
     assert thin([(1, 1.0)], most=2) == [(1, 1.0)]
     assert thin([]) == []
     assert running_mean([(1, 1.0), (2, 2.0)]) == [(1, 1.0), (2, pytest.approx(1.2))]
+
+
+def test_a_tick_is_a_step_and_several_runs_are_compared_by_the_time_of_a_step() -> None:
+    run = run_with(timing_s__gen=[1.0, 1.0, 1.0], timing_s__sync=[0.5, 0.5, 0.5], timing_s__step=[2.0, 2.0, 2.0])
+    [alone] = figures([run])
+    assert (alone["title"], [trace["name"] for trace in alone["data"]]) == ("Time by phase", ["gen"])
+    assert alone["layout"]["xaxis"]["dtick"] == 1
+    [both] = figures([run, run_with(timing_s__step=[3.0] * 30)])
+    assert (both["title"], [trace["name"] for trace in both["data"]]) == ("Time of a step", ["r: step", "r: step"])
+    assert "dtick" not in both["layout"]["xaxis"]
 
 
 def test_only_keys_that_the_user_changed_differ_from_the_default() -> None:

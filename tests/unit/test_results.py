@@ -1,4 +1,4 @@
-"""The runs of `scripts/results.py` and `scripts/curves.py` are those of files in `configs/`, with one budget for all."""
+"""The runs of `scripts/results.py` and `scripts/curves.py` are those of files in `configs/`, all with one budget."""
 
 import sys
 from dataclasses import replace

@@ -35,8 +35,10 @@ os.kill(os.getpid(), 9)
 
 
 def job(directory: Path, name: str) -> "subprocess.Popen[str]":
-    """A process that holds the lock of job `name`, and one of its segments."""
+    """A process that holds the lock of job `name`, and one of its segments and sockets."""
     (directory / f"{name}-tp:0-0-1-cpushm_0").touch()
+    (directory / f"{name}-sockets").mkdir()
+    (directory / f"{name}-sockets" / "3f1c").touch()
     command = [sys.executable, "-c", HOLDER, str(directory / f"{name}.lock")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -51,9 +53,11 @@ def test_a_killed_job_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
         assert segments.sweep(tmp_path) == []
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert segments.sweep(tmp_path) == ["megarl-killed-tp:0-0-1-cpushm_0", "megarl-killed.lock"]
+        swept = segments.sweep(tmp_path)
+        assert sorted(swept) == ["megarl-killed-sockets", "megarl-killed-tp:0-0-1-cpushm_0", "megarl-killed.lock"]
         assert sorted(file.name for file in tmp_path.iterdir()) == [
             "-tp:0-[0-1]-cpushm_0",
+            "megarl-living-sockets",
             "megarl-living-tp:0-0-1-cpushm_0",
             "megarl-living.lock",
         ]

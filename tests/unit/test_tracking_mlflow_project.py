@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.platform.terminal import COMMAND
 from megarl.tracking.mlflow_place import create_database, database_of
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.trackers import mlflow_client as client
@@ -24,7 +25,10 @@ def test_runs_that_start_together_make_one_database(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["mlflow.db"]
 
 
-def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(tmp_path: Path) -> None:
+def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMMAND, "/opt/bin/megarl train configs/my.yaml model.path=models/small")
     data = tmp_path / "train.parquet"
     data.write_bytes(b"rows")
     params = {"data": {"train_files": [str(data)], "val_files": None}, "model": {"path": "models/small"}}
@@ -45,7 +49,8 @@ def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(tmp_path: Pat
     assert heads == {"val/score": 0.5, "train/reward": 0.1, "train/kl": 0.5, "time/step": 2.0}
     tags = run.data.tags
     assert tags["megarl.run_dir"] == str(tmp_path / "first")
-    assert tags["mlflow.source.name"] in tags["mlflow.note.content"]
+    assert tags["mlflow.source.name"] == "megarl train my.yaml"
+    assert "\n/opt/bin/megarl train configs/my.yaml model.path=models/small\n" in tags["mlflow.note.content"]
     assert f"(#/metric?runs=%5B%22{run.info.run_id}%22%5D&" in tags["mlflow.note.content"]
     assert tags["mlflow.user"]
     (given,) = run.inputs.dataset_inputs
@@ -57,6 +62,23 @@ def test_the_runs_of_a_project_share_a_store_and_say_what_they_are(tmp_path: Pat
     page = store.download_artifacts(run.info.run_id, "report.html", str(tmp_path / "first"))
     assert Path(page).read_text() == "first"
     assert [file.path for file in store.list_artifacts(run.info.run_id)] == ["report.html"]  # no other file is there
+
+
+def test_the_headlines_come_first_also_after_a_validation_before_training(tmp_path: Path) -> None:
+    tracker = tracker_of("mlflow", tmp_path / "run")
+    tracker.log({"val/reward/rare": 0.5, "val/test_score/a": 0.25}, step=0)
+    tracker.log({"actor/lr": 1.0, "critic/score/mean": 0.1, "timing_s/step": 2.0}, step=1)
+    tracker.close()
+    run = client(tmp_path).get_run((tmp_path / "run" / RUN_ID_FILE).read_text())
+    heads = ["val/score", "train/reward", "time/step"]
+    assert list(run.data.metrics)[:3] == heads
+    history = client(tmp_path).get_metric_history(run.info.run_id, "val/reward/rare")
+    assert [(found.step, found.value) for found in history] == [(0, 0.5)]
+    only = tracker_of("mlflow", tmp_path / "only")
+    only.log({"val/reward/rare": 0.5}, step=0)
+    only.close()
+    run = client(tmp_path).get_run((tmp_path / "only" / RUN_ID_FILE).read_text())
+    assert run.data.metrics == {"val/reward/rare": 0.5}
 
 
 def test_a_validation_is_shown_beside_the_first(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ STEP = {
     "actor/reward_kl_penalty": 0.00312,
     "perf/total_num_tokens": 2468.8,
     "timing_s/gen": 1.5,
+    "timing_s/sync": 0.5,
     "timing_s/update_actor": 0.4,
     "timing_s/step": 2.0,
 }
@@ -73,6 +74,7 @@ time
  ────────────────────────────────
   step           8.0       100%
   gen            4.5       56%
+  gen: sync      1.5       19%
   update_actor   1.2       15%
 
 summary

@@ -121,7 +121,7 @@ class Reader:
     def infer(self, batch: Rollouts) -> PolicyOutputs:
         self.num_read += len(batch)
         found = self.factor * batch.responses.float()
-        return PolicyOutputs(log_probs=found, entropy=-found)
+        return PolicyOutputs(log_probs=found)
 
 
 def test_each_reference_reads_the_samples_of_its_data_source() -> None:
@@ -136,5 +136,4 @@ def test_each_reference_reads_the_samples_of_its_data_source() -> None:
     outputs = reference.infer(batch)
     factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
     assert torch.equal(outputs.log_probs, factors * batch.responses)
-    assert torch.equal(outputs.entropy, -factors * batch.responses)
     assert (math.num_read, unused.num_read, others.num_read) == (4, 0, 2)

@@ -1,6 +1,7 @@
 """Checks a data file of prompts, or of preference pairs, row by row."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,19 +22,28 @@ COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 
 
 def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
-    """Yield one line for each fault, beginning with the file and, if the fault is in a row, the row.
+    """Yield one line for each fault, beginning with the file and, if rows have it, the first of them and their number.
 
     `columns` reads prompts; preference pairs do not need it.
     """
+    first, counts = dict[str, str](), Counter[str]()
+    unreadable = ""
     try:
         if _holds_preferences(file):
             rows, faults_of = Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair
         else:
             rows, faults_of = columns.open(file), lambda row: _faults_of_prompt_row(row, columns)
         for index, row in enumerate(rows):
-            yield from (f"{rows.place(index)}, {fault}" for fault in faults_of(row))
+            for fault in faults_of(row):
+                first.setdefault(fault, rows.place(index))
+                counts[fault] += 1
     except ValueError as error:
-        yield str(error)
+        unreadable = str(error)
+    for fault, place in first.items():
+        others = f" and {counts[fault] - 1:,} more" if counts[fault] > 1 else ""
+        yield f"{place}{others}, {fault}"
+    if unreadable:
+        yield unreadable
 
 
 def _holds_preferences(file: str) -> bool:

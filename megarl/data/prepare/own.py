@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--template", default=PLACE, metavar="TEXT", help=f"words around a prompt that is a text, with {PLACE} in them"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt that is a text")
-    parser.add_argument("--plain", action="store_true", help="write texts, not messages: for models without a chat")
+    parser.add_argument(
+        "--plain", action="store_true", help="write texts, not messages: for models without a chat template"
+    )
     parser.add_argument("--train", type=int, metavar="N", help="most rows to learn from")
     parser.add_argument(
         "--val",

@@ -41,6 +41,8 @@ def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[s
             continue
         try:
             table = _read_texts(file, SEPARATORS[suffix]) if suffix in SEPARATORS else _read_arrow(file)
+        except FileNotFoundError as error:
+            raise ValueError(f"no such file: {file}") from error
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file} cannot be read as {suffix}: {error}") from error
         table = table.select(wanted.find(file, table.column_names))

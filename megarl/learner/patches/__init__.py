@@ -21,6 +21,5 @@ def apply_patches() -> None:
     experts.route_without_transformer_engine()
     latent.leave_uncompressed_queries_alone()
     optimizer.load_state_of_torch_optimizers()
-    pipeline.exchange_shapes_in_order()
     rotary.rotate_packed_rows_at_once()
     writing.write_in_this_process()

@@ -80,7 +80,7 @@ def cuda_calls_on_cpu() -> Iterator[None]:
 
     def type_as_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = tensor_type(tensor, *args, **kwargs)
-        return f"torch.cuda.{name.removeprefix('torch.')}" if type(name) is str else name
+        return f"torch.cuda.{name.rpartition('.')[2]}" if type(name) is str else name
 
     with ExitStack() as stack:
         stack.enter_context(replaced(FACTORIES, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES.names}))

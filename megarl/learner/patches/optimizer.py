@@ -20,9 +20,9 @@ LOADED_STATE = declare_megatron(
 GATHERED_STATE = declare_megatron(
     f"{OPTIMIZER}:DistributedOptimizer",
     "get_parameter_state_dp_zero",
-    reason="the state is gathered while training waits; megarl gathers it later, from copies",
+    reason="a save gathers the state while training waits, and a load makes no room for padding between buckets",
     upstream="megatron/core/optimizer/distrib_optimizer.py: get_parameter_state_dp_zero",
-    until="Megatron-Core can gather a fully reshardable state asynchronously",
+    until="Megatron-Core can gather a fully reshardable state asynchronously, and loads it with several buckets",
 )
 GARBAGE = declare_megatron(
     OPTIMIZER,
@@ -51,8 +51,8 @@ def load_state_of_torch_optimizers() -> None:
 def gathered_later(states: Iterable[tuple[Any, Any]]) -> Iterator[None]:
     """Let each optimizer in `states` return the state paired with it instead of gathering its own.
 
-    Megatron collects all garbage after the gathering. Nothing is gathered in the block, and training waits, so the
-    collection is left out.
+    Megatron collects all garbage after the gathering. Nothing is gathered in the block, so the collection is left
+    out.
     """
     with ExitStack() as frozen:
         frozen.enter_context(replaced(GARBAGE, gc=SimpleNamespace(collect=lambda: None)))
