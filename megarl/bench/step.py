@@ -1,4 +1,4 @@
-"""`megarl bench step`: the time of every phase of a step, beside other libraries on the same samples.
+"""`megarl bench step`: the time of every phase of a step, next to other libraries on the same samples.
 
 `megarl.train` runs as users run it. Then vLLM alone generates as many tokens for the same prompts, and transformers
 reads and learns the samples of the last step, both on all cores. The floor of a phase is the time that its products of

@@ -161,7 +161,7 @@ PLAN = Command(
         default="0,0,0",
         show_default=True,
         metavar="STEP,LAYER,SAMPLE",
-        help="What an engine step costs on the host, and more for each layer and sample (megarl doctor --peaks).",
+        help="Cost of an engine step on the host, and of each layer and sample in it (megarl doctor --peaks measures).",
     ),
     _json("tables"),
     module="megarl.plan",

@@ -43,7 +43,7 @@ class MeanLengths(click.ParamType[tuple[int, ...]]):
 
 
 class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
-    """What an engine step costs on the host."""
+    """The cost of an engine step on the host."""
 
     name = "milliseconds"
 

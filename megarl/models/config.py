@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 from megarl.section import section
 
 Recompute = bool | Literal["selective"]
-"""What the backward pass computes again: nothing, all of a layer, or what is inside of the feed-forward layers."""
+"""The activations that the backward pass computes again: none, all of a layer, or those of the feed-forward layers."""
 
 
 def _empty_if_none(value: object) -> object:

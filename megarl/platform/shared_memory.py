@@ -1,0 +1,58 @@
+"""Shared memory: its size, and what crashed jobs have left in it."""
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.platform.finding import Finding
+
+MIN_SHM_GIB = 1
+# Names under /dev/shm: of megarl, vLLM's CPU communicator, its caches, and Python's multiprocessing, which vLLM uses.
+SEGMENT = re.compile(r"^megarl-.*(?<!\.lock)(?<!-sockets)$|cpushm|^vllm|^psm_")
+
+
+def shared_memory_findings(directory: Path, maps: Sequence[str]) -> list[Finding]:
+    """Check the size of /dev/shm, and find segments of crashed jobs: this user's segments without a live process.
+
+    Args:
+        directory: /dev/shm.
+        maps: the text of /proc/PID/maps of each live process.
+    """
+    if not directory.is_dir():
+        return []
+    gib = shutil.disk_usage(directory).total / 2**30
+    rows = [Finding("shared memory", f"{gib:.1f} GiB")]
+    if gib < MIN_SHM_GIB:
+        rows = [
+            Finding("shared memory", f"{gib:.2f} GiB", "ranks share tensors there: docker run --shm-size=8g", "note")
+        ]
+    segments = sorted(
+        path for path in directory.iterdir() if SEGMENT.search(path.name) and path.stat().st_uid == os.getuid()
+    )
+    left = [path for path in segments if not any(str(path) in text for text in maps)]
+    if not left:
+        return rows
+    return [
+        *rows,
+        Finding(
+            "left by crashed jobs",
+            f"{len(left)} segments",
+            "remove them with the command below",
+            "note",
+            shlex.join(["rm", "--", *map(str, left)]),
+        ),
+    ]
+
+
+def maps_of_live_processes() -> list[str]:
+    """Return the text of /proc/PID/maps of each live process that this user may read."""
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text(errors="replace"))
+        except OSError:  # the process has ended, or belongs to another user
+            continue
+    return texts
