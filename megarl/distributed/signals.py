@@ -38,6 +38,7 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 _is_graceful = False
 _is_requested = False
 _ending = threading.Lock()
+_listener: tuple[threading.Thread, int] | None = None  # and the end of the pipe into which Python writes signals
 
 
 def forward() -> None:
@@ -51,14 +52,17 @@ def forward() -> None:
 
 def listen() -> None:
     """Obey SIGNALS from now on: end this process with EXIT_CODE, at once or, within `graceful_stop`, after a save."""
-    global _is_requested
+    global _is_requested, _listener
+    _end_listener()
     _is_requested = False
     for number in SIGNALS:
         signal.signal(number, _obey)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
+    thread = threading.Thread(target=_listen, args=[read_end], name="megarl-signals", daemon=True)
+    thread.start()
+    _listener = thread, write_end
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=[read_end], name="megarl-signals", daemon=True).start()
 
 
 @contextmanager
@@ -115,6 +119,15 @@ def _end(number: int) -> None:
     time.sleep(ECHO_S)  # the other thread is about to end the process
 
 
+def _end_listener() -> None:
+    """End the thread of an earlier `listen` after it has read the signals of its time."""
+    signal.set_wakeup_fd(-1)
+    if _listener and _listener[0].is_alive():  # no thread survives a fork
+        thread, write_end = _listener
+        os.close(write_end)
+        thread.join()
+
+
 def _listen(read_end: int) -> None:
     """Report a requested stop; end this process if it is outside of its steps, or on a second request.
 
@@ -136,3 +149,4 @@ def _listen(read_end: int) -> None:
             if first is not None and now - first > ECHO_S:
                 os._exit(128 + number[0])
             first = first or now
+    os.close(read_end)

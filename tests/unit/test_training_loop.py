@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -389,3 +390,13 @@ def test_a_run_that_is_told_to_end_in_its_last_step_has_ended() -> None:
         run(diary=diary, actor=Interrupted(diary, "actor", says=-1.0), last_step=1)
     assert list(diary.logged) == [1]
     assert diary.saved == {}
+
+
+@pytest.mark.usefixtures("listening")
+def test_signals_of_one_run_do_not_end_the_next_one() -> None:
+    """The thread that listens may be late; 200 runs in a row find it late several times."""
+    for _ in range(200):
+        with signals.graceful_stop():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        signals.listen()
+    assert [thread.name for thread in threading.enumerate()].count("megarl-signals") == 1
