@@ -247,7 +247,7 @@ def _shared(circle: Circle, met: Mapping[int, Any]) -> Iterator[Finding]:
         advice = "the run's directory must be on a file system that all hosts share: name a directory of it"
         yield Finding(subject, f"files of {hosts} are not seen here", advice, "fault")
     else:
-        yield Finding(subject, f"files of {len(files)} hosts seen")
+        yield Finding(subject, f"files of {len(files)} host{'s' * (len(files) > 1)} seen")
 
 
 def _same_devices(circle: Circle, met: Mapping[int, Any]) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     assert said == "did not come to port 0 within 0.2 s" and advice.startswith(
         "start the same command on 10.254.254.254"
     )
-    assert rows(found, "good")[f"directory {tmp_path}"] == ("files of 1 hosts seen", "")
+    assert rows(found, "good")[f"directory {tmp_path}"] == ("files of 1 host seen", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -120,7 +120,7 @@ def test_a_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.Monk
         mine = {"file": name, "why_not": why_not}
         [good] = neighbours._shared(here, {1: mine})
         [unseen] = neighbours._shared(here, {0: {"file": "elsewhere"}, 1: mine})
-    assert good.found == "files of 1 hosts seen"
+    assert good.found == "files of 1 host seen"
     assert unseen.verdict == "fault" and unseen.found == "files of a are not seen here"
     (tmp_path / "file").touch()
     with neighbours._file(tmp_path / "file") as (name, why_not):
