@@ -32,10 +32,8 @@ from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Polic
 from tests.support.ranks import world_of_one
 from tests.support.records import answer
 
-SIZES = read_architecture(MODELS["llama-1m"])
-WORK = Work(
-    passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), [(BySource(other=SIZES), 3)]), peak=4e12
-)
+PASSES = [(BySource(other=read_architecture(MODELS["llama-1m"])), 3)]
+WORK = Work(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 
 
