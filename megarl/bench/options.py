@@ -54,7 +54,7 @@ def step_parser() -> Arguments:
     parser.add_argument(
         "--lengths",
         type=_lengths,
-        default=["equal"],
+        default="equal",
         metavar="LENGTHS",
         help=f"of the responses: one or more of {','.join(LENGTHS)}",
     )
@@ -88,9 +88,9 @@ def scaling_parser() -> Arguments:
         example="megarl bench scaling --ranks 1,2 --picture scaling.svg --markdown",
     )
     parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
-    parser.add_argument("--ranks", type=_sizes, default=[1, 2], help="processes, such as 1,2,4")
-    parser.add_argument("--prompts", type=_sizes, default=[8, 16, 32, 64], help="in each step")
-    parser.add_argument("--response-tokens", type=_sizes, default=[32, 64, 128, 256], help="of each response")
+    parser.add_argument("--ranks", type=_sizes, default="1,2", help="processes, such as 1,2,4")
+    parser.add_argument("--prompts", type=_sizes, default="8,16,32,64", help="in each step")
+    parser.add_argument("--response-tokens", type=_sizes, default="32,64,128,256", help="of each response")
     parser.add_argument("--responses", type=int, default=4, help="to each prompt")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
     parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
