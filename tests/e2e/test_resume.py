@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from _pytest.mark import ParameterSet
 from mlflow import MlflowClient
 
 from megarl import train
@@ -48,6 +49,7 @@ CASES = [(algorithm, split) for algorithm in ("ppo", "grpo") for split in SPLITS
 EPISODES, PARTIAL, PARTIAL_STEPS = ("episodes", "data"), ("partial", "data"), ("partial_steps", "tensor")
 PARTIAL_EPISODES = ("partial_episodes", "tensor")
 CASES += [EPISODES, PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES]
+LONG = {("grpo", "tensor"), PARTIAL_STEPS}  # PPO with the same split, and other ends of a step, are always tested
 GOES_ON = [
     "actor_rollout_ref.rollout.partial={enable: true, max_staleness: 3, stop_when: 0.5}",
     "algorithm.rollout_correction.rollout_is=token",
@@ -133,7 +135,12 @@ def stand_still(marker: Path, arguments: list[str]) -> None:
     train.main(arguments)
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def marked(*cases: tuple[str, str]) -> list[ParameterSet]:
+    """Return cases, of which those in `LONG` are left to `make test-long`."""
+    return [pytest.param(case, marks=[pytest.mark.long] if case in LONG else [], id="-".join(case)) for case in cases]
+
+
+@pytest.fixture(scope="module", params=marked(*CASES))
 def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     algorithm, split = request.param
     root = tmp_path_factory.mktemp(f"{algorithm}-{split}")
@@ -193,7 +200,7 @@ def test_every_weight_and_every_moment_is_the_same(runs: Runs) -> None:
     assert State.read(killed) == _timeless(State.read(whole), like=State.read(killed))
 
 
-@pytest.mark.parametrize("runs", [PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES], indirect=True, ids="-".join)
+@pytest.mark.parametrize("runs", marked(PARTIAL, PARTIAL_STEPS, PARTIAL_EPISODES), indirect=True)
 def test_responses_that_go_on_are_part_of_a_checkpoint(runs: Runs) -> None:
     whole, killed = (run_dir / f"global_step_{SAVED}" / CARRIED_FILE for run_dir in (runs.whole, runs.killed))
     assert whole.read_bytes() == killed.read_bytes()
