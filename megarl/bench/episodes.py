@@ -2,7 +2,7 @@
 
 `megarl.train` plays the same episodes several times, with environments that answer at once and with slow ones. The
 requests in the engine depend on counted steps, so equal `overlap` means the same engine steps and the same occupancy,
-however slow the environments are. What they cost is the seconds in which the engine waits for them.
+however slow the environments are. The price of slow environments is the time in which the engine waits for them.
 """
 
 import json

@@ -102,7 +102,7 @@ def find_sources(config: Config) -> None:
 
 
 def try_reward(config: Config) -> Iterator[str]:
-    """Call the reward for a few rows; yield a remark for each row on which it fails, if the run could bear that.
+    """Call the reward for a few rows; yield a remark for each failure, if the run could bear the failures.
 
     Raises:
         ConfigError: a step with such rewards would stop the run, or the rows cannot be read.

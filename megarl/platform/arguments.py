@@ -11,7 +11,7 @@ HEADINGS = {"options": "Options", "positional arguments": "Arguments"}
 
 
 class _Help(argparse.HelpFormatter):
-    """Names defaults where they say something, and keeps the lines of the example."""
+    """Names defaults that inform, and keeps the lines of the example."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, prefix or "Usage: ")

@@ -1,4 +1,4 @@
-"""What a program says and does before it can work: reports, and an end without a traceback if a signal arrives.
+"""The first actions of a program, before it can work: reports, and an end without a traceback if a signal arrives.
 
 Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """

@@ -42,8 +42,8 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
 def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of each key that differs between resolved configurations, in their order.
 
-    A key that one of them lacks, because it belongs to another command or version, is left out. So are the keys that
-    name a run.
+    Keys that one configuration lacks, because they belong to another command or version, are left out. So are the keys
+    that name a run.
     """
     flat = [dict(flatten(config)) for config in configs]
     common = [key for key in flat[0] if key not in OWN_KEYS and all(key in config for config in flat)]

@@ -1,4 +1,4 @@
-"""What all ranks do together with the results of their processes: they wait for them, and report what failed."""
+"""Work of all ranks on the results of their processes: to wait for results, and to report failures."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -136,7 +136,7 @@ def stand_still(marker: Path, arguments: list[str]) -> None:
 
 
 def marked(*cases: tuple[str, str]) -> list[ParameterSet]:
-    """Return cases, of which those in `LONG` are left to `make test-long`."""
+    """Return cases as parameters of tests; leave the cases in `LONG` to `make test-long`."""
     return [pytest.param(case, marks=[pytest.mark.long] if case in LONG else [], id="-".join(case)) for case in cases]
 
 

@@ -24,7 +24,7 @@ MODES: list[LossAggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-to
         (0.5, -2.0, 1.6, 0.0, 1, 0),  # bad and already less likely: enough
         (1.5, -2.0, 3.0, 3.0, 0, 0),  # bad and likelier: pushed down
         (4.0, -2.0, 6.0, 0.0, 0, 1),  # bad and much likelier: the dual clip holds
-        (4.0, 2.0, -2.6, 0.0, 1, 0),  # no dual clip where the advantage is positive
+        (4.0, 2.0, -2.6, 0.0, 1, 0),  # no dual clip if the advantage is positive
     ],
 )
 def test_ppo_clip_case_by_case(
