@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -25,13 +24,12 @@ from megarl.learner.finite import Buffers, NotFinite, explain_not_finite
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
-from megarl.learner.outputs import LogitFactors, OutputHead
+from megarl.learner.outputs import OutputHead
 from megarl.learner.overlap import weights_in_flight
-from megarl.learner.packed import Packed
 from megarl.learner.parallel import Mesh
 from megarl.learner.passes import Passes
 from megarl.learner.patches.cpu import megatron_platform
-from megarl.learner.schedule import Head, MicroBatch, run_schedule
+from megarl.learner.schedule import MicroBatch, run_schedule
 from megarl.learner.terms import LossTerm, MicroLoss, Objective, loss_of
 from megarl.models.architecture import Architecture
 from megarl.reshard.layout import Layout
@@ -99,15 +97,7 @@ class Learner:
             For a value model, [B, T] float32 values; the value at a token is that of the state before the token. All
             are zero outside `batch.mask`, on the host, and equal on all ranks.
         """
-
-        def bind(packed: Packed, other: LogitFactors | None) -> Head:
-            return partial(
-                self._head.numbers, packed=packed, other=other, with_entropy=with_entropy, temperature=temperature
-            )
-
-        work = self.passes.divide(batch, budget, bind, against)
-        numbers = self.passes.forward(work, budget)
-        return self.passes.everywhere(batch, work, numbers, with_entropy=with_entropy, with_kl=against is not None)
+        return self.passes.read(batch, budget, against, with_entropy=with_entropy, temperature=temperature)
 
     def update(
         self,
@@ -177,9 +167,8 @@ class Learner:
             term, numbers = terms[0], [micro.outputs for micro in losses if micro.term == 0]
             of_term, with_kl = work[: len(numbers)], term.against is not None
             try:
-                others = review(
-                    self.passes.everywhere(term.batch, of_term, numbers, with_entropy=True, with_kl=with_kl)
-                )
+                outputs = self.passes.everywhere(term.batch, of_term, numbers, with_entropy=True, with_kl=with_kl)
+                others = review(outputs)
             except BaseException:
                 buffers.restore()
                 raise

@@ -43,6 +43,26 @@ class Passes:
         self._models, self._head, self._batching = models, head, batching
         self._offload, self._mesh, self._device = offload, mesh, device
 
+    def read(
+        self,
+        batch: Rollouts,
+        budget: Budget,
+        against: Against | None,
+        *,
+        with_entropy: bool,
+        temperature: float | None,
+    ) -> Any:
+        """Run a batch forward, and return what the head reads from it, as `Learner.infer` does."""
+
+        def bind(packed: Packed, other: LogitFactors | None) -> Head:
+            return partial(
+                self._head.numbers, packed=packed, other=other, with_entropy=with_entropy, temperature=temperature
+            )
+
+        work = self.divide(batch, budget, bind, against)
+        numbers = self.forward(work, budget)
+        return self.everywhere(batch, work, numbers, with_entropy=with_entropy, with_kl=against is not None)
+
     def divide(self, batch: Rollouts, budget: Budget, bind: Bind, against: Against | None) -> list[MicroBatch]:
         """Return this rank's micro-batches, each with what `bind` makes of it and its other policy's logit factors."""
         work = list[MicroBatch]()
