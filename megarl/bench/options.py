@@ -42,6 +42,13 @@ def _model(name: str) -> str:
     raise argparse.ArgumentTypeError(f"{name!r} is neither a directory nor a known shape: {remedy}")
 
 
+def _add_workload(parser: Arguments) -> None:
+    """Add the options that measured steps and measured scaling share."""
+    parser.add_argument("--model", default="llama-3m", type=_model, help=f"a directory, or one of {', '.join(MODELS)}")
+    parser.add_argument("--responses", type=int, default=4, help="to each prompt")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
+
+
 def step_parser() -> Arguments:
     """Return the options of a measured step; other arguments are keys of a run."""
     parser = Arguments(
@@ -50,7 +57,7 @@ def step_parser() -> Arguments:
         usage="%(prog)s [options] [a.b.c=value ...]",
         example="megarl bench step --lengths ragged actor_rollout_ref.rollout.partial.enable=true",
     )
-    parser.add_argument("--model", default="llama-3m", type=_model, help=f"a directory, or one of {', '.join(MODELS)}")
+    _add_workload(parser)
     parser.add_argument(
         "--lengths",
         type=_lengths,
@@ -60,9 +67,7 @@ def step_parser() -> Arguments:
     )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="PPO has a critic")
     parser.add_argument("--prompts", type=int, default=32, help="in each step")
-    parser.add_argument("--responses", type=int, default=4, help="to each prompt")
     parser.add_argument("--ranks", type=int, default=1, help="processes")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
     parser.add_argument("--repeats", type=int, default=8, help="steps after the warm-up")
     parser.add_argument(
         "--against",
@@ -87,12 +92,10 @@ def scaling_parser() -> Arguments:
         usage="%(prog)s [options] [a.b.c=value ...]",
         example="megarl bench scaling --ranks 1,2 --picture scaling.svg --markdown",
     )
-    parser.add_argument("--model", default="llama-3m", help=f"a directory, or one of {', '.join(MODELS)}")
+    _add_workload(parser)
     parser.add_argument("--ranks", type=_sizes, default="1,2", help="processes, such as 1,2,4")
     parser.add_argument("--prompts", type=_sizes, default="8,16,32,64", help="in each step")
     parser.add_argument("--response-tokens", type=_sizes, default="32,64,128,256", help="of each response")
-    parser.add_argument("--responses", type=int, default=4, help="to each prompt")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of trainer and engine")
     parser.add_argument("--repeats", type=int, default=4, help="steps after the warm-up")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves")
     form = parser.add_mutually_exclusive_group()
