@@ -115,12 +115,14 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     from megarl.distributed.launch import init_process_groups, join
     from megarl.platform.determinism import decide_determinism
     from megarl.platform.device import decide_device
+    from megarl.platform.heap import keep_freed_memory
 
     signals.listen()
     trainer = config.trainer
     join(launch, Path(trainer.default_local_dir))
     decide_determinism(trainer.deterministic)
-    decide_device(trainer.device)
+    if decide_device(trainer.device) == "cpu":
+        keep_freed_memory()
     # The watchdog's report tells more than the timeout of a collective, so the watchdog acts first.
     store = init_process_groups(launch, trainer.phase_timeout_s + 10 * GRACE_S)
     agree(dict(flatten(asdict(config))) | running())

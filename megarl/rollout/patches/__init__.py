@@ -3,6 +3,7 @@
 Importing this package does not import vLLM. Invariant: nothing here changes what vLLM means to compute.
 """
 
+from megarl.rollout.patches.kernels import normalize_by_kernels_on_the_cpu
 from megarl.rollout.patches.process import (
     prepare_environment,
     random_state_kept,
@@ -15,6 +16,7 @@ from megarl.rollout.patches.shared_memory import name_channels, name_message_que
 __all__ = [
     "name_channels",
     "name_message_queues",
+    "normalize_by_kernels_on_the_cpu",
     "prepare_environment",
     "random_state_kept",
     "rotate_heads_correctly",

@@ -1,0 +1,34 @@
+"""Memory that a process frees is ready for its next request."""
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from megarl.platform.heap import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for _ in range(2):
+    torch.ones(50_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(50_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 10 * 200_000_000 // resource.getpagesize()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_the_pages_of_a_freed_tensor_serve_the_next() -> None:
+    def faults(how: str) -> int:
+        return int(
+            subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout
+        )
+
+    assert faults("kept") < PAGES / 100 < faults("returned")
