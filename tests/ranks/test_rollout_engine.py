@@ -322,9 +322,7 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})
-    with pytest.raises(
-        ValueError, match=r"(?s)does not start on rank .*KV cache.* are keys of actor_rollout_ref\.rollout"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)KV cache.*actor_rollout_ref\.rollout"):  # vLLM 0.26 starts, and 0.32 not
         start(bare, tensors, tp_size=2, engine_kwargs={"num_gpu_blocks_override": 2})  # of 128 tokens, and one is taken
     dist.barrier()  # a rank that left now would cut off one that is still joining
     forget_parallel_state()
