@@ -19,6 +19,7 @@ from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.early import starting
 from megarl.platform.forking import apart
+from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, outlive_readers
 from megarl.platform.versions import running
@@ -64,6 +65,7 @@ def run(
     have it. A job that received a signal to end (see `signals`) ends with code 75.
     """
     _silence_imports()
+    prefer_huge_pages()
     guard_output()
     outlive_readers()
     early.obey()
@@ -115,7 +117,6 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     from megarl.distributed.launch import init_process_groups, join
     from megarl.platform.determinism import decide_determinism
     from megarl.platform.device import decide_device
-    from megarl.platform.heap import keep_freed_memory
 
     signals.listen()
     trainer = config.trainer

@@ -93,9 +93,7 @@ class RolloutEngine:
             on_cpu=on_cpu,
         )
         if on_cpu:
-            patches.name_channels(prefix if segments.may_spin() else None)
-            patches.rotate_heads_correctly()
-            patches.normalize_by_kernels_on_the_cpu()
+            patches.mend_cpu_build(prefix if segments.may_spin() else None)
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
             own = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len)
             arguments = own | arguments

@@ -169,7 +169,7 @@ def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
 
     section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
-    patches.name_channels(segments.claim() if segments.may_spin() else None)
+    patches.mend_cpu_build(segments.claim() if segments.may_spin() else None)
     with patches.start_isolated(), patches.without_compilation():
         return LLM(**arguments, enable_expert_parallel=True, kv_cache_memory_bytes=1 << 26)
 

@@ -9,9 +9,11 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-import torch
-from megarl.platform.heap import keep_freed_memory
+from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 
+if sys.argv[1] == "kept":
+    prefer_huge_pages()
+import torch
 if sys.argv[1] == "kept":
     keep_freed_memory()
 for _ in range(2):

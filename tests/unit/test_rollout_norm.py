@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.rollout import patches
+from megarl.rollout.patches.kernels import normalize_by_kernels
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -16,7 +16,7 @@ def test_kernels_normalize_as_the_formula_does(shape: tuple[int, ...], dtype: to
     if not current_platform.is_cpu():
         pytest.skip("this build of vLLM has no kernels for the CPU")
     current_platform.import_kernels()
-    patches.normalize_by_kernels_on_the_cpu()
+    normalize_by_kernels()
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):

@@ -3,7 +3,7 @@
 Importing this package does not import vLLM. Invariant: nothing here changes what vLLM means to compute.
 """
 
-from megarl.rollout.patches.kernels import normalize_by_kernels_on_the_cpu
+from megarl.rollout.patches.kernels import normalize_by_kernels
 from megarl.rollout.patches.process import (
     prepare_environment,
     random_state_kept,
@@ -14,12 +14,17 @@ from megarl.rollout.patches.rotary import rotate_heads_correctly
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
-    "name_channels",
+    "mend_cpu_build",
     "name_message_queues",
-    "normalize_by_kernels_on_the_cpu",
     "prepare_environment",
     "random_state_kept",
-    "rotate_heads_correctly",
     "start_isolated",
     "without_compilation",
 ]
+
+
+def mend_cpu_build(channels: str | None) -> None:
+    """Replace what is wrong or slow in vLLM's CPU build. `channels` is the argument of `name_channels`."""
+    name_channels(channels)
+    rotate_heads_correctly()
+    normalize_by_kernels()

@@ -14,7 +14,7 @@ NORM = declare_vllm(
 )
 
 
-def normalize_by_kernels_on_the_cpu() -> None:
+def normalize_by_kernels() -> None:
     """Compute norms by the kernels of vLLM's CPU build."""
     from torch import Tensor, empty_like, ops
 
