@@ -79,14 +79,7 @@ def cpu_arguments(
     num_sequences: int,
     max_model_len: int,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for the CPU alone: the bytes of the KV cache, and that no prompt is cut.
-
-    vLLM 0.32 sets back the generator of a request whose prompt two engine steps share, which torch cannot do on CPU. A
-    prompt must be cut if it may be longer than an engine step.
-    """
+    """Return the argument of `vllm.LLM` for the CPU alone: the bytes of the KV cache."""
     bytes_per_token = cache_bytes_per_token(section, shapes, num_key_value_heads=num_key_value_heads)
     num_bytes = cpu_cache_bytes(section, bytes_per_token, num_sequences=num_sequences, max_model_len=max_model_len)
-    return {
-        "kv_cache_memory_bytes": num_bytes,
-        "enable_chunked_prefill": max_model_len > section.max_num_batched_tokens,
-    }
+    return {"kv_cache_memory_bytes": num_bytes}

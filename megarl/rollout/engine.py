@@ -265,6 +265,7 @@ class RolloutEngine:
 def _start(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
+    patches.draw_together()
     try:
         with patches.start_isolated():
             return LLM(**arguments)

@@ -1,7 +1,8 @@
 """Requests to the engine and its responses, as plain records.
 
-Every sample is a request of its own. Its seed is a pure function of base seed, step, prompt and sample number, so a
-response does not depend on the replica or on the rest of the batch, except for the rounding of matrix products: kernels
+Every sample is a request of its own. Its seed is a pure function of base seed, step, prompt and sample number, and the
+number that draws a token is a function of this seed and of the token's position (`patches/draws.py`). So a response
+does not depend on the replica or on the rest of the batch, except for the rounding of matrix products: kernels
 may sum in another order for another batch size, and a draw that is that close to the border between two tokens may
 fall on the other side.
 

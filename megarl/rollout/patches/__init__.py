@@ -3,6 +3,7 @@
 Importing this package does not import vLLM. Invariant: nothing here changes what vLLM means to compute.
 """
 
+from megarl.rollout.patches.draws import draw_together
 from megarl.rollout.patches.kernels import normalize_by_kernels
 from megarl.rollout.patches.process import (
     prepare_environment,
@@ -14,6 +15,7 @@ from megarl.rollout.patches.rotary import rotate_heads_correctly
 from megarl.rollout.patches.shared_memory import name_channels, name_message_queues
 
 __all__ = [
+    "draw_together",
     "mend_cpu_build",
     "name_message_queues",
     "prepare_environment",
