@@ -76,8 +76,8 @@ test-newest:
 
 # What calls vLLM. The CPU build of 0.26 has no latent attention, packs no tied head, which a planted fault (faults1)
 # needs, and cannot reload whole experts. Not a part of test-long: the packages are large.
-OF_ENGINE := $(patsubst %,tests/unit/test_rollout_%.py,arguments kv_cache sampling session) \
-	tests/ranks/test_rollout_layout.py tests/ranks/test_rollout_engine.py tests/ranks/test_sync_selfcheck.py \
+OF_ENGINE := $(patsubst %,tests/unit/test_rollout_%.py,arguments draws kv_cache sampling session) \
+	$(patsubst %,tests/ranks/test_rollout_%.py,draws engine layout) tests/ranks/test_sync_selfcheck.py \
 	"tests/ranks/test_sync_transfer.py::test_engine_has_the_trainers_weights_after_every_update[llama-2]"
 test-oldest:
 	@scripts/setup.sh oldest
