@@ -208,8 +208,21 @@ def peak_findings(torch: ModuleType) -> list[Finding]:
     for device in devices:
         for dtype in (torch.bfloat16, torch.float32):
             peaks = measure(device, dtype)
-            speed = f"{peaks.flops_per_second / 1e12:.3g} TFLOP/s"
-            rows.append(Finding(f"{device}, {str(dtype).removeprefix('torch.')}", speed, "trainer.peak_tflops"))
+            greatest, *narrow = (
+                f"{flops / 1e12:.3g}" for flops in (peaks.flops_per_second, *peaks.narrow_flops.values())
+            )
+            name = f"{device}, {str(dtype).removeprefix('torch.')}"
+            rows.append(Finding(name, f"{greatest} TFLOP/s", "trainer.peak_tflops"))
+            if narrow:
+                of_widths = [f"{width}:{tflops}" for width, tflops in zip(peaks.narrow_flops, narrow, strict=True)]
+                rows.append(
+                    Finding(
+                        f"{name}, narrow models",
+                        f"{narrow[0]} to {narrow[-1]} TFLOP/s",
+                        "the speed follows the hidden size; the options below are for megarl plan",
+                        command=f"--peak-tflops {','.join([greatest, *of_widths])}",
+                    )
+                )
         rows.append(Finding(f"{device}, copies", f"{peaks.bytes_per_second / 1e12:.3g} TB/s, read and written"))
     dtype_of_engine = "float32" if devices[0].type == "cpu" else "bfloat16"
     cost = engine_cost.measure(dtype_of_engine)

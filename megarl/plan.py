@@ -25,6 +25,8 @@ from megarl.platform.secrets import guard_output, redact
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Print the plan; return 1 if the run does not fit, else 0."""
     typed = parse(PLAN, argv)
+    speeds = {width: tflops * 1e12 for width, tflops in typed["peak_tflops"].items()}
+    peaks = Peaks(flops_per_second=speeds.pop(None), bytes_per_second=typed["memory_bandwidth"], narrow_flops=speeds)
     try:
         planner = Planner(
             typed["configuration"],
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             ranks_per_node=typed["gpus_per_node"],
             host_bytes=typed["host_memory"],
             links=Links(inside=typed["intra_node_bandwidth"], between=typed["inter_node_bandwidth"]),
-            peaks=Peaks(flops_per_second=typed["peak_tflops"] * 1e12, bytes_per_second=typed["memory_bandwidth"]),
+            peaks=peaks,
             engine=EngineCost(*(ms / 1e3 for ms in typed["engine_ms"])),
             lengths=typed["lengths"] and Lengths(*typed["lengths"]),
         )

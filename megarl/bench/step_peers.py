@@ -28,8 +28,8 @@ def main(peer: str, directory: Path) -> None:
     (directory / f"{peer}.json").write_text(json.dumps(MEASURES[peer](settings)))
 
 
-def machine(settings: dict[str, Any]) -> dict[str, float]:
-    """Measure the fastest product of matrices and copy of memory, on one GPU or on all cores."""
+def machine(settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure the products of matrices and the fastest copy of memory, on one GPU or on all cores."""
     return asdict(measure(local_device(), getattr(torch, settings["dtype"])))
 
 

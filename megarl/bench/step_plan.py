@@ -36,7 +36,12 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
 
     on_cpu, num_ranks = local_device().type == "cpu", _num_ranks(arguments)
     share = num_ranks if on_cpu else 1
-    speeds = {name: speed / share for name, speed in peers["machine"].items()}
+    speeds = peers["machine"]
+    peaks = Peaks(
+        flops_per_second=speeds["flops_per_second"] / share,
+        bytes_per_second=speeds["bytes_per_second"] / share,
+        narrow_flops={int(width): flops / share for width, flops in speeds["narrow_flops"].items()},
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // share
     read, longest = peers["transformers"]["read"], peers["transformers"]["longest"]
     response = round(read["num_outputs"] / workload.num_samples)
@@ -45,8 +50,8 @@ def predict(arguments: Sequence[str], workload: Workload, peers: Mapping[str, An
         device_bytes=memory if on_cpu else _device_bytes(),
         ranks_per_node=num_ranks,
         # A message between ranks of a CPU is a copy of memory.
-        links=Links(inside=speeds["bytes_per_second"], between=speeds["bytes_per_second"]),
-        peaks=Peaks(**speeds),
+        links=Links(inside=peaks.bytes_per_second, between=peaks.bytes_per_second),
+        peaks=peaks,
         engine=EngineCost(**peers["host"]),
         lengths=Lengths(round(read["num_tokens"] / workload.num_samples) - response, response, longest),
     ).plan()

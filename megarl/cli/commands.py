@@ -7,7 +7,7 @@ import click
 
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths
+from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
@@ -142,10 +142,12 @@ PLAN = Command(
     ),
     click.Option(
         ["--peak-tflops"],
-        type=float,
-        default=989.4,
+        type=PeakTflops(),
+        default="989.4",
         show_default="an H100's, 989.4",
-        help="Greatest speed of a device at products of matrices.",
+        metavar="TFLOPS[,WIDTH:TFLOPS...]",
+        help="Speed of a device at products of matrices; on CPUs also that of narrow models, by their hidden size "
+        "(megarl doctor --peaks measures).",
     ),
     click.Option(
         ["--memory-bandwidth"],

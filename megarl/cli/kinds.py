@@ -42,6 +42,24 @@ class MeanLengths(click.ParamType[tuple[int, ...]]):
         return tuple(map(int, numbers))
 
 
+class PeakTflops(click.ParamType[dict[int | None, float]]):
+    """The greatest speed of products of matrices, and the speeds of narrow models."""
+
+    name = "tflops"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int | None, float]:
+        """Parse `989.4` or `0.17,256:0.1,512:0.13`. Return the speeds by width; None is every other width."""
+        if isinstance(value, dict):
+            return value
+        greatest, *narrow = value.split(",")
+        number = r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*"
+        matches = [re.fullmatch(number, greatest), *(re.fullmatch(rf"\s*(\d+):{number}", part) for part in narrow)]
+        if not all(matches) or not all(float(match[match.lastindex or 1]) for match in matches if match):
+            self.fail(f"{value!r} is not TFLOPS[,WIDTH:TFLOPS...], such as 989.4 or 0.17,256:0.1,512:0.13", param, ctx)
+        first, *others = (match for match in matches if match)
+        return {None: float(first[1]), **{int(match[1]): float(match[2]) for match in others}}
+
+
 class EngineMilliseconds(click.ParamType[tuple[float, float, float]]):
     """The cost of an engine step on the host."""
 

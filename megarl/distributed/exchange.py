@@ -56,13 +56,13 @@ def seconds_waited() -> float:
 def together(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `compute` on every rank of `group`, by default of all, and return all results, in rank order, on each rank.
 
-    Without ranks the only result is this process's own.
+    Without other ranks the only result is this process's own.
 
     Raises:
         Exception: a failed rank raises its own error, and every other rank that of the lowest failed rank, so that no
             rank waits for a failed one. An error that cannot be pickled arrives as a RuntimeError with its message.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [compute()]
     failure: Exception | None = None
     try:

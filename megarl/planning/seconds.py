@@ -145,9 +145,12 @@ def _generation(workload: Workload, memory: RankMemory, machine: Machine, length
     whole = lengths.prompt + lengths.response
     at_once = max(1, min(open_at_once, rollout.max_num_seqs, memory.engine.num_tokens // whole))
     rounds = share / at_once
-    flops = tp * machine.peaks.flops_per_second
+    flops = tp * machine.peaks.flops_at(a.hidden_size)
     prompts = forward_flops(a, Tokens.of([lengths.prompt], num_outputs=1)) * share / flops
-    every = forward_flops(a, Tokens.of([whole], num_outputs=lengths.response)) * share / flops
+    tokens = Tokens.of([whole], num_outputs=lengths.response)
+    every = forward_flops(a, tokens) * share / flops
+    if config.trainer.device == "cpu":
+        every += forward_bytes(a, tokens, dtype=rollout.dtype) * share / tp / machine.peaks.bytes_per_second
     cached = memory.engine.bytes_per_token * (lengths.prompt + lengths.response / 2) * at_once
     num_steps = rounds * lengths.steps
     read = num_steps * _touched(a, memory.engine.weights, at_once) + rounds * lengths.response * cached
@@ -178,7 +181,7 @@ def _passes(
     a, section, grid = model.architecture, model.section, workload.grid
     again = feed_forward_share(a, tokens) if work.recompute == "selective" else float(work.recompute)
     num_passes *= 1 + again / UPDATE
-    computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_per_second
+    computing = num_passes * forward_flops(a, tokens) / grid.num_ranks / machine.peaks.flops_at(a.hidden_size)
     if workload.config.trainer.device == "cpu":
         moved = num_passes * forward_bytes(a, tokens, dtype=section.dtype) / grid.num_ranks
         computing += moved / machine.peaks.bytes_per_second

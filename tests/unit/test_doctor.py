@@ -167,6 +167,7 @@ def test_this_environment_can_train(capsys: pytest.CaptureFixture[str], monkeypa
     assert "Ready to train" in shown and "megarl replaces" in shown
     assert shown.count(" TFLOP/s") >= 2 and " TB/s" in shown
     assert "--engine-ms" in shown and shown.count("9,0.25,0.2") == 2
+    assert shown.count("--peak-tflops ") == 2 and ",256:" in shown
 
 
 def test_a_broken_environment_exits_with_1_and_the_remedy(tmp_path: Path) -> None:

@@ -43,7 +43,18 @@ def test_the_time_follows_from_lengths_and_speeds(capsys: pytest.CaptureFixture[
     assert fast["total"] < short["total"] and fast["flops"] == short["flops"]
     host = time("--lengths", "256,512,1024", "--engine-ms", "9,0.25,0.1")["seconds"]["gen"]
     assert host > time("--lengths", "256,512,1024")["seconds"]["gen"] + 1024 * (0.009 + 32 * 0.00025)
-    assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12}
+    assert fast["peaks"] == {"flops_per_second": 2250e12, "bytes_per_second": 8e12, "narrow_flops": {}}
+    narrow, constant = time("--peak-tflops", "989.4,8192:800,16384:900"), time("--peak-tflops", "800")
+    assert narrow["peaks"]["narrow_flops"] == {"8192": 800e12, "16384": 900e12}
+    assert narrow["seconds"]["infer reference"] == pytest.approx(constant["seconds"]["infer reference"])
+
+
+@pytest.mark.parametrize("typed", ["fast", "989.4,500", "989.4,x:500", "0", "989.4,256:0"])
+def test_a_speed_that_cannot_be_read_is_a_fault_of_its_option(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, LLAMA_8B, "--peak-tflops", typed])
+    assert ended.value.code == 2
+    assert "TFLOPS[,WIDTH:TFLOPS...]" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_ends_with_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

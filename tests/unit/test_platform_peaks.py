@@ -11,3 +11,14 @@ def test_no_product_is_larger_than_one_that_takes_long(monkeypatch: pytest.Monke
     monkeypatch.setattr(peaks, "ROWS", {"cpu": (64, 1 << 20)})  # the second has 4 TiB
     monkeypatch.setattr(peaks, "LONG_S", 0.0)
     assert peaks.measure(torch.device("cpu"), torch.float32).flops_per_second > 0
+
+
+@pytest.mark.parametrize(("width", "flops"), [(64, 10.0), (128, 10.0), (181.02, 15.0), (256, 20.0), (512, 50.0)])
+def test_a_narrow_model_has_the_speed_of_its_width(width: int, flops: float) -> None:
+    """Half-way between two widths, in their logarithms, is half-way between their speeds."""
+    measured = peaks.Peaks(flops_per_second=50.0, bytes_per_second=1.0, narrow_flops={256: 20.0, 128: 10.0})
+    assert measured.flops_at(width) == pytest.approx(flops, rel=1e-3)
+
+
+def test_without_measured_widths_every_model_has_the_greatest_speed() -> None:
+    assert peaks.Peaks(flops_per_second=50.0, bytes_per_second=1.0).flops_at(64) == 50.0

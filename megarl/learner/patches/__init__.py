@@ -16,6 +16,7 @@ def apply_patches() -> None:
         cpu.keep_random_state()
         experts.hand_out_counts_on_the_cpu()
         gloo.exchange_unequal_parts()
+        gloo.keep_buckets_of_one_rank()
     if not has_transformer_engine():
         latent.accept_whole_down_projections()
     experts.route_without_transformer_engine()

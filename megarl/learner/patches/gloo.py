@@ -1,4 +1,4 @@
-"""Collectives with unequal parts, which gloo lacks."""
+"""Collectives with unequal parts, which gloo lacks, and collectives of one rank, which cost more than their copy."""
 
 from typing import Any
 
@@ -16,6 +16,16 @@ UNEQUAL_PARTS = declare_megatron(
     reason="ranks that share experts gather unequal numbers of tokens; gloo requires equal ones",
     upstream="https://github.com/pytorch/pytorch/issues/156627",
     until="gloo gathers and reduces unequal parts",
+)
+
+BUCKETS = declare_megatron(
+    "megatron.core.distributed.param_and_grad_buffer",
+    "dist_reduce_scatter_func",
+    "dist_all_gather_func",
+    reason="one data-parallel rank sends itself all gradients and weights; gloo copies them with OpenMP threads of its "
+    "own, and libgomp, which then counts more threads than cores, lets none of them wait actively",
+    upstream="megatron/core/distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup",
+    until="a group of one rank has no collectives",
 )
 
 
@@ -39,3 +49,17 @@ def exchange_unequal_parts() -> None:
         return total.split(input_split_sizes)[group.rank()].contiguous()
 
     replace(UNEQUAL_PARTS, _gather_along_first_dim=gather_parts, _reduce_scatter_along_first_dim=sum_parts)
+
+
+def keep_buckets_of_one_rank() -> None:
+    """Leave the gradients and weights of a single data-parallel rank where they are: its shard is the whole bucket."""
+
+    def unless_alone(collective: Any) -> Any:
+        def run(output: Tensor, given: Tensor, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == given.data_ptr():
+                return None
+            return collective(output, given, group=group, **options)
+
+        return run
+
+    replace(BUCKETS, **{name: unless_alone(BUCKETS.original(name)) for name in BUCKETS.names})
