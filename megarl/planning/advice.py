@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megarl.models.config import Recompute
 from megarl.planning.host import host_memory
 from megarl.planning.memory import PHASES, Phase, RankMemory
 from megarl.planning.workload import REWARD_MODEL, TrainerModel, Workload
@@ -93,6 +94,28 @@ def host_candidates(workload: Workload) -> Iterator[str]:
     yield from _splits(workload)
 
 
+def less_recomputation(workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial) -> tuple[str, ...]:
+    """Return the changes to the least recomputation that fits, none if all of the configured one is needed."""
+    changes: tuple[str, ...] = ()
+    for key, recompute in _recomputation(workload, memory):
+        for amount in {False: (), "selective": ("false",), True: ("false", "selective")}[recompute]:
+            tried = trial((*changes, f"{key}={amount}"))
+            if tried and not _total(*tried, device_bytes):
+                changes = (*changes, f"{key}={amount}")
+                break
+    return changes
+
+
+def _recomputation(workload: Workload, memory: RankMemory) -> Iterator[tuple[str, Recompute]]:
+    """Yield the key and the value of the recomputation of each model that learns."""
+    config = workload.config
+    models = {"actor_rollout_ref": config.actor_rollout_ref.model}
+    if "critic" in memory.states:
+        models["critic"] = config.critic.model
+    for where, checkpoint in models.items():
+        yield f"{where}.model.enable_gradient_checkpointing", checkpoint.enable_gradient_checkpointing
+
+
 def _by_section(workload: Workload) -> dict[str, TrainerModel]:
     """Return the models by their section of the configuration. All references share one."""
     return {SECTIONS.get(model.name, "actor_rollout_ref.ref"): model for model in workload.models}
@@ -121,8 +144,7 @@ def _choose(changes: Iterator[str], attempt: Callable[..., Remedy | None], *, no
 
 def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Iterator[str]:
     """Yield changes worth trying, as `a.b.c=value`, the least costly in time first."""
-    config = workload.config
-    policy, critic = config.actor_rollout_ref, config.critic
+    policy = workload.config.actor_rollout_ref
     actor, rollout = policy.actor, policy.rollout
     if not rollout.free_cache_engine:
         yield f"{ROLLOUT}.free_cache_engine=true"
@@ -132,11 +154,9 @@ def candidates(workload: Workload, memory: RankMemory, device_bytes: int) -> Ite
         for where, model in _by_section(workload).items():
             if not getattr(model.section, flag) and (model.updates or flag == "param_offload"):
                 yield f"{where}.megatron.{flag}=true"
-    models = {"actor_rollout_ref": policy.model} | ({"critic": critic.model} if "critic" in memory.states else {})
-    for where, checkpoint in models.items():
-        recompute = checkpoint.enable_gradient_checkpointing
+    for key, recompute in _recomputation(workload, memory):
         more = {False: ("selective", "true"), "selective": ("true",), True: ()}[recompute]
-        yield from (f"{where}.model.enable_gradient_checkpointing={amount}" for amount in more)
+        yield from (f"{key}={amount}" for amount in more)
     yield from _shares(workload, memory, device_bytes)
     budget = actor.ppo_max_token_len_per_gpu // 2
     while budget >= workload.longest:

@@ -14,7 +14,7 @@ from megarl.config.root import Config
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
-from megarl.planning.advice import Remedy, Shortfall, host_remedies, remedies, shortfalls
+from megarl.planning.advice import Remedy, Shortfall, host_remedies, less_recomputation, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.seconds import EngineCost, Lengths, Machine, StepTime, step_time
@@ -37,6 +37,15 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Changes that make a step faster; the run still fits."""
+
+    overrides: tuple[str, ...]  # a.b.c=value
+    seconds: float  # the least time of a step
+    peak: int  # bytes of the device at the fullest moment
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The contents of the report."""
 
@@ -53,6 +62,7 @@ class Plan:
     host: HostMemory
     host_bytes: int | None  # host memory of a node; None: unknown
     host_remedies: list[Remedy]
+    saving: Saving | None  # less recomputation
 
     @property
     def host_missing(self) -> int:
@@ -117,7 +127,16 @@ class Planner:
             host_remedies=host_remedies(workload, memory, self._device_bytes, host_bytes, self._trial)
             if host_bytes and lacks_host
             else [],
+            saving=None if missing else self._saving(workload, memory, traffic),
         )
+
+    def _saving(self, workload: Workload, memory: RankMemory, traffic: SyncTraffic) -> Saving | None:
+        """Return what less recomputation saves, if less fits."""
+        overrides = less_recomputation(workload, memory, self._device_bytes, self._trial)
+        if not (overrides and (tried := self._trial(overrides))):
+            return None
+        time = step_time(*tried, self._machine, self._lengths, sync_seconds=traffic.seconds)
+        return Saving(overrides=overrides, seconds=time.total, peak=tried[1].peak)
 
     def _options(self, workload: Workload) -> Iterator[Option]:
         """Yield every possible engine size up to the size of a node, and Megatron's other rank order."""

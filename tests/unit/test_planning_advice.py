@@ -73,6 +73,38 @@ def test_as_little_is_computed_again_as_is_enough(num_tokens: int, amount: str) 
     assert (f"actor_rollout_ref.model.enable_gradient_checkpointing={amount}",) in changes(found.remedies)
 
 
+RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "configured", "amount"),
+    [
+        (16384, "true", "false"),
+        (32768, "true", "selective"),
+        (32768, "selective", None),
+        (16384, "selective", "false"),
+        (16384, "false", None),
+    ],
+)
+def test_what_fits_without_it_is_computed_once(num_tokens: int, configured: str, amount: str | None) -> None:
+    budget = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={num_tokens}"
+    found = plan(budget, f"{RECOMPUTE}={configured}", gigabytes=50)
+    assert not found.shortfalls
+    if amount is None:
+        assert found.saving is None
+        return
+    assert found.saving and found.saving.overrides == (f"{RECOMPUTE}={amount}",)
+    changed = plan(budget, *found.saving.overrides, gigabytes=50)
+    assert not changed.shortfalls
+    assert (found.saving.seconds, found.saving.peak) == (changed.time.total, changed.memory.peak)
+    assert found.saving.seconds < found.time.total
+
+
+def test_what_does_not_fit_saves_nothing() -> None:
+    found = plan(f"{RECOMPUTE}=true", gigabytes=24)
+    assert found.shortfalls and found.saving is None
+
+
 def test_what_no_single_change_mends_is_mended_together() -> None:
     found = plan("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536", gigabytes=24)
     (remedy,) = found.remedies
