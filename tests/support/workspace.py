@@ -50,11 +50,11 @@ def make_workspace(root: Path) -> Workspace:
     return Workspace(model=model, reward=reward, **files)
 
 
-def with_many_ends(model: Path, copy: Path) -> Path:
-    """Return a copy of a model in which one token of 16 ends a response."""
+def with_many_ends(model: Path, copy: Path, *, one_of: int = 16) -> Path:
+    """Return a copy of a model in which one token of `one_of` ends a response."""
     shutil.copytree(model, copy)
     vocab_size = json.loads((copy / "config.json").read_text())["vocab_size"]
-    ends = {"eos_token_id": list(range(0, vocab_size, 16))}
+    ends = {"eos_token_id": list(range(0, vocab_size, one_of))}
     (copy / "generation_config.json").write_text(json.dumps(ends))
     return copy
 
