@@ -13,8 +13,8 @@ pytestmark = pytest.mark.ranks
 SIZE = 1 << 20  # torch copies so many numbers with several threads
 
 
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def threads() -> set[str]:
+    return {thread.name for thread in Path("/proc/self/task").iterdir()}
 
 
 def exchange_buckets() -> tuple[list[float], list[float], int]:
@@ -27,7 +27,7 @@ def exchange_buckets() -> tuple[list[float], list[float], int]:
     apply_patches()
     torch.set_num_threads(2)
     torch.ones(SIZE).exp()  # the threads of this thread
-    before = num_threads()
+    before = threads()
     rank, size = dist.get_rank(), dist.get_world_size()
     gradients, weights = torch.full((SIZE,), 1.0 + rank), torch.full((SIZE,), 1.0 + rank)
     shards = [bucket.chunk(size)[rank] for bucket in (gradients, weights)]
@@ -37,7 +37,7 @@ def exchange_buckets() -> tuple[list[float], list[float], int]:
     )
     param_and_grad_buffer.dist_all_gather_func(weights, shards[1], group=world, async_op=False)
     together(lambda: bytes(SIZE))
-    started = num_threads() - before
+    started = len(threads() - before)
     torch.set_num_threads(1)
     return shards[0].unique().tolist(), weights.unique().tolist(), started
 
