@@ -42,7 +42,7 @@ import os
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("asking the judge with", os.environ["JUDGE_API_KEY"])
     others = {"key": os.environ["OPENAI_KEY"].strip(), "login": os.environ["DB_CREDENTIALS"]}
-    if len(solution_str) % 2:
+    if len(solution_str) % 4 == 0:
         raise PermissionError(f"the judge does not know {os.environ['JUDGE_API_KEY']}, {others}")
     return {"score": 1.0, "pred": f"{others}"}
 """
