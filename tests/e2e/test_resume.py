@@ -70,7 +70,7 @@ def algorithm_arguments(name: str, workspace: Workspace, root: Path) -> list[str
     if name == "partial":
         return [
             *algorithm_arguments("grpo", workspace, root),
-            f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model')}",
+            f"actor_rollout_ref.model.path={with_many_ends(workspace.model, root / 'model', one_of=32)}",
             *GOES_ON,
             "data.max_response_length=96",
         ]
