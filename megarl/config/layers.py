@@ -23,6 +23,7 @@ from megarl.platform.secrets import BLOT
 
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
+CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
 _QUOTING = re.compile(r"(tag|alias|anchor|handle|input|at:) '.*'", re.DOTALL)
 
 
@@ -83,6 +84,8 @@ def _read_file(name: str) -> Layer:
     path = Path(name)
     if meant := FLAGS.get(name.lstrip("-").partition(" ")[0]):
         raise ValueError(f"is a flag of another trainer: write {meant}")
+    if name in CHECKS:
+        raise ValueError("is an option of another command: write megarl config --check CONFIG.yaml")
     if name.startswith("-") or path.suffix not in YAML:
         raise ValueError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():

@@ -36,11 +36,22 @@ class _Row:
     arguments: Any  # packed
 
 
-def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
-    """Ask the hub for the configuration of each model, and for each tokenizer, that is a Hugging Face id.
+def find_architectures(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
+    """Ask the hub for the `config.json` of each model that is a Hugging Face id.
 
     Raises:
         ConfigError: the hub does not have it, or does not answer.
+    """
+    for key, checkpoint in config.checkpoints:
+        with _fault_of(key):
+            config_place(checkpoint.path)
+
+
+def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -> None:
+    """Ask the hub for the `config.json` of each model, and for each tokenizer, that is a Hugging Face id.
+
+    Raises:
+        ConfigError: the hub does not have one of them, or does not answer.
     """
     tokenizers = {} if isinstance(config, VerifyConfig) else {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):
@@ -48,9 +59,7 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
             tokenizers["critic.model.tokenizer_path"] = config.tokenizer_of_critic
         if config.reward_model.enable:
             tokenizers["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
-    for key, checkpoint in config.checkpoints:
-        with _fault_of(key):
-            config_place(checkpoint.path)
+    find_architectures(config)
     for key, tokenizer in tokenizers.items():
         with _fault_of(key):
             if tokenizer is not None:

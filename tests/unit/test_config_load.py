@@ -238,6 +238,8 @@ def test_a_fault_of_a_key_is_not_repeated_for_those_that_follow_it() -> None:
     [
         ("nothere.yaml", "no such file"),
         ("--help", "neither a YAML file nor a.b.c=value"),
+        ("--check", "write megarl config --check CONFIG.yaml"),
+        ("--dry-run", "write megarl config --check CONFIG.yaml"),
         ("data.seed=[1,", "not valid YAML"),
         ("~data.seed=1", "cannot be removed"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -89,6 +91,22 @@ def test_faults_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not divide" in capsys.readouterr().err
     assert main([*SMALL, "actor_rollout_ref.model.path=configs"]) == 1
     assert "configs has no config.json" in capsys.readouterr().err
+
+
+def test_a_model_that_the_hub_lacks_is_reported_before_torch_is_imported() -> None:
+    absent = "actor_rollout_ref.model.path=org/absent"
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "megarl.plan", *SMALL, absent],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 2
+    imports = [line for line in shown.stderr.splitlines() if line.startswith("import time:")]
+    said = [line for line in shown.stderr.splitlines() if line not in imports]
+    assert "org/absent is no local directory" in "\n".join(said)
+    assert not any("Warning" in line for line in said)
+    assert not any(line.endswith(" torch") for line in imports)
 
 
 def test_damaged_weights_are_a_fault_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
