@@ -28,14 +28,17 @@ from megarl.tracking.jsonl import read_jsonl  # noqa: E402
 from tests.support.faulty import START, Fault, Faults  # noqa: E402
 from tests.support.outcomes import differences  # noqa: E402
 
+SPLIT = [
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
 TASKS = {
-    "countdown": ["configs/quickstart_ppo.yaml", "actor_rollout_ref.rollout.max_num_seqs=64"],
+    "countdown": ["configs/quickstart_ppo.yaml", *SPLIT, "actor_rollout_ref.rollout.max_num_seqs=64"],
     "guess": [
         "configs/grpo_guess.yaml",
         "algorithm={adv_estimator: gae, use_kl_in_reward: true, rollout_correction: {rollout_is: token}}",
         "critic={model: {path: '${actor_rollout_ref.model.path}'}, optim: {lr: 1.0e-3}}",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        *SPLIT,
         "actor_rollout_ref.rollout.n=1",
         "actor_rollout_ref.rollout.max_num_seqs=4",  # episodes wait, so a step stops some in the middle of a turn
         "environment.max_turns=6",

@@ -148,11 +148,8 @@ def keys_of_machine(device: str) -> dict[str, str]:
         return {}
     import torch
 
-    ranks = str(min(2, torch.cuda.device_count()))
     return {
-        "trainer.n_gpus_per_node": ranks,
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": ranks,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": ranks,
+        "trainer.n_gpus_per_node": str(min(2, torch.cuda.device_count())),
         # The kernels of CUDA for attention over sequences of different lengths have half precision only.
         "megatron.dtype": "bfloat16",
         "actor_rollout_ref.actor.megatron.dtype": "bfloat16",
