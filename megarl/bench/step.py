@@ -147,10 +147,16 @@ def _split(options: argparse.Namespace) -> list[str]:
 def compare(steps: Sequence[Step], others: Sequence[Step], workload: Workload) -> dict[str, float]:
     """Return the throughput of other steps on the same workload, and how many times as fast `steps` are.
 
-    Both are means over all steps: with partial rollouts a step does part of the work of the next.
+    All are means over all steps: with partial rollouts a step does part of the work of the next.
     """
     ours, theirs = (workload.num_samples / mean(step[STEP_SECONDS] for step in each) for each in (steps, others))
-    return {"mean_samples_per_second": ours, "samples_per_second_against": theirs, "times_faster": ours / theirs}
+    generation, against = (mean(step[f"{TIMING}gen"] for step in each) for each in (steps, others))
+    return {
+        "mean_samples_per_second": ours,
+        "samples_per_second_against": theirs,
+        "times_faster": ours / theirs,
+        "generation_times_faster": against / generation,
+    }
 
 
 def summarize(steps: Sequence[Mapping[str, float]], workload: Workload) -> dict[str, Any]:
@@ -213,7 +219,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         step_trl.show(found["trl"], console)
     for title in (
         *("samples_per_second", "tokens_per_second"),
-        *("mean_samples_per_second", "samples_per_second_against", "times_faster"),
+        *("mean_samples_per_second", "samples_per_second_against", "times_faster", "generation_times_faster"),
     ):
         if title in found:
             console.print(f"{title}: {found[title]:.2f}", highlight=False)

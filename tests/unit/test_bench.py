@@ -88,11 +88,15 @@ def test_a_case_is_as_slow_as_its_slowest_rank_and_its_median_repeat() -> None:
 
 def test_throughputs_are_compared_over_all_steps() -> None:
     workload = Workload(model="llama-1m", lengths="long-tail", algorithm="grpo", num_prompts=3, num_responses=4)
-    steps, others = ([{"timing_s/step": seconds} for seconds in each] for each in ([1.0, 3.0, 2.0], [1.0, 7.0]))
+    steps, others = (
+        [{"timing_s/step": seconds, "timing_s/gen": seconds - 0.5} for seconds in each]
+        for each in ([1.0, 3.0, 2.0], [1.0, 7.0])
+    )
     assert compare(steps, others, workload) == {
         "mean_samples_per_second": 6.0,
         "samples_per_second_against": 3.0,
         "times_faster": 2.0,
+        "generation_times_faster": 3.5 / 1.5,
     }
 
 
