@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megarl.config.reference import REQUIRED
@@ -29,7 +30,7 @@ def from_default(config: Mapping[str, Any]) -> Iterator[Difference]:
 
     A key whose default follows another key differs only if it does not follow it.
     """
-    root = next((root for key, root in ROOTS.items() if key in config), SFTConfig)
+    root = _root_of(config)
     for key, default in {**Schema.of(root).leaves, **LINKS[root]}.items():
         try:
             value, usual = _find(config, key), _follow(config, default)
@@ -45,10 +46,24 @@ def between(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     Keys that one configuration lacks, because they belong to another command or version, are left out. So are the keys
     that name a run.
     """
-    flat = [dict(flatten(config)) for config in configs]
+    flat = [_values(config) for config in configs]
     common = [key for key in flat[0] if key not in OWN_KEYS and all(key in config for config in flat)]
     values = {key: [config[key] for config in flat] for key in common}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _root_of(config: Mapping[str, Any]) -> type:
+    return next((root for key, root in ROOTS.items() if key in config), SFTConfig)
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a resolved configuration. A mapping that a user fills (`reward_kwargs`) is one value."""
+    leaves, found = Schema.of(_root_of(config)).leaves, dict[str, Any]()
+    for key, value in flatten(config):
+        above = accumulate(key.split("."), "{}.{}".format)
+        leaf = next((path for path in above if path in leaves), None)
+        found[leaf or key] = _find(config, leaf) if leaf else value
+    return found
 
 
 def _find(config: Mapping[str, Any], key: str) -> Any:

@@ -183,6 +183,13 @@ def test_keys_that_differ_between_runs(tmp_path: Path) -> None:
     assert between([run.config for run in runs]) == {"algorithm.gamma": [1.0, 0.5]}
 
 
+def test_a_mapping_that_the_user_fills_differs_as_one_value() -> None:
+    key = "custom_reward_function.reward_kwargs"
+    configs = [config_of(), config_of(f"{key}={{weight: 0.5}}"), config_of(f"{key}={{weight: 0.5, depth: 3}}")]
+    assert between(configs) == {key: [{}, {"weight": 0.5}, {"weight": 0.5, "depth": 3}]}
+    assert [item.value for item in from_default(configs[1]) if item.key == key] == ["{'weight': 0.5}"]
+
+
 def test_the_report_follows_each_validation_and_the_end(tmp_path: Path) -> None:
     trackers = Jsonl(tmp_path), History(tmp_path), ReportTracker(tmp_path)
     page = tmp_path / REPORT_FILE
