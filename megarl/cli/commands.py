@@ -7,11 +7,10 @@ import click
 
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
-from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops
+from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
-RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 LAUNCH = """\
 Without a launcher, the command starts trainer.n_gpus_per_node ranks on this host. Under torchrun, mpirun or srun it \
@@ -282,7 +281,7 @@ CHAT = Command(
 )
 COMPARE = Command(
     "compare",
-    click.Argument(["runs"], nargs=-1, required=True, type=RUN_DIR, metavar="RUN_DIR..."),
+    click.Argument(["runs"], nargs=-1, required=True, type=RunDirectory(), metavar="RUN_DIR..."),
     click.Option(
         ["--metric"], multiple=True, metavar="NAME", help="A further metric, or a pattern such as actor/*; may repeat."
     ),
@@ -296,7 +295,7 @@ COMPARE = Command(
 
 WATCH = Command(
     "watch",
-    click.Argument(["run"], type=RUN_DIR, metavar="RUN_DIR"),
+    click.Argument(["run"], type=RunDirectory(), metavar="RUN_DIR"),
     module="megarl.watch",
     section=USES,
     text="Watch a running job from another terminal.\n\nShows the step and its phase, the curves of reward and KL, and "

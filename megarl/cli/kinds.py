@@ -96,6 +96,21 @@ class Checkpoint(click.ParamType[Path]):
         return path
 
 
+class RunDirectory(click.Path):
+    """The directory of a run."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the directory; fail with the most similar one if there is none."""
+        path = Path(value)
+        if not path.is_dir():
+            remedy = similar(path) or ": name the directory of a run (trainer.default_local_dir)"
+            self.fail(f"no directory {path}{remedy}", param, ctx)
+        return path
+
+
 def others(path: Path) -> str:
     """Return which checkpoints there are instead of the missing one at `path`; '' if there are none."""
     found = ", ".join(f"{STEP_PREFIX}{step}" for step in sorted(saved_steps(path.parent)))

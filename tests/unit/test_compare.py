@@ -70,5 +70,12 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.Captu
     assert f"{tmp_path} has no metrics.jsonl: name the directory of a run" in capsys.readouterr().err
 
 
+def test_the_most_similar_run_is_proposed(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([runs[0], f"{runs[1]}s"])
+    assert ended.value.code == 2
+    assert f"no directory {runs[1]}s: did you mean {runs[1]}?" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_run_without_metrics_has_no_curves(tmp_path: Path) -> None:
     assert read_curves(tmp_path) == []
