@@ -235,8 +235,7 @@ class RolloutEngine:
         """Shut the engine down, while the process groups it uses still exist."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        with patches.frozen():
-            self._llm.llm_engine.engine_core.shutdown()
+        self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
 
     @contextmanager

@@ -31,13 +31,6 @@ MEMORY_BINDING = declare_vllm(
     upstream="vllm/v1/worker/cpu_worker.py: CPUWorker.__init__",
     until="the binding can be switched off",
 )
-UNFREEZING = declare_vllm(
-    "gc",
-    "unfreeze",
-    reason="0.26 - 0.32 collect garbage among all that was ever imported when an engine ends, which takes seconds",
-    upstream="vllm/v1/engine/core.py: EngineCore.shutdown",
-    until="the shutdown leaves the collection to a process that goes on",
-)
 
 
 def prepare_environment() -> None:
@@ -81,11 +74,6 @@ def random_state_kept() -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-
-
-def frozen() -> AbstractContextManager[Any]:
-    """Keep frozen what is frozen (`gc.freeze`) while an engine shuts down."""
-    return replaced(UNFREEZING, unfreeze=lambda: None)
 
 
 def without_compilation() -> AbstractContextManager[Any]:
