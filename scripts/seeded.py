@@ -60,8 +60,6 @@ def of_one_process(seed: int, seeded: Path, *, steps: int) -> list[str]:
         f"data.val_files={seeded}/data/val.parquet",
         f"data.seed={seed}",
         f"actor_rollout_ref.model.path={seeded}/sft/huggingface",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.seed={seed}",
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={steps}",

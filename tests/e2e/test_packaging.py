@@ -139,4 +139,5 @@ def test_the_wheel_works_in_a_fresh_environment(
     where = run(venv / "bin" / "python", "-c", "import megarl; print(megarl.__file__)", cwd=elsewhere)
     assert where.startswith(str(venv))
     run(command, "new", "boxes", "--model", workspace.model, cwd=elsewhere)
+    assert (elsewhere / "boxes" / "README.md").is_file()
     train_project(elsewhere / "boxes", command, workspace.model)

@@ -33,6 +33,7 @@ def test_on_cuda_every_process_has_a_device_and_half_precision(
     ppo = load_config(["configs/quickstart_ppo.yaml", *quickstart.known_to(Config, keys)], **load)
     policy = ppo.actor_rollout_ref
     assert {run.trainer.n_gpus_per_node for run in (sft, ppo)} == {ranks}
+    assert {part.tensor_model_parallel_size for part in (policy.actor.megatron, policy.rollout)} == {1}
     parts = (sft.megatron, policy.actor.megatron, policy.ref.megatron, policy.rollout, ppo.critic.megatron)
     assert {part.dtype for part in parts} == {"bfloat16"}
 
