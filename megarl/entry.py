@@ -17,7 +17,7 @@ from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.platform.early import starting
-from megarl.platform.forking import apart
+from megarl.platform.forking import apart, end
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output, redact
@@ -59,6 +59,7 @@ def run(
     yields remarks, and raises ConfigError.
 
     `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
+    Such a rank does not return: its process ends.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
     user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
@@ -79,7 +80,8 @@ def run(
         return config
 
     try:
-        launch = detect(os.environ) or _start(module, argv, lambda: read(None).trainer, imports)
+        launched = detect(os.environ)
+        launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
         rank, is_first_here = str(launch.rank), launch.local_rank == 0
         config = read(launch)
         store = _meet(launch, config)
@@ -91,6 +93,8 @@ def run(
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
     _work(config, launch, store, body)
+    if launched is None:
+        end()
 
 
 def _start(module: str, argv: Sequence[str], read: Callable[[], TrainerSection], imports: Sequence[str]) -> Launch:

@@ -1,12 +1,13 @@
 """Forks of this process, which imports nothing heavy."""
 
+import atexit
 import os
 import pickle
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megarl.platform.early import SIGNALS
 from megarl.platform.processes import die_with_parent
@@ -49,6 +50,13 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError):  # a process may have been started without it
             stream.flush()
+
+
+def end() -> NoReturn:
+    """End this process with code 0 after the functions of `atexit`: to unload what was imported takes seconds."""
+    atexit._run_exitfuncs()
+    flush()
+    os._exit(0)
 
 
 def as_shell(code: int) -> int:

@@ -235,7 +235,8 @@ class RolloutEngine:
         """Shut the engine down, while the process groups it uses still exist."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        self._llm.llm_engine.engine_core.shutdown()
+        with patches.frozen():
+            self._llm.llm_engine.engine_core.shutdown()
         destroy_model_parallel()
 
     @contextmanager

@@ -3,7 +3,6 @@
 The processes are the ranks of a job, as a launcher would have started them. They print to files.
 """
 
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -141,5 +140,4 @@ def _settle(log: Path, environ: dict[str, str]) -> None:
             os.dup2(file.fileno(), stream)
     os.environ |= environ | {"OMP_NUM_THREADS": "1"}
     os.chdir(ROOT)
-    gc.unfreeze = lambda: None  # an engine that ends would have all memory searched, which ends with this process
     torch.set_num_threads(1)

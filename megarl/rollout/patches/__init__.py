@@ -6,6 +6,7 @@ Importing this package does not import vLLM. Invariant: nothing here changes wha
 from megarl.rollout.patches.draws import draw_together
 from megarl.rollout.patches.kernels import normalize_by_kernels
 from megarl.rollout.patches.process import (
+    frozen,
     prepare_environment,
     random_state_kept,
     start_isolated,
@@ -16,6 +17,7 @@ from megarl.rollout.patches.shared_memory import name_channels, name_message_que
 
 __all__ = [
     "draw_together",
+    "frozen",
     "mend_cpu_build",
     "name_message_queues",
     "prepare_environment",
