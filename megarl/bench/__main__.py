@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from megarl.bench.options import PARSERS, parser
+from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output
 
 HELP = ("-h", "--help")
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     if set(HELP) & set(argv):
         PARSERS[argv[0]][1]().print_help()
         return 0
+    silence_imports()
     command: Callable[[Sequence[str]], int] = import_module(f"megarl.bench.{argv[0]}").main
     return command(argv[1:])
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.bench.cases import COMMON, LLAMA
 from megarl.planning.seconds import EngineCost
+from megarl.platform.quiet import silence_imports
 
 LAYERS = (1, 17)
 SAMPLES = (1, 128)
@@ -97,4 +98,5 @@ def main(num_layers: int, dtype: Any) -> None:
 
 
 if __name__ == "__main__":
+    silence_imports()
     main(int(sys.argv[1]), sys.argv[2])

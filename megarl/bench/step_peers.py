@@ -17,6 +17,7 @@ import torch
 from megarl.models.flops import Tokens
 from megarl.platform.device import local_device
 from megarl.platform.peaks import measure
+from megarl.platform.quiet import silence_imports
 
 WARM_UP = 1
 ROW_TOKENS = 16384  # of a micro-batch with its padding: the default budget of the trainer
@@ -127,4 +128,5 @@ def _times(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    silence_imports()
     main(sys.argv[1], Path(sys.argv[2]))

@@ -52,7 +52,7 @@ class PackedAttention(torch.nn.Module):
         if self.cp_group.size() > 1:
             key, value = (gather_row(part, lengths, self.cp_group) for part in (key, value))
         repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
+        if query.is_cuda and repeats > 1:  # the CPU's kernel groups; CUDA's do in some releases and precisions only
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
@@ -126,8 +126,8 @@ class Groups:
 
         Args:
             query: [N / cp_size, heads, head_dim] of this rank's tokens.
-            key: [N, heads, head_dim].
-            value: [N, heads, head_dim].
+            key: [N, groups, head_dim]; `heads` is a multiple of `groups`.
+            value: [N, groups, head_dim].
             scale: multiplies the logits.
 
         Returns:
@@ -145,6 +145,7 @@ class Groups:
                     attn_mask=group.visible,
                     is_causal=group.visible is None,
                     scale=scale,
+                    enable_gqa=query.shape[1] != key.shape[1],
                 )
             )
             for group, q, k, v in parts

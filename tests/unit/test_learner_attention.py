@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.learner.attention import Groups, similar
 from megarl.learner.packed import places_of
 
-HEADS, HEAD_DIM, SCALE = 2, 4, 0.7
+HEADS, HEAD_DIM, SCALE = 4, 8, 0.7
 lengths_of_sequences = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
@@ -30,6 +30,7 @@ class Share:
 
 def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
     """Attend in one sequence after the other, by the formula."""
+    key, value = (part.repeat_interleave(HEADS // part.shape[1], dim=1) for part in (key, value))
     outs = []
     for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True):
         logits = torch.einsum("qhd,khd->hqk", q, k) * SCALE
@@ -38,13 +39,16 @@ def alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tens
     return torch.cat(outs)
 
 
-@given(lengths=lengths_of_sequences, cp_size=st.sampled_from([1, 2]))
-def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: int) -> None:
+@given(lengths=lengths_of_sequences, cp_size=st.sampled_from([1, 2]), num_groups=st.sampled_from([1, 2, HEADS]))
+def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: int, num_groups: int) -> None:
     if cp_size > 1:
         lengths = [4 * length for length in lengths]
     generator = torch.Generator().manual_seed(sum(lengths))
-    query, key, value = torch.randn(3, sum(lengths), HEADS, HEAD_DIM, generator=generator).requires_grad_().unbind()
-    tokens = [query, key, value]
+    tokens = [
+        torch.randn(sum(lengths), num_heads, HEAD_DIM, generator=generator).requires_grad_()
+        for num_heads in (HEADS, num_groups, num_groups)
+    ]
+    query, key, value = tokens
     expected = alone(query, key, value, lengths)
     slope = torch.randn(expected.shape, generator=generator)
     gradients = [torch.zeros_like(token) for token in tokens]
