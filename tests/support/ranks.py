@@ -55,7 +55,7 @@ def _serve(rank: int, device: str, connection: Any) -> None:
 
 
 def _free_groups() -> None:
-    """Free the process groups of a test that is over. Each has a thread of gloo that wakes a hundred times a second."""
+    """Free the process groups of a test that is over, with their threads."""
     if parallel_state := sys.modules.get("megatron.core.parallel_state"):
         parallel_state.destroy_model_parallel()
     gc.collect()

@@ -1,0 +1,48 @@
+"""One device of gloo for all groups of a process.
+
+A device has a thread that waits for messages, and wakes a hundred times a second without any. Megatron-Core and vLLM
+make sixty groups on a rank; sixty such threads take 5 % of a core, and interrupt what computes.
+"""
+
+import os
+from functools import cache
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from megarl.platform.patching import declare, replace
+
+INTERFACES = "GLOO_SOCKET_IFNAME"
+DEVICE = declare(
+    "torch.distributed:ProcessGroupGloo",
+    "__init__",
+    library="torch",
+    versions=">=2.11,<2.14",
+    reason="2.11 - 2.13 make a device for each group, whose thread wakes a hundred times a second",
+    upstream="torch/csrc/distributed/c10d/init.cpp: ProcessGroupGloo; gloo/transport/tcp/loop.cc: Loop::run",
+    until="groups share a device, or the thread sleeps until a message arrives",
+)
+
+
+def share_device() -> None:
+    """Let all later groups of gloo use one device for each network interface. Idempotent."""
+    create = DEVICE.original("__init__")
+
+    def create_on_shared_device(group: Any, *place: Any, **how: Any) -> None:
+        if how.keys() != {"timeout"}:
+            return create(group, *place, **how)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = how["timeout"]
+        options._devices = list(_devices(os.getpid(), os.environ.get(INTERFACES, "")))
+        options._threads = 2 * len(options._devices)  # as torch counts them
+        return create(group, *place, options)
+
+    replace(DEVICE, __init__=create_on_shared_device)
+
+
+@cache
+def _devices(process: int, interfaces: str) -> tuple[Any, ...]:
+    """Return the devices of a process, because a thread does not survive a fork; `interfaces` is as torch reads it."""
+    if not interfaces:
+        return (ProcessGroupGloo.create_default_device(),)
+    return tuple(ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(","))
