@@ -67,7 +67,7 @@ def test_an_asynchronous_call_that_fails_or_is_late_fails_alone() -> None:
     ]
     assert found[3].detail.startswith("TypeError: a reward returns a finite number")
     assert found[4].detail == "TimeoutError: of its own"
-    assert found[0].seconds > 0.9  # the time of the latest, whose timer may be early by the resolution of its clock
+    assert found[0].seconds > 0.9  # the time of the latest; the pool hears of the call a moment after its limit starts
 
 
 @pytest.mark.parametrize(

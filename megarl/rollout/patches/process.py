@@ -37,7 +37,7 @@ UNFREEZING = declare_vllm(
     "unfreeze",
     reason="0.26 - 0.32 collect garbage among all that was ever imported when an engine ends, which takes seconds",
     upstream="vllm/v1/engine/core.py: EngineCore.shutdown",
-    until="the shutdown leaves the collection to a process that goes on",
+    until="the shutdown no longer collects garbage",
 )
 
 
