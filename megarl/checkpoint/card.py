@@ -34,7 +34,7 @@ def card(contents: Contents, history: Sequence[Row], out: Path, *, scores: bool)
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {out.resolve().name}",
-        f"{training(config)}, {contents.state.step} steps, from `{base or 'an unknown model'}`.",
+        f"Trained from `{base or 'an unknown model'}` for {contents.state.step} steps. {training(config)}",
         f"```python\n{loading(out, scores=scores)}\n```",
         _table("## Scores", ("metric", "first", "at this step"), _scores(history, contents.state.step)),
         _table("## Data", ("key", "files"), _files(config)),
@@ -66,11 +66,11 @@ def is_hub_id(path: str) -> bool:
 
 
 def training(config: Mapping[str, Any]) -> str:
-    """Name the way of training."""
+    """Say in a sentence how the model was trained."""
     if "algorithm" in config:
         estimator = config["algorithm"].get("adv_estimator", "an unknown estimator")
-        return f"Reinforcement learning with {estimator}; the reward is {_judge(config)}"
-    return "A reward model" if "center_rewards_coefficient" in config else "Supervised fine-tuning"
+        return f"Reinforcement learning (`adv_estimator: {estimator}`); the reward is {_judge(config)}."
+    return "It is a reward model." if "center_rewards_coefficient" in config else "Supervised fine-tuning."
 
 
 def _judge(config: Mapping[str, Any]) -> str:
@@ -79,8 +79,8 @@ def _judge(config: Mapping[str, Any]) -> str:
     if name := environment.get("path") or environment.get("name"):
         return f"that of the environment `{name}`"
     if path := config.get("custom_reward_function", {}).get("path"):
-        return f"`{path}`"
-    return "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
+        return f"that of `{path}`"
+    return "that of a reward model" if config.get("reward_model", {}).get("enable") else "that of built-in rules"
 
 
 def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:

@@ -79,7 +79,7 @@ def test_a_signalled_job_is_requeued_and_resumes(tmp_path: Path) -> None:
         cluster.wait(job, lambda: cluster.field(job, "JobState") == "PENDING", output=output, timeout_s=300)
         before = rows()
         assert len(before) < STEPS, "it was too late for the signal"
-        # Slurm waits for two minutes; it needs more than one second, because it revoked the job's credentials by the second.
+        # By itself Slurm waits for two minutes. New credentials are refused in the second that revoked the old ones.
         cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+5")
         cluster.wait(job, lambda: cluster.field(job, "JobState") == "COMPLETED", output=output, timeout_s=1000)
         assert cluster.field(job, "Restarts") == "1"

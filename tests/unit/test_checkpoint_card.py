@@ -36,7 +36,8 @@ def test_the_card_of_a_policy(tmp_path: Path) -> None:
         "tags": ["megarl", "reinforcement-learning"],
         "base_model": "Qwen/Qwen2.5-3B",
     }
-    assert "Reinforcement learning with grpo; the reward is `mine.py`, 2 steps, from `Qwen/Qwen2.5-3B`." in body
+    assert "Trained from `Qwen/Qwen2.5-3B` for 2 steps. Reinforcement learning (`adv_estimator: grpo`)" in body
+    assert "the reward is that of `mine.py`." in body
     assert "| validation, mine | 0.1 | 0.5 |" in body
     assert "| critic/score/mean | 0.25 | 0.25 |" in body  # step 3 is later
     assert "| data.train_files | `a.parquet`, `b.parquet` |" in body
@@ -53,10 +54,10 @@ def test_a_local_model_is_no_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_way_of_training_is_named() -> None:
-    assert training({"model": {}}) == "Supervised fine-tuning"
-    assert training({"center_rewards_coefficient": 0.0}) == "A reward model"
+    assert training({"model": {}}) == "Supervised fine-tuning."
+    assert training({"center_rewards_coefficient": 0.0}) == "It is a reward model."
     judged = RL | {"custom_reward_function": {"path": None}, "reward_model": {"enable": True}}
-    assert training(judged).endswith("the reward is a reward model")
+    assert training(judged).endswith("the reward is that of a reward model.")
     for environment in ({"name": "guess"}, {"path": "guess.py", "name": "Guess"}):
         assert training(RL | {"environment": environment}).rsplit("`")[-2] in ("guess", "guess.py")
 
