@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 DATA = ("*.json", "*.model", "*.jinja", "*.txt")
 CODE = "*.py"
+Kind = Literal["model", "dataset"]
 
 
 def small_files(*, with_code: bool) -> tuple[str, ...]:
@@ -19,17 +21,18 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def snapshot(name: str, patterns: Sequence[str], kind: Literal["model", "dataset"] = "model") -> Path:
-    """Download files of a Hugging Face id. A hub that cannot be reached is asked once: retries take half a minute.
+def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:
+    """Download files of a Hugging Face id, once in a process.
+
+    A hub that cannot be reached is asked once: retries take half a minute.
 
     Raises:
         ValueError: the hub has no such model or data set, or cannot be reached and the files are not here.
     """
-    from huggingface_hub import snapshot_download  # takes half a second, which local models save
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError  # takes half a second, which local models save
 
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
+        return _download(name, tuple(patterns), kind)
     except (OSError, ValueError) as error:
         cause = str(error)
         if isinstance(error, LocalEntryNotFoundError):  # the first line is the cause, the rest is about caches
@@ -38,3 +41,10 @@ def snapshot(name: str, patterns: Sequence[str], kind: Literal["model", "dataset
             f"{name} is no local directory, and as a Hugging Face id it failed: {cause}\nWithout a network, "
             "download it on another machine and name its directory; what is behind a licence needs HF_TOKEN"
         ) from error
+
+
+@cache
+def _download(name: str, patterns: tuple[str, ...], kind: Kind) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
