@@ -69,7 +69,7 @@ def training(config: Mapping[str, Any]) -> str:
     """Say in a sentence how the model was trained."""
     if "algorithm" in config:
         estimator = config["algorithm"].get("adv_estimator", "an unknown estimator")
-        return f"Reinforcement learning (`adv_estimator: {estimator}`); the reward is {_judge(config)}."
+        return f"Reinforcement learning (`adv_estimator: {estimator}`); the reward is that of {_judge(config)}."
     return "It is a reward model." if "center_rewards_coefficient" in config else "Supervised fine-tuning."
 
 
@@ -77,10 +77,10 @@ def _judge(config: Mapping[str, Any]) -> str:
     """Name what scores the responses."""
     environment = config.get("environment", {})
     if name := environment.get("path") or environment.get("name"):
-        return f"that of the environment `{name}`"
+        return f"the environment `{name}`"
     if path := config.get("custom_reward_function", {}).get("path"):
-        return f"that of `{path}`"
-    return "that of a reward model" if config.get("reward_model", {}).get("enable") else "that of built-in rules"
+        return f"`{path}`"
+    return "a reward model" if config.get("reward_model", {}).get("enable") else "built-in rules"
 
 
 def _scores(history: Sequence[Row], step: int) -> list[tuple[str, str, str]]:

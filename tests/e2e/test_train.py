@@ -253,8 +253,8 @@ def test_the_exported_model_has_a_card(
     workspace: Workspace, resumed_run: tuple[Path, dict[int, dict[str, Any]]], exported: Path
 ) -> None:
     card = (exported / "README.md").read_text()
-    assert "for 3 steps. Reinforcement learning (`adv_estimator: gae`)" in card
-    assert f"the reward is that of `{workspace.reward}`." in card
+    way = f"Reinforcement learning (`adv_estimator: gae`); the reward is that of `{workspace.reward}`."
+    assert f"` for 3 steps. {way}\n" in card
     history = metrics_of(resumed_run[0])
     score = "val/test_score/countdown/bare"
     assert f"| validation, countdown/bare | {history[0][score]:.4g} | {history[3][score]:.4g} |" in card

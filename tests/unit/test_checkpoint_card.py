@@ -36,8 +36,10 @@ def test_the_card_of_a_policy(tmp_path: Path) -> None:
         "tags": ["megarl", "reinforcement-learning"],
         "base_model": "Qwen/Qwen2.5-3B",
     }
-    assert "Trained from `Qwen/Qwen2.5-3B` for 2 steps. Reinforcement learning (`adv_estimator: grpo`)" in body
-    assert "the reward is that of `mine.py`." in body
+    assert (
+        "Trained from `Qwen/Qwen2.5-3B` for 2 steps. "
+        "Reinforcement learning (`adv_estimator: grpo`); the reward is that of `mine.py`."
+    ) in body
     assert "| validation, mine | 0.1 | 0.5 |" in body
     assert "| critic/score/mean | 0.25 | 0.25 |" in body  # step 3 is later
     assert "| data.train_files | `a.parquet`, `b.parquet` |" in body
