@@ -14,6 +14,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
 from megarl.cli.command import parse
 from megarl.cli.commands import CHAT
+from megarl.errors import UserError
 from megarl.platform.secrets import guard_output, redact
 from megarl.reshard.headers import has_weights
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
             talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])
             converse(talker, typed, typed["prompt"] or typed_lines())
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -55,14 +56,14 @@ def loadable(model: Path) -> Iterator[Path]:
     """Yield a directory that vLLM loads: `model` itself, the export within it, or a temporary export.
 
     Raises:
-        ValueError: `model` is neither an exported model, nor a checkpoint, nor a run, or its export fails.
+        UserError: `model` is neither an exported model, nor a checkpoint, nor a run, or its export fails.
     """
     for directory in (model, model / HUGGINGFACE):
         if (directory / "config.json").is_file() and has_weights(directory):
             yield directory
             return
     if step_of_name(model.resolve().name) is None and not saved_steps(model):
-        raise ValueError(f"{model} is neither an exported model, nor a checkpoint, nor a run with checkpoints")
+        raise UserError(f"{model} is neither an exported model, nor a checkpoint, nor a run with checkpoints")
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         out = Path(scratch) / "model"
         print(f"exporting {model} ...", file=sys.stderr)
@@ -70,7 +71,7 @@ def loadable(model: Path) -> Iterator[Path]:
             [sys.executable, "-m", "megarl.export", str(model), str(out)], stdout=subprocess.DEVNULL, check=False
         )
         if done.returncode:
-            raise ValueError(f"{model} cannot be exported; the messages above say why")
+            raise UserError(f"{model} cannot be exported; the messages above say why")
         yield out
 
 

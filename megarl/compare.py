@@ -16,6 +16,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.cli.command import parse
 from megarl.cli.commands import COMPARE
 from megarl.config.unread import shown
+from megarl.errors import UserError
 from megarl.platform.secrets import guard_output, redact
 from megarl.report.differences import between
 from megarl.report.read import Run, read_run
@@ -58,7 +59,7 @@ class Summary:
 
     @classmethod
     def read(cls, run_dir: Path, patterns: Sequence[str]) -> "Summary":
-        """Read a run's directory. Raises ValueError if it has no metrics."""
+        """Read a run's directory. Raises UserError if it has no metrics."""
         run = read_run(run_dir)
         seconds = [value for _, value in run.points(STEP_SECONDS)]
         return cls(
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     typed = parse(COMPARE, argv)
     try:
         runs = [Summary.read(run_dir, (*HEADLINES, *typed["metric"])) for run_dir in typed["runs"]]
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     if typed["as_json"]:

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from megarl.cli.command import complain, parse
 from megarl.cli.commands import DOCTOR
+from megarl.errors import UserError
 from megarl.platform.finding import Finding, Verdict
 from megarl.platform.patching import Patch, declared
 from megarl.platform.secrets import guard_output
@@ -339,7 +340,7 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
         return 0  # one process for each host
     try:
         circle = Circle(hosts=hosts, mine=place_of(hosts, launch), port=port, directory=directory)
-    except ValueError as error:
+    except UserError as error:
         complain(click.UsageError(str(error)))
     found = examine(circle, print)
     if circle.mine == 0 or len(found) == 1:

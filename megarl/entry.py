@@ -16,6 +16,7 @@ from megarl.platform import early
 from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
+from megarl.errors import UserError
 from megarl.platform.early import starting
 from megarl.platform.forking import apart, end
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
@@ -62,7 +63,7 @@ def run(
     Such a rank does not return: its process ends.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
-    user can mend (ValueError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
+    user can mend (UserError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
     have it. A job that received a signal to end (see `signals`) ends with code 75.
     """
     silence_imports()
@@ -89,7 +90,7 @@ def run(
         if is_first_here:  # a fault may concern this host alone
             print(error, file=sys.stderr)
         sys.exit(2)
-    except ValueError as error:
+    except UserError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
     _work(config, launch, store, body)
@@ -114,7 +115,7 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     """Join the ranks of the job, and return the store in which they meet.
 
     Raises:
-        ValueError: the ranks do not find each other, or their configurations differ.
+        UserError: the ranks do not find each other, or their configurations differ.
     """
     from megarl.distributed import signals
     from megarl.distributed.agreement import agree
@@ -153,7 +154,7 @@ def _work(config: C, launch: Launch, store: "Store", body: Callable[[C, Launch],
                     print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
             note(phase="end")
             _leave()
-    except ValueError as error:
+    except UserError as error:
         logging.getLogger(__name__).debug("origin of the error", exc_info=True)
         sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {launch.rank}: {error}"))
     if code:

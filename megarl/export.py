@@ -18,6 +18,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
 from megarl.distributed.place import Launch
 from megarl.entry import run
+from megarl.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.tracking.config import TrainerSection
 
@@ -100,7 +101,7 @@ def intact_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the latest intact checkpoint of the run at `path`. Collective.
 
     Raises:
-        ValueError: there is no checkpoint, or it is damaged.
+        UserError: there is no checkpoint, or it is damaged.
     """
     from megarl.checkpoint.contents import find_damage
     from megarl.checkpoint.find import find_checkpoint
@@ -108,9 +109,9 @@ def intact_checkpoint(path: Path) -> Path:
     if latest := find_checkpoint(path, mode="auto", path=None):
         return latest
     if not (path / HUGGINGFACE / "config.json").is_file():
-        raise ValueError(f"{path} is not a checkpoint: it has no huggingface/config.json")
+        raise UserError(f"{path} is not a checkpoint: it has no huggingface/config.json")
     if damage := find_damage(path):
-        raise ValueError(f"{path} is damaged: {damage}")
+        raise UserError(f"{path} is damaged: {damage}")
     return path
 
 

@@ -16,6 +16,7 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
 from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
+from megarl.errors import UserError
 from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output, redact
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     if typed["as_json"]:

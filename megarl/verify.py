@@ -29,6 +29,7 @@ from megarl.config.root import VerifyConfig
 from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.entry import run
+from megarl.errors import UserError
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
 
@@ -104,7 +105,7 @@ def scratch_directory() -> Iterator[Path]:
     """Make an empty directory that all ranks see, and remove it afterwards.
 
     Raises:
-        ValueError: a rank does not see the directory that rank 0 made.
+        UserError: a rank does not see the directory that rank 0 made.
     """
     import torch.distributed as dist
 
@@ -115,7 +116,7 @@ def scratch_directory() -> Iterator[Path]:
 
     def see() -> None:
         if not path.is_dir():
-            raise ValueError(
+            raise UserError(
                 f"rank {dist.get_rank()} does not see {path}: set TMPDIR to a directory that all hosts share"
             )
 

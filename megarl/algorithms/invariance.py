@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import PolicyLoss
 from megarl.algorithms.masked import masked
+from megarl.errors import UserError
 
 NUM_BATCHES = 8
 PADDING = 3
@@ -29,7 +30,7 @@ def check_policy_loss(loss: Callable[..., PolicyLoss], **kwargs: Any) -> None:
         kwargs: further arguments of `loss`.
 
     Raises:
-        ValueError: `loss` returns no `PolicyLoss` of sums over rows, or its sums, counts or gradient depend on the
+        UserError: `loss` returns no `PolicyLoss` of sums over rows, or its sums, counts or gradient depend on the
             micro-batches, on padding, or on the order of the samples.
     """
     for seed in range(NUM_BATCHES):
@@ -61,7 +62,7 @@ def check_estimator(estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], **
         kwargs: further arguments of `estimator`.
 
     Raises:
-        ValueError: `estimator` does not return `[B, T]` tensors of finite numbers, or they depend on padding, on the
+        UserError: `estimator` does not return `[B, T]` tensors of finite numbers, or they depend on padding, on the
             order of the samples, or on the numbers that name the groups.
     """
     for seed in range(NUM_BATCHES):
@@ -97,11 +98,11 @@ def loss_of(loss: Callable[..., PolicyLoss], tensors: Mapping[str, Tensor], kwar
     """Call a policy loss with the `tensors` that it takes, which become zero outside the mask.
 
     Raises:
-        ValueError: it does not return a `PolicyLoss` with one sum for each sample.
+        UserError: it does not return a `PolicyLoss` with one sum for each sample.
     """
     result = loss(**_taken(loss, tensors), **kwargs)
     if not isinstance(result, PolicyLoss):
-        raise ValueError(f"{_name(loss)} returns {_kind(result)}, not a PolicyLoss: see PolicyLoss.of")
+        raise UserError(f"{_name(loss)} returns {_kind(result)}, not a PolicyLoss: see PolicyLoss.of")
     _require_shape(loss, "sums", result.sums, (len(tensors["mask"]),))
     for name in _COUNTS:
         _require_shape(loss, name, getattr(result, name), ())
@@ -117,12 +118,12 @@ def estimates_of(
         Advantages `[B, T]` float32 and, if the estimator has them, returns; zero outside the mask.
 
     Raises:
-        ValueError: it does not return one or two `[B, T]` tensors.
+        UserError: it does not return one or two `[B, T]` tensors.
     """
     result = estimator(**_taken(estimator, tensors), **kwargs)
     results = list(result) if isinstance(result, tuple) else [result]
     if len(results) > 2:
-        raise ValueError(f"{_name(estimator)} returns {len(results)} values: return advantages, or advantages, returns")
+        raise UserError(f"{_name(estimator)} returns {len(results)} values: return advantages, or advantages, returns")
     for name, tensor in zip(("advantages", "returns"), results, strict=False):
         _require_shape(estimator, name, tensor, tuple(tensors["mask"].shape))
     return [masked(tensor.to(torch.float32), tensors["mask"]) for tensor in results]
@@ -147,7 +148,7 @@ def _parts(
         log_probs = micro["log_probs"].requires_grad_()
         result = loss_of(loss, micro, kwargs)
         if not result.sums.requires_grad:
-            raise ValueError(f"{_name(loss)} has no gradient: its sums must depend on log_probs")
+            raise UserError(f"{_name(loss)} has no gradient: its sums must depend on log_probs")
         sums[rows] = result.sums.detach()
         gradient[rows] = torch.autograd.grad(result.sums.sum(), log_probs)[0]
         counts += torch.stack([getattr(result, name).detach().float() for name in _COUNTS])
@@ -163,9 +164,9 @@ def _compare(loss: Callable[..., PolicyLoss], whole: _Part, other: _Part, when: 
 
 def _require_equal(function: Callable[..., Any], what: str, was: Tensor, now: Tensor, when: str) -> None:
     if not (was.isfinite().all() and now.isfinite().all()):
-        raise ValueError(f"{_name(function)}: the {what} of a batch of {len(was)} samples are not all finite")
+        raise UserError(f"{_name(function)}: the {what} of a batch of {len(was)} samples are not all finite")
     if not torch.allclose(was, now, rtol=1e-4, atol=1e-5):
-        raise ValueError(
+        raise UserError(
             f"{_name(function)}: the {what} of a batch of {len(was)} samples differ {when}, by up to "
             f"{(was - now).abs().max().item():.3g}. "
             + (
@@ -179,7 +180,7 @@ def _require_equal(function: Callable[..., Any], what: str, was: Tensor, now: Te
 def _require_shape(function: Callable[..., Any], what: str, value: object, shape: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         found = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
-        raise ValueError(f"{_name(function)}: its {what} are {found}, not a tensor of shape {list(shape)}")
+        raise UserError(f"{_name(function)}: its {what} are {found}, not a tensor of shape {list(shape)}")
 
 
 def _taken(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

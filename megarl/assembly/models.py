@@ -11,6 +11,7 @@ from megarl.config.root import Config
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
+from megarl.errors import UserError
 from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
@@ -110,7 +111,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
     """Make the frozen policies: the actor's start in `source`, or teachers. Return None if no KL to them is needed.
 
     Raises:
-        ValueError: the tokenizer of a teacher is not `tokenizer`, the policy's.
+        UserError: the tokenizer of a teacher is not `tokenizer`, the policy's.
     """
     if not config.has_reference:
         return None
@@ -122,7 +123,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
         theirs = teacher.tokenizer(trust_remote_code=section.trust_remote_code)
         if differing := tokenizer.differences(theirs):
             key = "model.path" if data_source is None else f"teachers.{data_source}"
-            raise ValueError(
+            raise UserError(
                 f"{teacher.directory} (actor_rollout_ref.ref.{key}) has other tokens than the policy: {differing}. "
                 "A teacher reads the policy's tokens as they are: name a model that was trained with the same tokenizer"
             )
@@ -153,14 +154,14 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
     """Make the value model. Return None if the advantages need no critic. `tokenizer` is the policy's.
 
     Raises:
-        ValueError: the critic has no tokenizer of its own, and does not know all of the policy's tokens.
+        UserError: the critic has no tokenizer of its own, and does not know all of the policy's tokens.
     """
     critic = config.critic
     if not config.has_critic:
         return None
     source, own = Source.read(critic.model), config.tokenizer_of_critic
     if own is None and tokenizer.vocab_size > source.architecture.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"critic.model.path: {source.directory} knows {source.architecture.vocab_size} tokens, the policy writes "
             f"{tokenizer.vocab_size}: name the critic's own tokenizer in critic.model.tokenizer_path"
         )

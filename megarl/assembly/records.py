@@ -32,7 +32,7 @@ def name_own_code(config: Config | SupervisedConfig) -> None:
     """Print which of the user's own code runs: rewards, and code that comes with models. Collective.
 
     Raises:
-        ValueError: the code differs between ranks.
+        UserError: the code differs between ranks.
     """
     code = own_code(config)
     agree(code)
@@ -45,7 +45,7 @@ def check_directories(trainer: TrainerSection) -> None:
     """Check that every rank can write to the run's directories, before anything is built. Collective.
 
     Raises:
-        ValueError: a rank cannot write. The message names the key and the remedy on every rank.
+        UserError: a rank cannot write. The message names the key and the remedy on every rank.
     """
     directories = {
         "trainer.default_local_dir": trainer.default_local_dir,

@@ -29,6 +29,7 @@ from megarl.config.root import Config, SupervisedConfig
 from megarl.config.schema import Schema
 from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import restarted
+from megarl.errors import UserError
 from megarl.learner.learner import Learner
 from megarl.platform.files import write_whole
 from megarl.platform.versions import running
@@ -100,14 +101,14 @@ class ResumePoint:
             keys: the configuration's key of each model.
 
         Raises:
-            ValueError: naming the sizes that differ and the key.
+            UserError: naming the sizes that differ and the key.
         """
         was = Contents.read(self.checkpoint).models if self.checkpoint else None
         if was is None:
             return
         if faults := size_differences(was, _sizes(learners)):
             said = "".join(f"\n  {keys[model]}: {', '.join(found)}" for model, found in faults.items())
-            raise ValueError(
+            raise UserError(
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )

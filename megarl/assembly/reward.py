@@ -7,6 +7,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments.encoding import Observer
 from megarl.environments.episodes import Environments
 from megarl.environments.scoring import EpisodeScorer
+from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
@@ -19,7 +20,7 @@ Reward = RuleScorer | ModelScorer | EpisodeScorer
 
 
 def make_rules(config: Config, policy: Tokenizer) -> RuleScorer | None:
-    """Make the rules. None if a model or an environment scores alone. ValueError if the custom function has a fault."""
+    """Make the rules. None if a model or an environment scores alone. UserError if the custom function has a fault."""
     return RuleScorer.make(config.rules, config.custom_reward_function, policy.decode) if config.rules else None
 
 
@@ -27,7 +28,7 @@ def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Envi
     """Make the environments of the run. None if responses are judged once. `prompt` is any of the data.
 
     Raises:
-        ValueError: the environment cannot be made, or the chat template changes earlier turns.
+        UserError: the environment cannot be made, or the chat template changes earlier turns.
     """
     if not config.environment.name:
         return None
@@ -59,16 +60,16 @@ def make_reward(
         balance: spread samples by length over data-parallel ranks.
 
     Raises:
-        ValueError: the model is no sequence classifier, or lacks tokens of the policy that pass unchanged.
+        UserError: the model is no sequence classifier, or lacks tokens of the policy that pass unchanged.
     """
     if section.model_weight is None:
         assert rules is not None, "nothing scores"
         return rules
     source, given = Source.read(section.model), section.model.input_tokenizer
     if not source.architecture.scalar_head:
-        raise ValueError(f"reward_model.model.path: {source.directory} is no sequence classifier")
+        raise UserError(f"reward_model.model.path: {source.directory} is no sequence classifier")
     if given is None and policy.vocab_size > source.architecture.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"reward_model.model.input_tokenizer=null passes the policy's {policy.vocab_size} tokens to a model of "
             f"{source.architecture.vocab_size}: leave it out, so that responses are encoded again"
         )

@@ -41,6 +41,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
+from megarl.errors import UserError
 from megarl.learner.against import BySource
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
@@ -247,7 +248,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     """Build the validation of the checkpoint that a run would resume from. Return its engine and step too.
 
     Raises:
-        ValueError: there are no validation files.
+        UserError: there are no validation files.
     """
     trainer, policy = config.trainer, config.actor_rollout_ref
     name_own_code(config)
@@ -255,7 +256,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
-        raise ValueError("data.val_files is not set: name the parquet files to evaluate on")
+        raise UserError("data.val_files is not set: name the parquet files to evaluate on")
     rules = make_rules(config, tokenizer)
     environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     if launch.rank == 0:

@@ -29,7 +29,7 @@ def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: T
     """Train on this rank from the run's latest checkpoint until the last step, and export the model.
 
     Raises:
-        ValueError: the run's directory cannot be written, or another job works there.
+        UserError: the run's directory cannot be written, or another job works there.
         Stopped: the job received a signal to end. The last finished step is saved.
     """
     name_own_code(config)

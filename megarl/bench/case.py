@@ -18,6 +18,7 @@ from megarl.bench.memory import peak_extra_bytes
 from megarl.distributed.exchange import wait_for_all
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.errors import UserError
 from megarl.tracking.config import TrainerSection
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     """Build trainer and engine, run the ways, and write the results of every rank, rank by rank.
 
     Raises:
-        ValueError: after a way the weights of engine and trainer differ.
+        UserError: after a way the weights of engine and trainer differ.
     """
     from megarl.bench.subject import TrainerAndEngine
     from megarl.bench.ways import Direct, FullTensors
@@ -87,7 +88,7 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
     """Return the seconds of every way, repeat by repeat, and the bytes that the ways move.
 
     Raises:
-        ValueError: after a way the weights of engine and trainer differ.
+        UserError: after a way the weights of engine and trainer differ.
     """
     from megarl.bench.ways import Exchange, PlainCopy, Repack
 
@@ -107,7 +108,7 @@ def times(subject: "TrainerAndEngine", direct: "Direct", full: "FullTensors", *,
         check_equal(answers, repeat)
         differences.append(subject.difference(answers["megarl"]))
     if max(differences) > LARGEST_DIFFERENCE:
-        raise ValueError(f"engine and trainer give the same tokens probabilities that differ by {max(differences):.3f}")
+        raise UserError(f"engine and trainer give the same tokens probabilities that differ by {max(differences):.3f}")
     return {
         "seconds": seconds,
         "bytes_received": {"megarl": direct.bytes_received, "mbridge": full.bytes_received},
@@ -126,11 +127,11 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def check_equal(answers: dict[str, Any], repeat: int) -> None:
-    """Raise ValueError if the responses of the engine differ between two ways."""
+    """Raise UserError if the responses of the engine differ between two ways."""
     first, second = answers.values()
     same = first.responses.equal(second.responses) and first.rollout_log_probs.equal(second.rollout_log_probs)
     if not same:
-        raise ValueError(f"repeat {repeat}: the responses of the engine differ after {' and after '.join(answers)}")
+        raise UserError(f"repeat {repeat}: the responses of the engine differ after {' and after '.join(answers)}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.errors import UserError
+
 SIDE = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?(?:pp(?P<pp>[1-9]\d*))?(?:dp(?P<dp>[1-9]\d*))?")
 LENGTHS = ("equal", "ragged", "long-tail")
 LAYOUTS = ("tp2-tp2", "tp1pp2-tp2", "tp2-tp1", "dp2-dp2", "tp2pp2-tp2")
@@ -77,15 +79,15 @@ class Split:
         """Parse `TRAINER-ENGINE`.
 
         Raises:
-            ValueError: the text is no layout, or the engine's ranks do not divide the trainer's.
+            UserError: the text is no layout, or the engine's ranks do not divide the trainer's.
         """
         sides = [SIDE.fullmatch(side) for side in layout.split("-")]
         if len(sides) != 2 or not all(sides) or "" in layout.split("-"):
-            raise ValueError(f"--layout {layout}: write TRAINER-ENGINE, as in {', '.join(LAYOUTS)}")
+            raise UserError(f"--layout {layout}: write TRAINER-ENGINE, as in {', '.join(LAYOUTS)}")
         trainer, engine = ({key: int(size or 1) for key, size in side.groupdict().items()} for side in sides if side)
         num_ranks = trainer["tp"] * trainer["pp"] * trainer["dp"]
         if engine["pp"] > 1 or num_ranks % (engine["tp"] * engine["dp"]):
-            raise ValueError(
+            raise UserError(
                 f"--layout {layout}: the trainer has {num_ranks} ranks; the engine needs a tp that divides them, and "
                 "has no pp"
             )

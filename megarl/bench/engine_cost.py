@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from megarl.bench.cases import COMMON, LLAMA
+from megarl.errors import UserError
 from megarl.planning.seconds import EngineCost
 from megarl.platform.quiet import silence_imports
 
@@ -30,7 +31,7 @@ TINY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 
 
 def measure(dtype: str) -> EngineCost:
-    """Measure two engines of different depth, in a process each. Raises ValueError if one fails."""
+    """Measure two engines of different depth, in a process each. Raises UserError if one fails."""
     return from_seconds(*(_step_seconds(num_layers, dtype) for num_layers in LAYERS))
 
 
@@ -46,7 +47,7 @@ def _step_seconds(num_layers: int, dtype: str) -> list[float]:
     command = [sys.executable, "-m", "megarl.bench.engine_cost", str(num_layers), dtype]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | ALONE, check=False)
     if done.returncode:
-        raise ValueError(f"{' '.join(command[1:])} failed with exit code {done.returncode}; its messages are above")
+        raise UserError(f"{' '.join(command[1:])} failed with exit code {done.returncode}; its messages are above")
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
     return seconds
 

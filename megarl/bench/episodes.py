@@ -21,6 +21,7 @@ from megarl.bench import report
 from megarl.bench.options import episodes_parser
 from megarl.bench.step import WARM_UP, run_module
 from megarl.bench.workload import Workload
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     cases = [(most, overlap) for overlap in options.overlap for most in (0.0, options.seconds)]
     try:
         measured = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     found = {
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return occupancy and seconds of a step's generation if turns take up to `most` seconds. ValueError if it fails.
+    """Return occupancy and seconds of a step's generation if turns take up to `most` seconds. UserError if it fails.
 
     The engine draws 8 of 32 episodes at once, so there are others to draw while some wait.
     """

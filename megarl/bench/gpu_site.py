@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.files import write_whole
 
 SHOWN_CHARACTERS = 2000
@@ -44,7 +45,7 @@ class Site:
         """Run `python COMMAND...` with its output in OUT/logs/STAGE.txt. Return what it printed.
 
         Raises:
-            ValueError: it ended with another code than `expected`, or not within the limit; nothing of it runs on.
+            UserError: it ended with another code than `expected`, or not within the limit; nothing of it runs on.
         """
         with self.started(stage, *command) as running:
             return running.finish(limit_s=limit_s, expected=expected)
@@ -94,13 +95,11 @@ class Running:
         return self.log.read_bytes()[self.start :].decode(errors="replace")
 
     def wait_until(self, condition: Callable[[], bool], *, limit_s: float) -> None:
-        """Wait for the condition. Raises ValueError if the program ends first, or after the limit."""
+        """Wait for the condition. Raises UserError if the program ends first, or after the limit."""
         deadline = time.monotonic() + limit_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(
-                    f"it ended, or took longer than {limit_s:.0f} s:\n{self.printed()[-SHOWN_CHARACTERS:]}"
-                )
+                raise UserError(f"it ended, or took longer than {limit_s:.0f} s:\n{self.printed()[-SHOWN_CHARACTERS:]}")
             time.sleep(0.1)
 
     def finish(self, *, limit_s: float, expected: int | None = 0) -> str:
@@ -113,15 +112,15 @@ class Running:
             raise self._error(f"ended with code {code}, not {expected}")
         return self.printed()
 
-    def _error(self, cause: str) -> ValueError:
-        return ValueError(f"it {cause}; the end of {self.log}:\n{self.printed()[-SHOWN_CHARACTERS:]}")
+    def _error(self, cause: str) -> UserError:
+        return UserError(f"it {cause}; the end of {self.log}:\n{self.printed()[-SHOWN_CHARACTERS:]}")
 
 
 def last_object(printed: str) -> Any:
     """Return the JSON object in the last line of an output that has one."""
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
-        raise ValueError(f"it printed no JSON object:\n{printed[-SHOWN_CHARACTERS:]}")
+        raise UserError(f"it printed no JSON object:\n{printed[-SHOWN_CHARACTERS:]}")
     return json.loads(lines[-1])
 
 

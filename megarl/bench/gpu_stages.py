@@ -13,6 +13,7 @@ from typing import Any
 from megarl.bench.gpu_site import Site, last_object
 from megarl.bench.workload import Algorithm, Workload
 from megarl.distributed.signals import EXIT_CODE
+from megarl.errors import UserError
 from megarl.models.families import FAMILIES
 from megarl.tracking.jsonl import read_jsonl
 
@@ -127,7 +128,7 @@ def gpu_tests(site: Site, stage: Stage) -> dict[str, Any]:
     site.program(stage.name, "-m", "pytest", "tests/gpu", *options, limit_s=stage.limit_s)
     suite = ET.parse(results).getroot().find("testsuite")  # noqa: S314 - our own file
     if suite is None:
-        raise ValueError(f"{results} has no results")
+        raise UserError(f"{results} has no results")
     return {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
 
 
@@ -260,5 +261,5 @@ def resume(site: Site, stage: Stage) -> dict[str, Any]:
     killed = steps()
     site.program(stage.name, *command, limit_s=stage.limit_s)
     if steps() != list(range(1, RESUMED_STEPS + 1)):
-        raise ValueError(f"{run}/metrics.jsonl has the steps {steps()}")
+        raise UserError(f"{run}/metrics.jsonl has the steps {steps()}")
     return {"stopped_after": stopped[-1], "killed_after": killed[-1], "steps": steps()}

@@ -21,6 +21,7 @@ from megarl.bench.options import phases_parser
 from megarl.bench.reshard import BUCKET_MEGABYTES
 from megarl.distributed.launch import Launch
 from megarl.entry import run
+from megarl.errors import UserError
 from megarl.platform.device import decide_device
 from megarl.tracking.config import TrainerSection
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
-    """Parse the command line. Raises ValueError if the layout is none."""
+    """Parse the command line. Raises UserError if the layout is none."""
     options = phases_parser().parse_args(argv)
     device = decide_device(options.device)
     case = Case(
@@ -104,7 +105,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     """Measure on every rank, and print the times of the slowest.
 
     Raises:
-        ValueError: at the end the weights of engine and trainer differ.
+        UserError: at the end the weights of engine and trainer differ.
     """
     from megarl.bench.report import machine, spread
     from megarl.bench.subject import TrainerAndEngine
@@ -179,7 +180,7 @@ def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
         clock.start = time.perf_counter()
     clock.note("sleep")
     if (difference := subject.difference(answers)) > LARGEST_DIFFERENCE:
-        raise ValueError(f"engine and trainer give the same tokens probabilities that differ by {difference:.3f}")
+        raise UserError(f"engine and trainer give the same tokens probabilities that differ by {difference:.3f}")
     return clock
 
 

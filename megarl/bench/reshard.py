@@ -23,6 +23,7 @@ from rich.console import Console
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.bench.options import reshard_parser
+from megarl.errors import UserError
 from megarl.platform.device import decide_device
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         for number, case in enumerate(cases, 1):
             print(f"{number} of {len(cases)}: {case.model} {case.layout}", file=sys.stderr, flush=True)
             results.append(report.summary(run_case(case, logs=options.logs)))
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     found = {
@@ -63,7 +64,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
     The output of the ranks goes to standard error, or to files in `logs`.
 
     Raises:
-        ValueError: the ranks failed.
+        UserError: the ranks failed.
     """
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
@@ -79,7 +80,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
                     output = stack.enter_context((logs / f"{case.model}_{case.layout}_{what}.log").open("w"))
                 done = subprocess.run(command, env=environment | settings, stdout=output, stderr=output, check=False)
             if done.returncode:
-                raise ValueError(
+                raise UserError(
                     f"{case.model} {case.layout}: measuring {what} failed with exit code {done.returncode}; the ranks' "
                     f"own messages are {f'in {logs}' if logs else 'above'}"
                 )
@@ -89,7 +90,7 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     if importlib.util.find_spec("mbridge") is None:
-        raise ValueError("mbridge is not installed: pip install --no-deps 'mbridge==0.15.1' (extra `bench`)")
+        raise UserError("mbridge is not installed: pip install --no-deps 'mbridge==0.15.1' (extra `bench`)")
     device: Literal["cpu", "cuda"] = "cuda" if decide_device(options.device) == "cuda" else "cpu"
     for model in options.model or DEFAULT_MODELS[device]:
         for layout in options.layout or LAYOUTS:

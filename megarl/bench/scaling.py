@@ -21,6 +21,7 @@ from megarl.bench import report
 from megarl.bench.options import scaling_parser
 from megarl.bench.step import summarize, train
 from megarl.bench.workload import Workload
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             "model": options.model,
             "points": [asdict(point) | _measure(point, options, overrides) for point in points(options)],
         }
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     if options.picture:

@@ -27,6 +27,7 @@ from rich.table import Table
 from megarl.bench import engine_cost, report, step_page, step_plan, step_trl
 from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
+from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.platform.secrets import redact
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             )
             with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
                 runs.append({"command": command} | measure(workload, Path(name), options, overrides))
-    except ValueError as error:
+    except UserError as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     if options.markdown:
@@ -76,7 +77,7 @@ def measure(
     """Run the steps, then the peers on the samples of the last step.
 
     Raises:
-        ValueError: a program failed, and its messages are on standard error; or the peer cannot do this work.
+        UserError: a program failed, and its messages are on standard error; or the peer cannot do this work.
     """
     if options.peer:
         step_trl.check(workload, [*overrides, *options.against])
@@ -116,7 +117,7 @@ def measure(
 def train(
     run_dir: Path, options: argparse.Namespace, arguments: Sequence[str], *, is_traced: bool = False
 ) -> list[Step]:
-    """Run some steps, and return the metrics of those after the warm-up. Raises ValueError as `run_module` does."""
+    """Run some steps, and return the metrics of those after the warm-up. Raises UserError as `run_module` does."""
     num_steps = WARM_UP + options.repeats
     run_module(
         "megarl.train",
@@ -228,7 +229,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """Run a module of megarl with its output on standard error. Raise ValueError if it fails."""
+    """Run a module of megarl with its output on standard error. Raise UserError if it fails."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=sys.stderr, env=os.environ, check=False)
     if done.returncode:
-        raise ValueError(f"{module} failed with exit code {done.returncode}; its messages are above")
+        raise UserError(f"{module} failed with exit code {done.returncode}; its messages are above")

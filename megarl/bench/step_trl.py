@@ -16,6 +16,7 @@ from rich.table import Table
 import megarl
 from megarl.bench import report
 from megarl.bench.workload import Workload
+from megarl.errors import UserError
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 
 ROOT = Path(megarl.__file__).parents[1]
@@ -35,16 +36,16 @@ def check(workload: Workload, overrides: Sequence[str]) -> None:
     """Check that TRL can do the work of a step. The user adds arguments of `megarl.train`.
 
     Raises:
-        ValueError: TRL cannot do this work, or its environment is missing.
+        UserError: TRL cannot do this work, or its environment is missing.
     """
     if workload.algorithm != "grpo":
-        raise ValueError(f"--peer trl --algorithm {workload.algorithm}: TRL has no such trainer; use grpo")
+        raise UserError(f"--peer trl --algorithm {workload.algorithm}: TRL has no such trainer; use grpo")
     keys = {argument.partition("=")[0] for argument in workload.arguments(Path())}
     for override in overrides:
         if override.partition("=")[0] in keys:
-            raise ValueError(f"{override}: --peer trl would do other work, because TRL does not read this key; omit it")
+            raise UserError(f"{override}: --peer trl would do other work, because TRL does not read this key; omit it")
     if not PYTHON.exists():
-        raise ValueError(f"--peer trl: {PYTHON} is missing; run `make setup-peers` in {ROOT}")
+        raise UserError(f"--peer trl: {PYTHON} is missing; run `make setup-peers` in {ROOT}")
 
 
 class Trl:
@@ -59,7 +60,7 @@ class Trl:
             dtype: of trainer and engine.
 
         Raises:
-            ValueError: the process ended; its messages are on standard error.
+            UserError: the process ended; its messages are on standard error.
         """
         settings = workload.settings(directory) | {"dtype": dtype, "output": str(directory / "trl")}
         self._process = subprocess.Popen(
@@ -78,7 +79,7 @@ class Trl:
             self._process.terminate()
 
     def steps(self, num_steps: int) -> list[Step]:
-        """Take some steps, and return the metrics of each by megarl's names. Raises ValueError as `__init__` does."""
+        """Take some steps, and return the metrics of each by megarl's names. Raises UserError as `__init__` does."""
         assert self._process.stdin
         self._process.stdin.write(f"{num_steps}\n")
         self._process.stdin.flush()
@@ -91,7 +92,7 @@ class Trl:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout
         if not (line := self._process.stdout.readline()):
-            raise ValueError(f"TRL ended with exit code {self._process.wait()}; its messages are above")
+            raise UserError(f"TRL ended with exit code {self._process.wait()}; its messages are above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -14,6 +14,7 @@ from megarl.checkpoint.manifest import Seal, parse_manifest
 from megarl.checkpoint.remote import Remote, share_of
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.errors import UserError
 from megarl.platform.small_files import read_bytes
 from megarl.platform.uri import WAITS_S, persist
 
@@ -24,21 +25,21 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
     A copy that `directory` already has is used as it is.
 
     Raises:
-        ValueError: there is no checkpoint, the copy does not match its manifest, or `directory` has another intact
+        UserError: there is no checkpoint, the copy does not match its manifest, or `directory` has another intact
             checkpoint of the same name.
         Exception: the error of the file system, after one try more than there are `waits`.
     """
     manifest = on_first_rank(lambda: persist(lambda: remote.read(MANIFEST_FILE), waits))
     name = str(remote).rpartition("/")[2]
     if manifest is None or step_of_name(name) is None:
-        raise ValueError(
+        raise UserError(
             f"{remote} is not a complete checkpoint: it has no {MANIFEST_FILE}, or is not named {STEP_PREFIX}N"
         )
     final, part = directory / name, directory / f".{name}.part"
     if not find_damage(final):
         if on_first_rank(lambda: read_bytes(final / MANIFEST_FILE)) == manifest:
             return final
-        raise ValueError(f"{final} is intact, but differs from {remote}: move it away")
+        raise UserError(f"{final} is intact, but differs from {remote}: move it away")
     files = parse_manifest(manifest, remote)
     on_first_rank(lambda: _make_empty(part, files))
     size = dist.get_world_size()
@@ -48,7 +49,7 @@ def fetch(remote: Remote, directory: Path, *, waits: Sequence[float] = WAITS_S) 
         together(partial(_fetch, remote, part, turn[dist.get_rank()], waits))
     on_first_rank(lambda: (part / MANIFEST_FILE).write_bytes(manifest))
     if damage := find_damage(part):
-        raise ValueError(f"{remote} arrived damaged: {damage}")
+        raise UserError(f"{remote} arrived damaged: {damage}")
     on_first_rank(lambda: publish(part, final))
     return final
 

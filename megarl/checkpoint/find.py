@@ -15,6 +15,7 @@ from megarl.checkpoint.manifest import STATE_FILE
 from megarl.checkpoint.remote import Remote
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank
+from megarl.errors import UserError
 from megarl.platform.uri import WAITS_S, persist
 from megarl.tracking.jsonl import METRICS_FILE
 
@@ -38,7 +39,7 @@ def find_checkpoint(
         waits: seconds between tries to reach the mirror or the URI.
 
     Raises:
-        ValueError: the ranks do not see the same steps; the checkpoint of mode resume_path is missing or damaged; the
+        UserError: the ranks do not see the same steps; the checkpoint of mode resume_path is missing or damaged; the
             directory had checkpoints, but none is intact; or there is no local checkpoint and the mirror is
             unreachable.
     """
@@ -49,7 +50,7 @@ def find_checkpoint(
     local = last_intact(directory)
     newer = _newer(Remote(mirror), directory, _step_of(local) if local else None, waits) if mirror else None
     if not (newer or local) and (lost := on_first_rank(lambda: _lost(directory))):
-        raise ValueError(f"{lost}: restore it, name another by trainer.resume_mode=resume_path, or {AFRESH}")
+        raise UserError(f"{lost}: restore it, name another by trainer.resume_mode=resume_path, or {AFRESH}")
     return newer or local
 
 
@@ -68,7 +69,7 @@ def last_intact(directory: Path) -> Path | None:
     incomplete copy, the newest intact checkpoint counts.
 
     Raises:
-        ValueError: the ranks do not see the same steps.
+        UserError: the ranks do not see the same steps.
     """
     latest, saved = latest_step(directory), sorted(saved_steps(directory))
     is_damaged = latest is None and os.path.lexists(directory / LATEST_FILE)
@@ -118,12 +119,12 @@ def _named(path: str, directory: Path, waits: Sequence[float]) -> Path:
         try:
             return fetch(Remote(path), directory, waits=waits)
         except Exception as error:  # each file system has errors of its own
-            raise ValueError(f"trainer.resume_from_path: {error}") from error
+            raise UserError(f"trainer.resume_from_path: {error}") from error
     checkpoint = Path(path)
     if not os.path.lexists(checkpoint / STATE_FILE):  # is_file raises for names that are too long
-        raise ValueError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {STATE_FILE}")
+        raise UserError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {STATE_FILE}")
     if damage := find_damage(checkpoint):
-        raise ValueError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
+        raise UserError(f"trainer.resume_from_path={path} is damaged: {damage}; name another")
     return checkpoint
 
 
@@ -131,7 +132,7 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
     """Copy the last intact checkpoint of the mirror if it is newer than step `than`; return the copy.
 
     Raises:
-        ValueError: there is no local checkpoint (`than` is None), and the mirror or its checkpoints cannot be read.
+        UserError: there is no local checkpoint (`than` is None), and the mirror or its checkpoints cannot be read.
     """
     try:
         steps = on_first_rank(lambda: persist(mirror.resumable_steps, waits))
@@ -149,7 +150,7 @@ def _newer(mirror: Remote, directory: Path, than: int | None, waits: Sequence[fl
                 on_first_rank(partial(_take_over, mirror, directory, step, waits))
                 return fetched
     if problem and than is None:
-        raise ValueError(
+        raise UserError(
             f"{directory} has no intact checkpoint, and none can be fetched from the mirror {mirror}: {problem}; make "
             f"the mirror reachable, or {AFRESH}"
         )

@@ -24,7 +24,7 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
     A policy is written as a language model, a value or reward model as a sequence classifier with one label.
 
     Raises:
-        ValueError: `out` cannot be written; if it did not exist before, it is removed.
+        UserError: `out` cannot be written; if it did not exist before, it is removed.
     """
     if not learner.is_policy:
         source = source.as_classifier(tokenizer)
@@ -50,7 +50,7 @@ def export_model(learner: Learner, source: Source, tokenizer: Tokenizer, out: Pa
                 ranks_per_node=launch.local_world_size,
                 device=learner.device,
             )
-    except ValueError:
+    except Exception:
         if is_new and launch.rank == 0:
             shutil.rmtree(out, ignore_errors=True)
         raise

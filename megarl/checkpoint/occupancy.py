@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.directory import STEP_PREFIX
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.errors import UserError
 from megarl.platform.files import remedy
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def occupy(directory: Path, *, patience_s: float = PATIENCE_S) -> AbstractContex
     """Lock `directory` for this job until the block ends, and tidy it up; make it if it is missing. Collective.
 
     Raises:
-        ValueError: another job has the directory, named with its host and process; or some ranks see another directory
+        UserError: another job has the directory, named with its host and process; or some ranks see another directory
             of this name than rank 0, as on a local disk of their host.
     """
     held: list[TextIOWrapper] = []
@@ -65,7 +66,7 @@ def _require_shared(directory: Path) -> None:
     on_first_rank(probe.unlink)
     if strangers:
         hosts = ", ".join(sorted(set(strangers.values())))
-        raise ValueError(
+        raise UserError(
             f"trainer.default_local_dir={directory} is not the same directory for rank 0 and for ranks "
             f"{', '.join(map(str, strangers))} ({hosts}): name a directory on a file system that all hosts share"
         )
@@ -92,7 +93,7 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
         return None
     if not is_ours:
         lock.close()
-        raise ValueError(
+        raise UserError(
             f"trainer.default_local_dir={directory} is in use by another job: {_holder(path)}. End that job, or give "
             f"this one its own directory; if that host is gone for good and its lock stays, remove {path}"
         )

@@ -16,6 +16,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, STEP_PREFIX, parse_step, step_of_name
 from megarl.checkpoint.manifest import Seal
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
 from megarl.platform.uri import open_filesystem
@@ -110,12 +111,12 @@ class Remote:
         """Return the steps of complete checkpoints up to the pointer, in order.
 
         Raises:
-            ValueError: there is a pointer, but no complete checkpoint up to it.
+            UserError: there is a pointer, but no complete checkpoint up to it.
         """
         last, steps = self.latest(), self.complete_steps()
         found = [step for step in steps if last is None or step <= last]
         if last is not None and not found:
-            raise ValueError(
+            raise UserError(
                 f"{self}/{LATEST_FILE} names step {last}, but no complete {STEP_PREFIX}{last} or earlier exists"
             )
         return found

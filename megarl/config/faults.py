@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 
 
@@ -16,7 +17,7 @@ class Fault:
     about: str | None = None  # another key that was probably meant
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """All faults of a configuration, in the order of its keys; its text is free of secrets."""
 
     def __init__(self, faults: Sequence[Fault]):

@@ -18,6 +18,7 @@ from megarl.config.faults import Fault
 from megarl.config.fixed import is_fixed, refuse
 from megarl.config.foreign import FLAGS, alias, answer_key, answer_values
 from megarl.config.schema import Schema
+from megarl.errors import UserError
 from megarl.platform.files import similar
 from megarl.platform.secrets import BLOT
 
@@ -42,7 +43,7 @@ def read_layers(argv: Sequence[str]) -> tuple[list[Layer], list[Fault]]:
     for argument in sorted(argv, key=lambda argument: "=" in argument):
         try:
             layers.append(_read_override(argument) if "=" in argument else _read_file(argument))
-        except ValueError as error:
+        except UserError as error:
             faults.append(Fault(path=argument.partition("=")[0], message=str(error)))
     return layers, faults
 
@@ -83,30 +84,30 @@ def _key_faults(path: str, value: Any, schema: Schema) -> Iterator[Fault]:
 def _read_file(name: str) -> Layer:
     path = Path(name)
     if meant := FLAGS.get(name.lstrip("-").partition(" ")[0]):
-        raise ValueError(f"is a flag of another trainer: write {meant}")
+        raise UserError(f"is a flag of another trainer: write {meant}")
     if name in CHECKS:
-        raise ValueError("is an option of another command: write megarl config --check CONFIG.yaml")
+        raise UserError("is an option of another command: write megarl config --check CONFIG.yaml")
     if name.startswith("-") or path.suffix not in YAML:
-        raise ValueError("is neither a YAML file nor a.b.c=value")
+        raise UserError("is neither a YAML file nor a.b.c=value")
     if not path.is_file():
-        raise ValueError(f"no such file{similar(path)}")
+        raise UserError(f"no such file{similar(path)}")
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"is not valid YAML: {_say(error)}") from error
+        raise UserError(f"is not valid YAML: {_say(error)}") from error
     if not isinstance(tree, dict):
-        raise ValueError("must hold keys and values at its top level")
+        raise UserError("must hold keys and values at its top level")
     return Layer(origin=name, tree={str(key): value for key, value in tree.items()})
 
 
 @lru_cache(maxsize=256)  # a planner tries many variants of one command line
 def _read_override(argument: str) -> Layer:
     if argument.startswith("~"):
-        raise ValueError("keys cannot be removed: set it to another value")
+        raise UserError("keys cannot be removed: set it to another value")
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([argument.lstrip("+")]), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"its value is not valid YAML: {_say(error)}") from error
+        raise UserError(f"its value is not valid YAML: {_say(error)}") from error
     assert isinstance(tree, dict)
     return Layer(origin=COMMAND_LINE, tree={str(key): value for key, value in tree.items()})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.config.faults import Fault
 from megarl.data.remote_tokenizer import RemoteTokenizer, is_without_tokenizer
+from megarl.errors import UserError
 from megarl.models.architecture import Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
@@ -26,7 +27,7 @@ def read_sizes(model: CheckpointSection) -> Architecture | None:
     """
     try:
         return read_model(place_of(model.path), model.override_config)[1]
-    except ValueError:
+    except UserError:
         return None  # `model_faults` reports the fault
 
 
@@ -52,7 +53,7 @@ def model_faults(
                 yield Fault(path=f"{key.removesuffix('path')}override_config", message=fault)
             for fault in _place_faults(place, model, needs_weights=needs_weights, needs_head=needs_head):
                 yield Fault(path=key, message=fault)
-    except ValueError as error:
+    except UserError as error:
         yield Fault(path=key, message=str(error))
 
 
@@ -76,11 +77,11 @@ def tokenizer_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]
         return
     try:
         if (place := local_path(path)) and not place.exists():
-            raise ValueError(f"no such file: {path}: {remedy}")
+            raise UserError(f"no such file: {path}: {remedy}")
         if place and is_without_tokenizer(place):
-            raise ValueError(f"{path} has no tokenizer: {remedy}")
+            raise UserError(f"{path} has no tokenizer: {remedy}")
         if not place:
             remote = RemoteTokenizer.at(path)
             remote.files(remote_directory(remote.directory), with_code=False)
-    except ValueError as error:
+    except UserError as error:
         yield Fault(path=key, message=str(error))

@@ -8,6 +8,7 @@ from megarl.config.faults import Fault
 from megarl.config.own_functions import ESTIMATOR, LOSS, Call
 from megarl.config.root import Config
 from megarl.config.rule import Facts, Rule, rule
+from megarl.errors import UserError
 from megarl.platform.functions import signature_in
 
 ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", f"{LOSS}.loss_mode"
@@ -41,7 +42,7 @@ def _faults(chooser: str, is_chosen: bool, call: Call, facts: Facts) -> Iterator
         return
     try:
         signature = signature_in(path, call.name)
-    except ValueError as error:
+    except UserError as error:
         yield Fault(path=f"{call.key}.name", message=str(error))
         return
     if signature:

@@ -16,6 +16,7 @@ from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfi
 from megarl.data.columns import SHOWN_SOURCES, Needs, PromptColumns
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
+from megarl.errors import UserError
 from megarl.models.hub import config_place
 from megarl.platform.files import WriteError, check_writable
 from megarl.platform.secrets import beginning
@@ -141,10 +142,10 @@ def try_reward(config: Config) -> Iterator[str]:
 
 @contextmanager
 def _fault_of(key: str) -> Iterator[None]:
-    """Turn a ValueError into a fault of a key."""
+    """Turn a UserError into a fault of a key."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         raise ConfigError([Fault(path=key, message=str(error))]) from error
 
 
@@ -166,7 +167,7 @@ def _rows(config: Config, section: RulesSection) -> Iterator[_Row]:
         try:
             yield _Row(rows.place(index), response, pack(arguments))
         except TypeError as error:
-            raise ValueError(f"{rows.place(index)}: {error}") from error
+            raise UserError(f"{rows.place(index)}: {error}") from error
 
 
 def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[ScoringResult | None]:

@@ -12,6 +12,7 @@ from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, shown
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
+from megarl.errors import UserError
 from megarl.rewards import answers_of
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_rules
@@ -54,7 +55,7 @@ class PromptColumns:
     needs: Needs
 
     def open(self, files: str | Sequence[str]) -> Rows:
-        """Open data files. Raises ValueError as `Rows` does."""
+        """Open data files. Raises UserError as `Rows` does."""
         data = self.section
         source = {data.reward_fn_key: self.needs.source, REWARD_MODEL: self.needs.ground_truth}
         named = [data.prompt_id_key] if data.prompt_id_key else []
@@ -93,11 +94,11 @@ class PromptColumns:
         return NO_SOURCE if source is None else str(source)
 
     def ground_truth(self, row: DataRow) -> Any:
-        """Return the ground truth; None if the row has none. Raises ValueError as `as_mapping` does."""
+        """Return the ground truth; None if the row has none. Raises UserError as `as_mapping` does."""
         return as_mapping(row.get(REWARD_MODEL)).get("ground_truth")
 
     def extra_info(self, row: DataRow) -> dict[str, Any]:
-        """Return the further values that rewards receive. Raises ValueError as `as_mapping` does."""
+        """Return the further values that rewards receive. Raises UserError as `as_mapping` does."""
         return as_mapping(row.get(EXTRA_INFO))
 
     def prompt_id(self, row: DataRow) -> str | None:
@@ -116,7 +117,7 @@ class PromptColumns:
         elif self.needs.source:
             try:
                 known_data_source(source)
-            except ValueError as error:
+            except UserError as error:
                 yield str(error)
 
     def _reads_ground_truth(self, row: DataRow) -> bool:
@@ -137,13 +138,13 @@ def as_mapping(value: Any) -> dict[str, Any]:
     """Return the named values of a struct, a map, the text of a JSON object, or null for none.
 
     Raises:
-        ValueError: the value is something else.
+        UserError: the value is something else.
     """
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the text {shown(value)} is not JSON: {error}") from error
+            raise UserError(f"the text {shown(value)} is not JSON: {error}") from error
         if isinstance(parsed, dict):
             return parsed
     elif isinstance(value, Mapping):
@@ -152,7 +153,7 @@ def as_mapping(value: Any) -> dict[str, Any]:
         return {}
     elif isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):  # a map of Arrow
         return dict(value)
-    raise ValueError(f"{shown(value)} has no named values: give a struct, a map or the text of a JSON object")
+    raise UserError(f"{shown(value)} has no named values: give a struct, a map or the text of a JSON object")
 
 
 def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator[str]:
@@ -171,7 +172,7 @@ def first_faults(columns: PromptColumns, files: str | Sequence[str]) -> Iterator
             if source not in unknown:
                 fault = next(columns.source_faults(row), "")
                 unknown[source] = (index, fault)
-    except ValueError as error:
+    except UserError as error:
         yield str(error)
         return
     faulty = [(index, fault) for index, fault in unknown.values() if fault]

@@ -13,6 +13,7 @@ import torch
 from megarl.batch import Prompt, Rollouts
 from megarl.data.messages import as_messages, plain_text
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Conversations:
         the special tokens that the tokenizer adds to a text.
 
         Raises:
-            ValueError: the prompt is neither, or the template refuses it.
+            UserError: the prompt is neither, or the template refuses it.
         """
         messages = as_messages(prompt, self.tokenizer)
         if messages is None:
@@ -43,7 +44,7 @@ class Conversations:
         The cut is on the left, as the score is at the end; a beginning-of-sequence token stays.
         """
         if not token_ids:
-            raise ValueError("a sequence to be scored has no token")
+            raise UserError("a sequence to be scored has no token")
         ids = list(token_ids)
         if len(ids) > self.max_length:
             begin = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []

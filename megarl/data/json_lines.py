@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
+from megarl.errors import UserError
 
 LINES, LIST = (".jsonl", ".ndjson"), ".json"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -63,15 +64,15 @@ class JsonTable:
         """Find the records of a file.
 
         Raises:
-            ValueError: the file is missing, is not JSON, has no record, or its first record lacks a column.
+            UserError: the file is missing, is not JSON, has no record, or its first record lacks a column.
         """
         with location.open() as source:
             try:
                 kept, spans, lines = _find_records(location, source)
             except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-                raise ValueError(f"{location.name} cannot be read as JSON: {error}") from error
+                raise UserError(f"{location.name} cannot be read as JSON: {error}") from error
         if not len(spans):
-            raise ValueError(f"{location.name} is empty: it has no record")
+            raise UserError(f"{location.name} is empty: it has no record")
         columns = frozenset((*wanted.required, *wanted.optional))
         table = cls(location.name, kept, columns, wanted.required, spans, lines)
         wanted.find(location.name, table._first_record())
@@ -93,24 +94,24 @@ class JsonTable:
         """Return the record in `text`.
 
         Raises:
-            ValueError: the record is not a JSON object, or has a field twice.
+            UserError: the record is not a JSON object, or has a field twice.
         """
         try:
             record = json.loads(text, object_pairs_hook=_unique)
         except RecursionError as error:
-            raise ValueError("the record is nested too deeply") from error
+            raise UserError("the record is nested too deeply") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"a record must be one line of JSON in UTF-8: {error}") from error
+            raise UserError(f"a record must be one line of JSON in UTF-8: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"a record must be a JSON object with named fields, not {text[:100]!r}")
+            raise UserError(f"a record must be a JSON object with named fields, not {text[:100]!r}")
         return record
 
     def _first_record(self) -> DataRow:
         (batch,) = LineGroup(self, range(1)).read(range(1))
         try:
             return self.parse(batch.to_pylist()[0]["record"])
-        except ValueError as error:
-            raise ValueError(f"{self.name}, {self.row_name(0)}: {error}") from error
+        except UserError as error:
+            raise UserError(f"{self.name}, {self.row_name(0)}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +145,7 @@ class LineGroup:
                 source.seek(first)
                 text = source.read(int(spans[-1, 1]) - first)
             except Exception as error:  # each filesystem has errors of its own
-                raise ValueError(f"{self.table.name} cannot be read: {error}") from error
+                raise UserError(f"{self.table.name} cannot be read: {error}") from error
         records = [text[start:stop] for start, stop in (spans - first).tolist()]
         yield pa.RecordBatch.from_pydict({"record": pa.array(records, pa.large_binary())})
 
@@ -197,7 +198,7 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _unpack_list(text: str) -> tuple[_Spool, NDArray[np.int64], None]:
-    """Return a copy of a list's records, and their spans. Raises ValueError if it is not a list of JSON values."""
+    """Return a copy of a list's records, and their spans. Raises UserError if it is not a list of JSON values."""
     decoder, copy, ends = json.JSONDecoder(), _Spool(TemporaryFile()), [0]  # noqa: SIM115 - as above
     place = _skip_blanks(text, text.index("[") + 1)
     has_more = not text.startswith("]", place)
@@ -208,7 +209,7 @@ def _unpack_list(text: str) -> tuple[_Spool, NDArray[np.int64], None]:
         if has_more := text.startswith(",", place):
             place = _skip_blanks(text, place + 1)
     if text[place:].strip() != "]":
-        raise ValueError(f"record {len(ends) - 2} of the list is followed by {text[place : place + 20]!r}")
+        raise UserError(f"record {len(ends) - 2} of the list is followed by {text[place : place + 20]!r}")
     return copy, np.stack([ends[:-1], ends[1:]], axis=1), None
 
 
@@ -222,5 +223,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> DataRow:
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"more than one field {twice!r}: rename or remove all but one")
+        raise UserError(f"more than one field {twice!r}: rename or remove all but one")
     return record

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.distributed.exchange import in_shares
+from megarl.errors import UserError
 
 SHOWN_FAULTS = 20
 
@@ -16,7 +17,7 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
     """Return the numbers of the rows that `keeps` accepts; each rank checks a share of the rows. Collective.
 
     Raises:
-        ValueError: on every rank, if `keeps` raises for some rows; names the first of them.
+        UserError: on every rank, if `keeps` raises for some rows; names the first of them.
     """
 
     def check(share: range) -> tuple[list[int], list[str], int]:
@@ -25,12 +26,12 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
         for number in share:
             try:
                 row = next(scanned)
-            except ValueError as error:  # no later row of the group can be read either
+            except UserError as error:  # no later row of the group can be read either
                 return kept, [*faults, str(error)], num_faults + 1
             try:
                 if keeps(row):
                     kept.append(number)
-            except ValueError as error:
+            except UserError as error:
                 num_faults += 1
                 if num_faults <= SHOWN_FAULTS:
                     faults.append(f"{rows.place(number)}, {error}")
@@ -41,5 +42,5 @@ def select_rows(rows: Rows, keeps: Callable[[DataRow], bool]) -> NDArray[np.int6
     if others := sum(num for _, _, num in shares) - len(faults):
         faults.append(f"... and {others} more")
     if faults:
-        raise ValueError("\n".join(faults))
+        raise UserError("\n".join(faults))
     return np.concatenate([np.array(kept, np.int64) for kept, _, _ in shares])

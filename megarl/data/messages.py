@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.errors import UserError
 from megarl.platform.secrets import beginning, redact
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def as_messages(prompt: Any, tokenizer: "Tokenizer") -> list[Message] | None:
     """Return the messages for the chat template of `tokenizer`; None if the prompt is read as a text.
 
     Raises:
-        ValueError: the prompt is neither a text nor a list of messages.
+        UserError: the prompt is neither a text nor a list of messages.
     """
     for fault in prompt_faults(prompt):
-        raise ValueError(fault)
+        raise UserError(fault)
     if not tokenizer.templates(prompt):
         return None
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -83,7 +84,7 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     """Return the ids of a text, or of messages `{role, content}`, as `tokenizer` is configured to read them.
 
     Raises:
-        ValueError: the prompt is neither, the chat template refuses it, or it has no token.
+        UserError: the prompt is neither, the chat template refuses it, or it has no token.
     """
     messages = as_messages(prompt, tokenizer)
     if messages is None:
@@ -91,7 +92,7 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     else:
         token_ids = tokenizer.chat(messages)
     if not token_ids:
-        raise ValueError("the prompt has no token")
+        raise UserError("the prompt has no token")
     return token_ids
 
 

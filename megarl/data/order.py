@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.errors import UserError
+
 WINDOW_BYTES = 256 << 20
 """Size of a window: half of a reader's cache, as a chunk is larger in memory than in its file."""
 
@@ -50,7 +52,7 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError if there is none."""
+        """Full batches in one pass. Raises UserError if there is none."""
         self._require(self.batch_size)
         return self.num_rows // self.batch_size
 
@@ -63,7 +65,7 @@ class Order:
         """Return the next `count` rows (None: a batch), all of one epoch, and the position after them.
 
         If the epoch has fewer rows left, the next epoch begins; rows that do not fill a batch at the end of an epoch
-        are dropped. Raises ValueError if an epoch has fewer than `count` rows.
+        are dropped. Raises UserError if an epoch has fewer than `count` rows.
         """
         count = self.batch_size if count is None else count
         self._require(count)
@@ -111,7 +113,7 @@ class Order:
 
     def _require(self, count: int) -> None:
         if count > self.num_rows:
-            raise ValueError(
+            raise UserError(
                 f"data.train_batch_size is {count}, but the training files have {self.num_rows} rows: "
                 "lower it or give more data"
             )

@@ -13,13 +13,14 @@ from megarl.data.order import Order
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import UserError
 
 
 class PairStream:
     """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
 
     A response is encoded without special tokens, and ends with an end-of-sequence token. Pairs are read and encoded
-    when they are taken; the constructor checks all of them once, on all ranks together. It raises ValueError for an
+    when they are taken; the constructor checks all of them once, on all ranks together. It raises UserError for an
     invalid pair, and for a pair longer than `max_length`, whose key is called `longest` in messages.
     """
 
@@ -47,7 +48,7 @@ class PairStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError if there is none."""
+        """Full batches in one pass. Raises UserError if there is none."""
         return self._order.steps_per_epoch
 
     def take(self, step: int) -> Rollouts:
@@ -68,18 +69,18 @@ class PairStream:
         return map(self._record, self._order.once_through())
 
     def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
-        """Return the ids of prompt and response. Raises ValueError for an invalid row."""
+        """Return the ids of prompt and response. Raises UserError for an invalid row."""
         prompt, response = row[self._section.prompt_key], row[self._section.response_key]
         for fault in text_faults(response):
-            raise ValueError(f"column {self._section.response_key}: {fault}")
+            raise UserError(f"column {self._section.response_key}: {fault}")
         try:
             prompt_ids = encode_prompt(prompt, self._tokenizer)
-        except ValueError as error:
-            raise ValueError(f"column {self._section.prompt_key}: {error}") from error
+        except UserError as error:
+            raise UserError(f"column {self._section.prompt_key}: {error}") from error
         response_ids = self._tokenizer.encode(response, add_special_tokens=False) + [self._tokenizer.eos_token_id]
         length, limit = len(prompt_ids) + len(response_ids), self._section.max_length
         if length > limit:
-            raise ValueError(
+            raise UserError(
                 f"column {self._section.response_key}: prompt and response have {length} tokens, but "
                 f"{self._longest} is {limit}: raise it"
             )

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow, Wanted
 from megarl.data.uri import Location, Pinned
+from megarl.errors import UserError
 from megarl.platform.small_files import Damage, naming, open_file
 
 PART_BYTES = 64 << 20
@@ -49,7 +50,7 @@ class ParquetTable:
         """Read the footer of a file.
 
         Raises:
-            ValueError: the file is missing, is not parquet, lacks a column or has no row.
+            UserError: the file is missing, is not parquet, lacks a column or has no row.
         """
         with location.open() as source:
             file = location.pin(source)
@@ -58,13 +59,13 @@ class ParquetTable:
                 metadata = pq.read_metadata(source)
                 found = metadata.schema.to_arrow_schema().names
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{location.name} cannot be read as parquet: {error} (a JSON file must be named .jsonl or .json, "
                     "perhaps followed by .gz or .zst; `megarl prepare own` converts .csv, .tsv and .arrow)"
                 ) from error
         columns = wanted.find(location.name, found)
         if metadata.num_rows == 0:
-            raise ValueError(f"{location.name} is empty: it has columns but no row")
+            raise UserError(f"{location.name} is empty: it has columns but no row")
         return cls(file, metadata, columns)
 
     @property
@@ -125,7 +126,7 @@ class RowGroup:
                         return
             except Exception as error:  # each filesystem has errors of its own
                 group = f"{self.table.name}, row group {self.number}"
-                raise ValueError(f"{group} cannot be read: {error}") from error
+                raise UserError(f"{group} cannot be read: {error}") from error
 
     def decode(self, record: DataRow) -> DataRow:
         """Return the record as it is: its columns are already decoded."""

@@ -14,13 +14,14 @@ from megarl.data.messages import as_read, text_faults
 from megarl.data.order import Order
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow
+from megarl.errors import UserError
 
 
 class PreferenceStream:
     """The pairs of data files in batches: endless and shuffled by epoch for training, once through for validation.
 
     `reader` encodes each response after its prompt, as it does when the model is used. Pairs are tokenised when they
-    are taken; the constructor checks all of them once, on all ranks together. It raises ValueError for an invalid row.
+    are taken; the constructor checks all of them once, on all ranks together. It raises UserError for an invalid row.
     """
 
     def __init__(self, section: PreferenceDataSection, files: str | Sequence[str], reader: Conversations) -> None:
@@ -39,7 +40,7 @@ class PreferenceStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError if there is none."""
+        """Full batches in one pass. Raises UserError if there is none."""
         return self._order.steps_per_epoch
 
     def take(self, step: int) -> Preferences:
@@ -62,11 +63,11 @@ class PreferenceStream:
     def _is_pair(self, row: DataRow) -> bool:
         for key in (self._section.chosen_key, self._section.rejected_key):
             for fault in text_faults(row[key], may_be_empty=False):
-                raise ValueError(f"column {key}: {fault}")
+                raise UserError(f"column {key}: {fault}")
             self._read(row, row[key])
         margin = self._margin(row)
         if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-            raise ValueError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
+            raise UserError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
         return True
 
     def _margin(self, row: DataRow) -> Any:
@@ -84,5 +85,5 @@ class PreferenceStream:
     def _read(self, row: DataRow, response: str) -> list[int]:
         try:
             return self._reader.encode(row[self._section.prompt_key], response)
-        except ValueError as error:
-            raise ValueError(f"column {self._section.prompt_key}: {error}") from error
+        except UserError as error:
+            raise UserError(f"column {self._section.prompt_key}: {error}") from error

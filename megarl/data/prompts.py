@@ -16,6 +16,7 @@ from megarl.data.messages import as_read, encode_prompt, plain_text
 from megarl.data.order import Chunk, Order, Position
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import UserError
 
 
 class PromptDataset:
@@ -36,7 +37,7 @@ class PromptDataset:
         """Open the files and check every row; `needs` lists the columns that scoring reads. Collective.
 
         Raises:
-            ValueError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
+            UserError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
                 is longer than `max_prompt_length` unless the section says to cut or to drop it.
         """
         self._section = section
@@ -45,9 +46,7 @@ class PromptDataset:
         self._rows = self._columns.open(files)
         self._kept = select_rows(self._rows, self._stays)
         if not len(self._kept):
-            raise ValueError(
-                f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it"
-            )
+            raise UserError(f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it")
         self.num_filtered = len(self._rows) - len(self._kept)
 
     def __len__(self) -> int:
@@ -81,14 +80,14 @@ class PromptDataset:
         return as_read("the first prompt", prompt.raw_prompt, prompt.token_ids, self._tokenizer)
 
     def _stays(self, row: DataRow) -> bool:
-        """Return whether a row is kept. Raises ValueError for an invalid row."""
+        """Return whether a row is kept. Raises UserError for an invalid row."""
         if faults := list(self._columns.faults(row)):
-            raise ValueError("; ".join(f"column {fault}" for fault in faults))
+            raise UserError("; ".join(f"column {fault}" for fault in faults))
         length, limit = len(self._encode(row)), self._section.max_prompt_length
         if length <= limit or self._section.filter_overlong_prompts:
             return length <= limit
         if self._section.truncation == "error":
-            raise ValueError(
+            raise UserError(
                 f"column {self._section.prompt_key}: the prompt has {length} tokens, but data.max_prompt_length "
                 f"is {limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
             )
@@ -97,8 +96,8 @@ class PromptDataset:
     def _encode(self, row: DataRow) -> list[int]:
         try:
             return encode_prompt(row[self._section.prompt_key], self._tokenizer)
-        except ValueError as error:
-            raise ValueError(f"column {self._section.prompt_key}: {error}") from error
+        except UserError as error:
+            raise UserError(f"column {self._section.prompt_key}: {error}") from error
 
     def _raw(self, row: DataRow) -> DataRow:
         """Return the forms of the prompt that reward functions receive in `extra_info`."""
@@ -128,7 +127,7 @@ class PromptStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass. Raises ValueError if there is none."""
+        """Full batches in one pass. Raises UserError if there is none."""
         return self._order.steps_per_epoch
 
     @property
@@ -148,7 +147,7 @@ class PromptStream:
     def take(self, position: Position, count: int | None = None) -> tuple[Prompts, Position]:
         """Return the next `count` prompts (None: a batch), all of one epoch, and the position after them.
 
-        The incomplete batch at the end of an epoch is dropped. Raises ValueError if an epoch has fewer than `count`
+        The incomplete batch at the end of an epoch is dropped. Raises UserError if an epoch has fewer than `count`
         prompts.
         """
         rows, next_position = self._order.take(position, count)

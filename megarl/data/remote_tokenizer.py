@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from megarl.errors import UserError
 from megarl.platform.hub import matching, small_files, snapshot
 from megarl.platform.remote import RemoteDirectory
 from megarl.platform.uri import local_path
@@ -21,14 +22,14 @@ def find_tokenizer(path: str, *, with_code: bool) -> Path | None:
     """Return the local directory or file of a tokenizer, of a Hugging Face id after a download; None for a remote URI.
 
     Raises:
-        ValueError: there is no such file or directory, or the hub does not give the files.
+        UserError: there is no such file or directory, or the hub does not give the files.
     """
     place = local_path(path)
     if place is None or place.exists():
         return place
     is_file = place.suffix == ".model"
     if is_file or str(place).startswith(("/", ".", "~")) or str(place).count("/") > 1:
-        raise ValueError(f"no such file{'' if is_file else ' or directory'}: {place}")
+        raise UserError(f"no such file{'' if is_file else ' or directory'}: {place}")
     return snapshot(path, small_files(with_code=with_code))
 
 
@@ -53,14 +54,14 @@ class RemoteTokenizer:
         """Return the needed files; Python code only if `with_code`.
 
         Raises:
-            ValueError: the directory has no tokenizer.
+            UserError: the directory has no tokenizer.
         """
         names = sorted(remote.sizes)
         if self.file:
             if self.file not in names:
-                raise ValueError(f"no such file: {remote / self.file}")
+                raise UserError(f"no such file: {remote / self.file}")
             return [name for name in (self.file, TEMPLATE) if name in names]
         if not set(ENOUGH) & set(names):
-            raise ValueError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} exists")
+            raise UserError(f"{remote} has no tokenizer: none of {', '.join(ENOUGH)} exists")
         small = matching(names, small_files(with_code=with_code))
         return [name for name in small if not name.endswith(".index.json")]

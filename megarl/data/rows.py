@@ -18,6 +18,7 @@ from megarl.data.order import Chunk
 from megarl.data.parquet import PART_BYTES, ParquetTable
 from megarl.data.table import DataRow, Group, Table, Wanted
 from megarl.data.uri import locate
+from megarl.errors import UserError
 
 CACHE_BYTES = 512 << 20
 """Size of the cache of decoded rows, per set of files and rank."""
@@ -44,12 +45,12 @@ class Rows:
         """Open the files; `remedies` are advice for messages about a missing column.
 
         Raises:
-            ValueError: a file is missing, cannot be read, lacks a column, has it twice or has no row; every such file
+            UserError: a file is missing, cannot be read, lacks a column, has it twice or has no row; every such file
                 is named. Later, when a row is read: its file was removed or changed, or the row cannot be read.
         """
         names = [files] if isinstance(files, str) else list(files)
         if not names:
-            raise ValueError("no data files are given")
+            raise UserError("no data files are given")
         wanted = Wanted(required=tuple(columns), optional=tuple(optional), remedies=remedies)
         self._tables = _open_all(names, wanted)
         groups = [list(table.groups()) for table in self._tables]
@@ -106,18 +107,18 @@ class Rows:
         for index, record in enumerate(records, start=first):
             try:
                 row = group.decode(record)
-            except ValueError as error:
-                raise ValueError(f"{self.place(index)}: {error}") from error
+            except UserError as error:
+                raise UserError(f"{self.place(index)}: {error}") from error
             yield row
 
     def _by_column(self, row: Any, index: int) -> DataRow:
-        """Return the only row of a table; ValueError names the column that is not UTF-8."""
+        """Return the only row of a table; UserError names the column that is not UTF-8."""
         record = {}
         for name in row.schema.names:
             try:
                 record[name] = row[name].to_pylist()[0]
             except UnicodeDecodeError as error:
-                raise ValueError(f"{self.place(index)}, column {name}: the text is not UTF-8: {error}") from error
+                raise UserError(f"{self.place(index)}, column {name}: the text is not UTF-8: {error}") from error
         return record
 
     def _table(self, part: int) -> Any:
@@ -145,10 +146,10 @@ def _open_all(names: Sequence[str], wanted: Wanted) -> list[Table]:
         try:
             location = locate(name)
             tables.append((JsonTable if holds_json(location) else ParquetTable).open(location, wanted))
-        except ValueError as error:
+        except UserError as error:
             faults.append(str(error))
     if faults:
-        raise ValueError("\n".join(faults))
+        raise UserError("\n".join(faults))
     return tables
 
 

@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megarl.errors import UserError
+
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 # the enumerations of sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
@@ -24,14 +26,14 @@ UNIGRAM, BPE, CHAR = 1, 2, 4
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """Read a SentencePiece model (unigram, bpe or char).
 
-    Encoding adds the beginning-of-sequence token if the model has one. Raises ValueError for a file that is not such a
+    Encoding adds the beginning-of-sequence token if the model has one. Raises UserError for a file that is not such a
     model or cannot be converted exactly.
     """
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError changes its module between versions
-        raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+        raise UserError(f"{path} is not a SentencePiece model: {error}") from error
     _check(model, path)
 
     pieces = [piece.piece for piece in model.pieces]
@@ -62,9 +64,9 @@ def _pieces(model: Any, *kinds: int) -> list[str]:
 
 def _check(model: Any, path: Path) -> None:
     if model.trainer_spec.model_type not in (UNIGRAM, BPE, CHAR):
-        raise ValueError(f"{path}: only SentencePiece models of type unigram, bpe and char are supported, not word")
+        raise UserError(f"{path}: only SentencePiece models of type unigram, bpe and char are supported, not word")
     if _pieces(model, UNUSED) or model.trainer_spec.treat_whitespace_as_suffix:
-        raise ValueError(
+        raise UserError(
             f"{path}: unused pieces and treat_whitespace_as_suffix have no counterpart in a fast tokenizer; "
             "train the SentencePiece model without them"
         )
@@ -72,7 +74,7 @@ def _check(model: Any, path: Path) -> None:
         normalise = normalizers.Precompiled(table).normalize_str
         rewritten = [piece for piece in _pieces(model, USER_DEFINED) if normalise(piece) != piece]
         if rewritten:
-            raise ValueError(
+            raise UserError(
                 f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
                 "train it with normalization_rule_name=identity"
             )

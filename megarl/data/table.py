@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from megarl.errors import UserError
+
 DataRow = dict[str, Any]
 
 
@@ -21,7 +23,7 @@ class Wanted:
         """Return the wanted columns among the columns `found` in the file `name`.
 
         Raises:
-            ValueError: wanted columns are missing or exist twice; names all of them.
+            UserError: wanted columns are missing or exist twice; names all of them.
         """
         found = list(found)
         wanted = dict.fromkeys((*self.required, *self.optional))
@@ -31,7 +33,7 @@ class Wanted:
         if twice := [repr(column) for column in wanted if found.count(column) > 1]:
             faults.append(f"has more than one column {', '.join(twice)}: rename or remove all but one")
         if faults:
-            raise ValueError(f"{name} {', and '.join(faults)}")
+            raise UserError(f"{name} {', and '.join(faults)}")
         return tuple(column for column in wanted if column in found)
 
     def _described(self, column: str) -> str:
@@ -56,14 +58,14 @@ class Group(Protocol):
         """Yield record batches of a range of rows.
 
         Raises:
-            ValueError: the file cannot be read, or has changed.
+            UserError: the file cannot be read, or has changed.
         """
 
     def decode(self, record: DataRow) -> DataRow:
         """Return the columns of a row; `record` is the row of a batch.
 
         Raises:
-            ValueError: the columns cannot be read.
+            UserError: the columns cannot be read.
         """
 
 

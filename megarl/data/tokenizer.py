@@ -14,6 +14,7 @@ from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
+from megarl.errors import UserError
 from megarl.platform.deadline import computing_at_most
 from megarl.platform.secrets import redact
 
@@ -36,13 +37,13 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, *, source: str, apply_chat_template: bool | None = None) -> None:
         """Wrap a tokenizer that was loaded from `source`; `apply_chat_template` as in `load_tokenizer`."""
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
+            raise UserError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
         self._tokenizer = tokenizer
         self._source = source
         self._apply_chat_template = apply_chat_template
         self.has_template: bool = tokenizer.chat_template is not None
         if apply_chat_template and not self.has_template:
-            raise ValueError(
+            raise UserError(
                 f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
                 "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
@@ -68,7 +69,7 @@ class Tokenizer:
         Unless the conversation `is_complete`, the ids end with the start of the assistant's response.
 
         Raises:
-            ValueError: the template refuses the conversation, fails on it or does not end.
+            UserError: the template refuses the conversation, fails on it or does not end.
         """
         ids: list[int] = self._templated(messages, add_generation_prompt=not is_complete, tokenize=True)
         return ids
@@ -84,11 +85,11 @@ class Tokenizer:
             with computing_at_most(TEMPLATE_SECONDS):
                 return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **how)
         except TemplateError as error:
-            raise ValueError(f"{template} refuses the messages: {error}") from error
+            raise UserError(f"{template} refuses the messages: {error}") from error
         except TimeoutError as error:
-            raise ValueError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
+            raise UserError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
         except Exception as error:  # a template may compute whatever it likes
-            raise ValueError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
+            raise UserError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
 
     def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text of `ids`, by default without special tokens."""
@@ -151,7 +152,7 @@ def load_tokenizer(
         trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
-        ValueError: nothing loads from `path`, or `apply_chat_template` is true without a template.
+        UserError: nothing loads from `path`, or `apply_chat_template` is true without a template.
     """
     place = _find(path, with_code=trust_remote_code)
     configured = any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -182,17 +183,17 @@ def _find(path: str, *, with_code: bool) -> Path:
 def _load_pretrained(place: Path, *, named: str, trust_remote_code: bool) -> Any:
     """Load the tokenizer in a directory, which the user `named`."""
     if is_without_tokenizer(place):
-        raise ValueError(f"{named} has no tokenizer: {REMEDY}")
+        raise UserError(f"{named} has no tokenizer: {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer {named!r} comes with its own Python code, which was not run: read it, then set "
                 "trust_remote_code=true in the section of its model (actor_rollout_ref.model.trust_remote_code), or "
                 "name another tokenizer by data.tokenizer"
             ) from error
-        raise ValueError(f"no tokenizer loads from {named!r}: {error}\n{REMEDY}") from error
+        raise UserError(f"no tokenizer loads from {named!r}: {error}\n{REMEDY}") from error
 
 
 def _read_template(chat_template: str) -> str:
@@ -200,5 +201,5 @@ def _read_template(chat_template: str) -> str:
         return chat_template
     place = Path(chat_template)
     if not place.is_file():
-        raise ValueError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
+        raise UserError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
     return place.read_text()

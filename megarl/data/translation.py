@@ -16,6 +16,7 @@ from megarl.batch import Rollouts
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
+from megarl.errors import UserError
 
 R = TypeVar("R", bound=Rollouts)
 
@@ -34,7 +35,7 @@ class Translation:
         """Return the batch with the reader's `sequences` and `places`. Collective; ranks share the work.
 
         Raises:
-            ValueError: the reader's chat template refuses a prompt, or the prompt has no text; names the data row.
+            UserError: the reader's chat template refuses a prompt, or the prompt has no text; names the data row.
         """
         if self._last is None or not _have_same_samples(self._last, batch):
             self._last = self._translated(batch)
@@ -52,8 +53,8 @@ class Translation:
         before = [] if self.writer.templates(prompt.raw_prompt) else prompt.token_ids
         try:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
-        except ValueError as error:
-            raise ValueError(f"the critic cannot read data row {prompt.index}: {error}") from error
+        except UserError as error:
+            raise UserError(f"the critic cannot read data row {prompt.index}: {error}") from error
         read_response = self.reader.encode(self.writer.decode_after(before, response), add_special_tokens=False)
         starts = self.writer.reach(response, before=before, half=0)[:-1]
         reach = self.reader.reach(read_response, half=1)

@@ -4,6 +4,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.uri import open_filesystem, out_of_reach
 
 _TAIL_BYTES = 1 << 16
@@ -19,11 +20,11 @@ class Location:
     path: str
 
     def open(self) -> Any:
-        """Open the file as a `pyarrow.NativeFile`. Raises ValueError if it is missing or unreachable."""
+        """Open the file as a `pyarrow.NativeFile`. Raises UserError if it is missing or unreachable."""
         try:
             return self.filesystem.open_input_file(self.path)
         except FileNotFoundError as error:
-            raise ValueError(f"no such data file: {self.name}") from error
+            raise UserError(f"no such data file: {self.name}") from error
         except Exception as error:  # each filesystem has errors of its own
             raise out_of_reach(self.name, error) from error
 
@@ -68,18 +69,18 @@ class Pinned:
         """Open the file again.
 
         Raises:
-            ValueError: the file was removed or changed.
+            UserError: the file was removed or changed.
         """
         try:
             source = self.location.open()
-        except ValueError as error:
-            raise ValueError(f"{error}; the run reads it until its end: restore it, and resume") from error
+        except UserError as error:
+            raise UserError(f"{error}; the run reads it until its end: restore it, and resume") from error
         if _Fingerprint.of(self.location, source) != self.fingerprint:
             source.close()
-            raise ValueError(f"{self.name} has changed since this run opened it: restore it, or start the run again")
+            raise UserError(f"{self.name} has changed since this run opened it: restore it, or start the run again")
         return source
 
 
 def locate(name: str) -> Location:
-    """Find the filesystem of a path or URI, without reading. Raises ValueError if there is none."""
+    """Find the filesystem of a path or URI, without reading. Raises UserError if there is none."""
     return Location(name, *open_filesystem(name))

@@ -19,6 +19,7 @@ from torch.distributed.run import parse_args, run
 from megarl.distributed.hosts import REMEDY, REPORT_INTERVAL_S, resolve
 from megarl.distributed.local import report_first
 from megarl.distributed.signals import forward
+from megarl.errors import UserError
 from megarl.platform.early import say
 from megarl.platform.processes import children
 
@@ -33,7 +34,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     if options.nnodes not in ("1", "1:1"):
         try:
             resolve(options.master_addr)
-        except ValueError as error:
+        except UserError as error:
             sys.exit(f"megarl: {error}")
         address = f"{options.master_addr}:{options.master_port}"
         threading.Thread(target=_report_waiting, args=[options.nnodes, address], daemon=True).start()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.distributed.exchange import together
+from megarl.errors import UserError
 from megarl.platform.secrets import redacted
 
 NUM_SHOWN = 10
@@ -17,7 +18,7 @@ def agree(facts: Mapping[str, Any]) -> None:
         facts: values by the names that a user knows; values are equal if their `repr` is equal.
 
     Raises:
-        ValueError: on all ranks, if values differ. The message has their names and the ranks that hold each value; of a
+        UserError: on all ranks, if values differ. The message has their names and the ranks that hold each value; of a
             secret only the name.
     """
     by_rank = together(lambda: {name: repr(value) for name, value in facts.items()})
@@ -34,7 +35,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     if differences:
         more = len(differences) - NUM_SHOWN
         shown = differences[:NUM_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise ValueError(
+        raise UserError(
             "the ranks of this job were started differently; give all of them the same files and arguments:\n  "
             + "\n  ".join(shown)
         )

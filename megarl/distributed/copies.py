@@ -17,7 +17,7 @@ def local_copy(uri: str, kind: str, choose: Callable[[RemoteDirectory], Sequence
     Collective, if there are ranks, on the first call with this `uri` and `kind`.
 
     Raises:
-        ValueError: `copy_of` or `choose` raised it.
+        UserError: `copy_of` or `choose` raised it.
     """
 
     def bring(report: ReportProgress) -> Path:

@@ -13,6 +13,7 @@ import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import Store
 
 from megarl.distributed.place import Launch
+from megarl.errors import UserError
 from megarl.platform.early import say
 
 REPORT_INTERVAL_S = 20.0
@@ -53,7 +54,7 @@ def resolve(host: str) -> list[str]:
     """Return the addresses of `host`; wait up to REPORT_INTERVAL_S seconds for a name server to know a new host.
 
     Raises:
-        ValueError: the host has no known address.
+        UserError: the host has no known address.
     """
     until = time.monotonic() + REPORT_INTERVAL_S
     while True:
@@ -61,7 +62,7 @@ def resolve(host: str) -> list[str]:
             return addresses_of(host)
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until:
-                raise ValueError(
+                raise UserError(
                     f"{socket.gethostname()} finds no address of the host {host!r} ({error}): {REMEDY}; in Slurm, give "
                     "the node a NodeAddr that resolves"
                 ) from None
@@ -82,7 +83,7 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
     """Wait until rank 0 listens on `port` of `host`, and return its address.
 
     Raises:
-        ValueError: the name has no address, or leads to this host and nobody listens here, or nobody listens within
+        UserError: the name has no address, or leads to this host and nobody listens here, or nobody listens within
             `timeout_s` seconds.
     """
     reports, since = WaitReports(launch), time.monotonic()
@@ -93,12 +94,12 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
                 return address
         waited = time.monotonic() - since
         if all(map(is_loopback, addresses)) and launch.rank != launch.local_rank and waited > REPORT_INTERVAL_S:
-            raise ValueError(
+            raise UserError(
                 f"{socket.gethostname()} finds itself under the name of rank 0's host, {host} "
                 f"({', '.join(addresses)}), and nobody listens on port {port} here; {REMEDY}"
             )
         if waited > timeout_s:
-            raise ValueError(f"rank 0 does not listen at {host}:{port} ({', '.join(addresses)}): {REMEDY}")
+            raise UserError(f"rank 0 does not listen at {host}:{port} ({', '.join(addresses)}): {REMEDY}")
         if reports.wait():
             say(f"waiting for rank 0 at {host}:{port} ({', '.join(addresses)}); if rank 0 is running: {REMEDY}")
 
@@ -131,7 +132,7 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
     """Return address and port of rank 0 as announced in `path`, once rank 0 listens there.
 
     Raises:
-        ValueError: rank 0 does not listen within `timeout_s` seconds.
+        UserError: rank 0 does not listen within `timeout_s` seconds.
     """
     reports, until, found = WaitReports(launch), time.monotonic() + timeout_s, ""
     while time.monotonic() < until:
@@ -145,14 +146,14 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
                 return address, port
         if reports.wait():
             say(f"waiting for rank 0, which writes its address to {path} ({found or 'nothing yet'}); {REMEDY}")
-    raise ValueError(f"rank 0 does not listen at any address in {path} ({found or 'none'}): {REMEDY}")
+    raise UserError(f"rank 0 does not listen at any address in {path} ({found or 'none'}): {REMEDY}")
 
 
 def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat:
     """Put the host of this rank into `store`, wait until all ranks have done so, and return this rank's entry.
 
     Raises:
-        ValueError: some ranks did not join within `timeout_s` seconds.
+        UserError: some ranks did not join within `timeout_s` seconds.
     """
     mine = Seat(socket.gethostname(), route_to(host))
     store.set(_seat(launch.rank), json.dumps(asdict(mine)))
@@ -160,7 +161,7 @@ def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat
     reports, until = WaitReports(launch), time.monotonic() + timeout_s
     while store.add("megarl/seated", 0) < launch.world_size:
         if time.monotonic() > until:
-            raise ValueError(f"{_describe_missing(store, launch)}; {REMEDY}")
+            raise UserError(f"{_describe_missing(store, launch)}; {REMEDY}")
         if reports.wait():
             say(f"waiting at {host}: {_describe_missing(store, launch)}")
     return mine

@@ -26,6 +26,7 @@ from megarl.distributed.hosts import announce, choose_interface, describe_failur
 from megarl.distributed.local import fork_ranks
 from megarl.distributed.place import Launch, Wanted, detect, restarted
 from megarl.distributed.store import meet
+from megarl.errors import UserError
 from megarl.platform.device import decide_device, on_cuda
 from megarl.platform.forking import apart
 from megarl.platform.processes import die_with_parent, follow_parent
@@ -45,7 +46,7 @@ def rendezvous(environ: Mapping[str, str], launch: Launch, directory: Path) -> t
     host of rank 0. If such a job spans hosts, rank 0 writes its addresses into a file of `directory`.
 
     Raises:
-        ValueError: rank 0 does not listen at any of the addresses that it wrote.
+        UserError: rank 0 does not listen at any of the addresses that it wrote.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
@@ -75,7 +76,7 @@ def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence
         imports: modules that every rank needs.
 
     Raises:
-        ValueError: `decide_device` raises it.
+        UserError: `decide_device` raises it.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // wanted.num_ranks)))
@@ -90,7 +91,7 @@ def start(module: str, argv: Sequence[str], wanted: Wanted, *, imports: Sequence
 def join(launch: Launch, directory: Path) -> None:
     """Set torch's variables for this rank, under whatever launcher; end this rank with its launcher.
 
-    `directory` is a directory that all hosts see, through which ranks may have to find each other. Raises ValueError
+    `directory` is a directory that all hosts see, through which ranks may have to find each other. Raises UserError
     as `rendezvous` does.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -116,13 +117,13 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
-        ValueError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
+        UserError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
             other.
     """
     if on_cuda():
         num_devices = torch.cuda.device_count()
         if launch.local_rank >= num_devices:
-            raise ValueError(
+            raise UserError(
                 f"rank {launch.rank} is number {launch.local_rank} on its host and needs CUDA device "
                 f"{launch.local_rank}, but sees {num_devices} devices: start at most one process per device "
                 "(trainer.n_gpus_per_node) and let each see them all (Slurm: --gpus-per-node, not --gpus-per-task)"
@@ -134,7 +135,7 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
     try:
         join_world(store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise ValueError(describe_failure(error, host, port)) from error
+        raise UserError(describe_failure(error, host, port)) from error
     atexit.register(_leave)
     return store
 

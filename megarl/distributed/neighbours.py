@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 from megarl.distributed.hosts import INTERFACES, addresses_of, interface_of, is_loopback, route_to
 from megarl.distributed.place import Launch
+from megarl.errors import UserError
 from megarl.platform.finding import Finding
 
 JOIN_S = 30.0
@@ -54,14 +55,14 @@ def place_of(hosts: Sequence[str], launch: Launch | None) -> int:
     """Return the place of this host among `hosts`: the launcher's number of it, else the place of its name.
 
     Raises:
-        ValueError: `hosts` has fewer than two names or lacks this host, or the launcher has started another number of
+        UserError: `hosts` has fewer than two names or lacks this host, or the launcher has started another number of
             processes.
     """
     if len(hosts) < 2:
-        raise ValueError(f"--hosts names only {', '.join(hosts)}: name the hosts of a job, with commas between them")
+        raise UserError(f"--hosts names only {', '.join(hosts)}: name the hosts of a job, with commas between them")
     if launch:
         if launch.world_size != len(hosts) * launch.local_world_size:
-            raise ValueError(
+            raise UserError(
                 f"--hosts names {len(hosts)}, but the launcher started {launch.world_size} processes, "
                 f"{launch.local_world_size} on this host: start one on each of the hosts"
             )
@@ -70,7 +71,7 @@ def place_of(hosts: Sequence[str], launch: Launch | None) -> int:
     own = {entry.address for known in psutil.net_if_addrs().values() for entry in known}
     found = [place for place, host in enumerate(hosts) if host in own or _short(host) == _short(name)]
     if len(found) != 1:
-        raise ValueError(f"--hosts names {', '.join(hosts)}, but this host, {name}, must be there once")
+        raise UserError(f"--hosts names {', '.join(hosts)}, but this host, {name}, must be there once")
     return found[0]
 
 
@@ -159,7 +160,7 @@ def _interfaces(circle: Circle) -> Iterator[Finding]:
     towards = circle.hosts[0 if circle.mine else 1]
     try:
         address = route_to(towards)
-    except ValueError:
+    except UserError:
         address = ""
     if name := interface_of(address):
         yield Finding(f"route to {towards}", f"{name}, {address}")

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megarl.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -29,7 +31,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     torchrun comes first and Slurm last, because torchrun and mpirun leave the variables of a Slurm job in place.
 
     Raises:
-        ValueError: a launcher's variables are incomplete or not numbers.
+        UserError: a launcher's variables are incomplete or not numbers.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -57,7 +59,7 @@ def _place(environ: Mapping[str, str], *names: str) -> Launch:
     """Return the `Launch` whose fields, in order, are the numbers that `environ` has under `names`."""
     faults = [f"{name}={environ.get(name, '')!r}" for name in names if not environ.get(name, "").isdecimal()]
     if faults:
-        raise ValueError(
+        raise UserError(
             f"{names[0]} shows that a launcher started this process, but {', '.join(faults)} is no number: start one "
             "process per device with torchrun, mpirun or srun, or unset these to let megarl start them on this host"
         )

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.distributed.hosts import await_listener, describe_failure, resolve
 from megarl.distributed.place import Launch
+from megarl.errors import UserError
 
 ROUND_S = 0.05
 MOMENT_S = 5.0
@@ -32,7 +33,7 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
 
     Raises:
         RuntimeError: other ranks did not join in time.
-        ValueError: the host cannot be found or reached, or its port is in use.
+        UserError: the host cannot be found or reached, or its port is in use.
     """
     timeout, rank = timedelta(seconds=timeout_s), launch.rank
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -42,7 +43,7 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
     try:
         store = TCPStore(address, port, launch.world_size, listens, timeout, wait_for_workers=False)
     except RuntimeError as error:
-        raise ValueError(describe_failure(error, host, port)) from error
+        raise UserError(describe_failure(error, host, port)) from error
     if not is_of_agent:
         return store
     name = uuid4().hex

@@ -14,6 +14,7 @@ from typing import Any
 from megarl.data.messages import plain_text, shown
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.protocol import Observation
+from megarl.errors import UserError
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "u"}
@@ -36,7 +37,7 @@ class Observer:
         `last` is the token that ended the turn. If the template also ends responses with it, it is not repeated.
 
         Raises:
-            ValueError: the template refuses the messages or changes earlier turns.
+            UserError: the template refuses the messages or changes earlier turns.
         """
         if not self._tokenizer.templates(prompt):
             return self._tokenizer.encode(plain_text(observation), add_special_tokens=False)
@@ -45,19 +46,19 @@ class Observer:
         return ids[1:] if ids[:1] == [last] else ids
 
     def require_appending(self) -> None:
-        """Raise ValueError if the chat template changes earlier turns."""
+        """Raise UserError if the chat template changes earlier turns."""
         if self._fault:
-            raise ValueError(
+            raise UserError(
                 f"environment.name: the chat template does not only append: {self._fault}. The tokens of earlier turns "
                 "are never made again, so the policy would read other tokens in use than in training: set "
                 "data.chat_template to a template that leaves earlier turns as they are"
             )
 
     def _added(self, messages: Sequence[Message]) -> str:
-        """Return the text between a response and the next one, if `messages` are between them. ValueError if none."""
+        """Return the text between a response and the next one, if `messages` are between them. UserError if none."""
         before, after = self._tokenizer.render([USER]) + SAID[0], [USER, _response(SAID[0]), *messages]
         if not (text := self._tokenizer.render(after)).startswith(before):
-            raise ValueError(
+            raise UserError(
                 f"the chat template does not append {shown(messages)} to a conversation: it makes {shown(text)}"
             )
         return text[len(before) :]
@@ -69,7 +70,7 @@ class Observer:
         for opening, said in product(OPENINGS, SAID):
             try:
                 text = self._tokenizer.render(opening)
-            except ValueError:
+            except UserError:
                 if opening is OPENINGS[0]:
                     raise
                 continue  # without system messages there is no more to try

@@ -19,6 +19,7 @@ from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
 from megarl.environments.protocol import Observation
+from megarl.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
@@ -88,7 +89,7 @@ class Environments:
         """Check that the environment can be made; processes start with the first episodes.
 
         Raises:
-            ValueError: it cannot be made; names the key.
+            UserError: it cannot be made; names the key.
         """
         assert section.name, "no environment is configured"
         host = Host(name=section.name, path=section.path, kwargs=section.kwargs)
@@ -102,7 +103,7 @@ class Environments:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
 
         Raises:
-            ValueError: on all ranks alike, if the environment fails, or if a prompt is too long; names the row.
+            UserError: on all ranks alike, if the environment fails, or if a prompt is too long; names the row.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         futures = {
@@ -114,7 +115,7 @@ class Environments:
         opened = [self._opened(prompt, *openings[place]) for place, prompt in enumerate(prompts.prompts)]
         for prompt in opened:
             if len(prompt.token_ids) > max_tokens:
-                raise ValueError(
+                raise UserError(
                     f"data row {prompt.index}: the environment's prompt has {len(prompt.token_ids)} tokens, but "
                     f"data.max_prompt_length is {max_tokens}: raise it"
                 )
@@ -141,12 +142,12 @@ class Environments:
 
     def _opened(self, prompt: Prompt, opening: str | None, fault: str) -> Prompt:
         if opening is None:
-            raise ValueError(f"data row {prompt.index}: the environment does not begin: {fault}")
+            raise UserError(f"data row {prompt.index}: the environment does not begin: {fault}")
         observation: Observation = json.loads(opening)
         if observation == prompt.raw_prompt:
             return prompt
         if self.tokenizer.templates(observation) != self.tokenizer.templates(prompt.raw_prompt):
-            raise ValueError(
+            raise UserError(
                 f"data row {prompt.index}: of the row's prompt and the environment's, one is a text and the other is "
                 "messages: make both alike"
             )
@@ -225,7 +226,7 @@ class Episodes:
         observer = self._environments.observer
         try:
             tokens = observer.encode(json.loads(result.pred), prompt=episode.prompt.raw_prompt, last=episode.last)
-        except ValueError as error:
+        except UserError as error:
             return _failed(StopReason.FAILED, str(error))
         if len(tokens) > limit:
             detail = f"its observation has {len(tokens)} tokens, more than environment.max_observation_length={limit}"

@@ -16,7 +16,7 @@ class Guess:
         self._right, self._wrong, self._number = right, wrong, 0
 
     def reset(self, row: Row) -> Observation:
-        """Return the row's prompt. ValueError if its ground truth is no whole number."""
+        """Return the row's prompt. UserError if its ground truth is no whole number."""
         self._number = int(row.ground_truth)
         return row.prompt
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from megarl.data.messages import prompt_faults, shown
 from megarl.environments.protocol import Environment, Observation, Row, Step
+from megarl.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.rewards.calls import GroupReward, each
 from megarl.rewards.results import RuleResult, is_number
@@ -44,12 +45,12 @@ class Host:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> GroupReward:
-        """Return the function that answers requests. Raises ValueError if the environment cannot be made."""
+        """Return the function that answers requests. Raises UserError if the environment cannot be made."""
         make = self._built_in() if self.path is None else self._own(Path(self.path))
         try:
             inspect.signature(make).bind(**self.kwargs)
         except TypeError as error:
-            raise ValueError(f"environment.kwargs: {self.name} does not take them: {error}") from error
+            raise UserError(f"environment.kwargs: {self.name} does not take them: {error}") from error
         return each(Players(lambda: make(**self.kwargs)).answer)
 
     def warm_up(self, data_source: str) -> None:
@@ -58,7 +59,7 @@ class Host:
     def _built_in(self) -> Callable[..., Environment]:
         if self.name not in BUILT_IN:
             known = ", ".join(BUILT_IN)
-            raise ValueError(
+            raise UserError(
                 f"environment.name: {self.name!r} is not built in ({known}): set environment.path to its file"
             )
         made: Callable[..., Environment] = getattr(
@@ -70,7 +71,7 @@ class Host:
         own = getattr(load_module(path, key="environment.path"), self.name, None)
         lacking = [name for name in ("reset", "step") if not callable(getattr(own, name, None))]
         if not isinstance(own, type) or lacking:
-            raise ValueError(
+            raise UserError(
                 f"environment.name: {path} has no class {self.name} with the methods reset(row) and step(response)"
             )
         return own
@@ -113,7 +114,7 @@ class Players:
             The reward as `score` and whether the episode is `done` as 0.0 or 1.0; the observation as JSON in `pred`.
 
         Raises:
-            TypeError, ValueError: the environment answers with something else than its protocol says.
+            TypeError, UserError: the environment answers with something else than its protocol says.
             RuntimeError: it answered otherwise before.
         """
         start = Row(data_source=data_source, **row)
@@ -148,9 +149,9 @@ def _take_turn(playing: _Playing, response: str) -> RuleResult:
 
 
 def _prompt(observation: Observation | None) -> str:
-    """Return an observation as JSON. Raises ValueError if it is none."""
+    """Return an observation as JSON. Raises UserError if it is none."""
     for fault in prompt_faults(observation):
-        raise ValueError(f"an observation is a text or messages: {fault}")
+        raise UserError(f"an observation is a text or messages: {fault}")
     if isinstance(observation, list) and any(message["role"] == "assistant" for message in observation):
-        raise ValueError("an observation has a message of the assistant: only the policy speaks for it")
+        raise UserError("an observation has a message of the assistant: only the policy speaks for it")
     return json.dumps(observation)

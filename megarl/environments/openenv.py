@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from megarl.environments.protocol import Observation, Row, Step
+from megarl.errors import UserError
 from megarl.rewards.http import PassingError, Server
 from megarl.rewards.results import is_number, show
 
@@ -57,7 +58,7 @@ class OpenEnv:
         known = {**row.extra_info, **{name: getattr(row, name) for name in ("prompt", "ground_truth", "data_source")}}
         known["index"] = row.index
         if missing := [place for place in self._fields.values() if place not in known]:
-            raise ValueError(f"{KEY}.reset names {', '.join(missing)}, which the row does not have")
+            raise UserError(f"{KEY}.reset names {', '.join(missing)}, which the row does not have")
         self._start = {"seed": row.seed, **{name: known[place] for name, place in self._fields.items()}}
         first = _run(self._server.patiently(self._begin))
         return first.observation or row.prompt

@@ -37,7 +37,7 @@ class Python:
         self._row: Row | None = None
 
     def reset(self, row: Row) -> Observation:
-        """Return the row's prompt. ValueError if the row's data source has no rule that scores answers."""
+        """Return the row's prompt. UserError if the row's data source has no rule that scores answers."""
         known_data_source(row.data_source)
         self._row = row
         return row.prompt

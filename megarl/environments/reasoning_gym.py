@@ -5,6 +5,7 @@ earns what its score exceeds the best score before, so an episode earns the best
 """
 
 from megarl.environments.protocol import Observation, Row, Step
+from megarl.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score
 
 
@@ -18,9 +19,9 @@ class ReasoningGym:
         self._best = 0.0
 
     def reset(self, row: Row) -> Observation:
-        """Return the row's prompt. ValueError if the row is of no task of reasoning-gym."""
+        """Return the row's prompt. UserError if the row is of no task of reasoning-gym."""
         if not row.data_source.startswith(SOURCE_PREFIX):
-            raise ValueError(f"the data source {row.data_source!r} is no task of reasoning-gym ({SOURCE_PREFIX}NAME)")
+            raise UserError(f"the data source {row.data_source!r} is no task of reasoning-gym ({SOURCE_PREFIX}NAME)")
         self._row, self._best = row, 0.0
         return row.prompt
 

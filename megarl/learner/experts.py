@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megarl.errors import UserError
 from megarl.models.experts import Experts
 
 SUPPORTED = {  # field of TransformerConfig: the values that leave the model's function unchanged
@@ -57,16 +58,16 @@ def check_expert_settings(config: Any) -> None:
     """Check that `override_transformer_config` asks for nothing that `Router` does not do.
 
     Raises:
-        ValueError: a field has an unsupported value; the message names the field and its supported values.
+        UserError: a field has an unsupported value; the message names the field and its supported values.
     """
     for field, allowed in SUPPORTED.items():
         if (value := getattr(config, field)) not in allowed:
-            raise ValueError(
+            raise UserError(
                 f"override_transformer_config.{field}={value} is not supported: tokens must go to the same experts as"
                 f" in the engine, and packed rows have no sequences to balance; use {' or '.join(map(repr, allowed))}"
             )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ValueError(
+        raise UserError(
             "a mixture of experts with tensor_model_parallel_size > 1 needs sequence_parallel=true:"
             " without it, every rank would send the same tokens to the experts"
         )

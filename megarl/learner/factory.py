@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.errors import UserError
 from megarl.learner.config import MegatronSection, OptimSection
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.learner import Learner
@@ -44,10 +45,10 @@ def make_learner(
         training: optimizer section, gradient clip and number of schedule steps; None for a model that never learns.
 
     Raises:
-        ValueError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
+        UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
     """
     if role == "policy" and architecture.scalar_head:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} scores sequences and predicts no tokens: a policy must start from a language model"
         )
     has_head = role == "policy" or architecture.scalar_head
@@ -92,7 +93,7 @@ def _read_weights(
 def _check_head(checkpoint: Path, names: Collection[str]) -> None:
     heads = sorted(name for name in names if not name.startswith("model."))
     if SCORE not in heads or "score.bias" in heads:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint}: the head of a model that scores sequences must be one matrix, {SCORE}; this checkpoint's "
             f"tensors outside the decoder are {', '.join(heads) or 'none'}"
         )

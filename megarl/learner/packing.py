@@ -9,6 +9,8 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megarl.errors import UserError
+
 
 def partition(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
     """Spread samples over `num_parts` parts of nearly equal cost, without splitting a group.
@@ -40,11 +42,11 @@ def pack(
     are empty if there are too few sequences. Ranks that must run equal numbers of micro-batches pass the largest.
 
     Raises:
-        ValueError: a single sequence does not fit.
+        UserError: a single sequence does not fit.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
-        raise ValueError(
+        raise UserError(
             f"sequence {lengths.index(longest)} has {longest} tokens, a micro-batch holds at most {max_tokens}: "
             "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         )

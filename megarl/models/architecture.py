@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.models.experts import Experts, read_experts
 from megarl.models.families import FAMILIES, ExpertNames
 from megarl.models.fields import LONGEST, MOST_LAYERS, SHOWN, Fields, wrong
@@ -75,16 +76,16 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a parsed `config.json` describes.
 
     Raises:
-        ValueError: the family is unknown, a size is missing or impossible, or the model needs something unsupported.
+        UserError: the family is unknown, a size is missing or impossible, or the model needs something unsupported.
     """
     family = str(hf_config.get("model_type"))
     if family not in FAMILIES:
-        raise ValueError(f"config.json: model_type is {family[:SHOWN]}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"config.json: model_type is {family[:SHOWN]}; known are {', '.join(FAMILIES)}")
     traits = FAMILIES[family]
     # A null overrides the family's default and then counts as missing, as in transformers.
     config = Fields.of({**traits.defaults, **hf_config})
     for fault in unsupported(config):
-        raise ValueError(fault)
+        raise UserError(fault)
     scalar_head = _is_classifier(config)
     rope = rope_parameters(config)
     latent = _latent(config) if traits.latent else None
@@ -210,7 +211,7 @@ def _is_classifier(config: Fields) -> bool:
     labels = config.table("id2label").values if "id2label" in config else None
     num_labels = config.size("num_labels", 2) if labels is None else len(labels)  # as transformers
     if num_labels != 1:
-        raise ValueError(
+        raise UserError(
             f"config.json: num_labels {num_labels}: a model that scores sequences here gives one number (num_labels 1)"
         )
     return True
@@ -223,11 +224,11 @@ def _heads(config: Fields, latent: LatentAttention | None) -> tuple[int, int, in
         return num_heads, num_heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim
     num_key_value_heads = config.size("num_key_value_heads", num_heads)
     if num_heads % num_key_value_heads:
-        raise ValueError(
+        raise UserError(
             f"config.json: num_attention_heads {num_heads} does not divide by num_key_value_heads {num_key_value_heads}"
         )
     if "head_dim" not in config and hidden_size % num_heads:
-        raise ValueError(
+        raise UserError(
             f"config.json: hidden_size {hidden_size} does not divide by num_attention_heads {num_heads}, and there is "
             "no head_dim"
         )

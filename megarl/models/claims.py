@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.errors import UserError
 from megarl.models.architecture import HEAD, Architecture, hf_shapes
 from megarl.models.fields import Fields
 from megarl.models.hub import read_config
@@ -46,7 +47,7 @@ def weight_faults(directory: Path, architecture: Architecture, *, needs_head: bo
         own = Fields.of(read_config(directory, {}))
         num_layers = max(architecture.num_layers, own.size("num_hidden_layers", architecture.num_layers))
         num_ahead = own.size("num_nextn_predict_layers", 0, least=0)
-    except ValueError as error:
+    except UserError as error:
         yield str(error)
         return
     shapes = hf_shapes(replace(architecture, num_layers=num_layers))

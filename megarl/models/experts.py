@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megarl.errors import UserError
 from megarl.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, wrong
 
 MOST_IN_ALL = 1_000_000
@@ -28,7 +29,7 @@ class Experts:
 
 
 def read_experts(config: Fields) -> Experts:
-    """Return the experts of a family that has experts. Raises ValueError if a size is missing or impossible."""
+    """Return the experts of a family that has experts. Raises UserError if a size is missing or impossible."""
     experts = _read(config)
     if experts.top_k > experts.num_experts:
         raise wrong("num_experts_per_tok", experts.top_k, f"there are {experts.num_experts} experts")
@@ -37,7 +38,7 @@ def read_experts(config: Fields) -> Experts:
     if experts.top_k_groups > experts.num_groups:
         raise wrong("topk_group", experts.top_k_groups, f"there are {experts.num_groups} groups (n_group)")
     if (layers := config.size("num_hidden_layers", most=MOST_LAYERS)) * experts.num_experts > MOST_IN_ALL:
-        raise ValueError(f"config.json: {layers} layers of {experts.num_experts} experts are more than {MOST_IN_ALL}")
+        raise UserError(f"config.json: {layers} layers of {experts.num_experts} experts are more than {MOST_IN_ALL}")
     chosen_from = experts.num_experts // experts.num_groups * experts.top_k_groups
     if experts.top_k > chosen_from:
         raise wrong(

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.errors import UserError
+
 WIDEST = 1 << 24
 """The largest size that a layer or a vocabulary may have."""
 MOST_LAYERS = MOST_EXPERTS = 10_000
@@ -14,7 +16,7 @@ SHOWN = 60  # characters of a wrong value
 
 @dataclass(frozen=True)
 class Fields:
-    """A parsed `config.json`. Every method raises ValueError with the key, its value and the allowed values."""
+    """A parsed `config.json`. Every method raises UserError with the key, its value and the allowed values."""
 
     values: Mapping[str, Any]  # without nulls, which mean no value
 
@@ -75,17 +77,17 @@ class Fields:
 
     def _required(self, key: str) -> Any:
         if key not in self.values:
-            raise ValueError(f"config.json of a {self.values.get('model_type')} model has no {key}")
+            raise UserError(f"config.json of a {self.values.get('model_type')} model has no {key}")
         return self.values[key]
 
 
-def wrong(key: str, value: Any, remedy: str) -> ValueError:
+def wrong(key: str, value: Any, remedy: str) -> UserError:
     """Return the error for an impossible value; `remedy` describes the allowed values."""
     try:
         shown = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         shown = f"a {type(value).__name__}"
-    return ValueError(f"config.json: {key} {shown[:SHOWN]}: {remedy}")
+    return UserError(f"config.json: {key} {shown[:SHOWN]}: {remedy}")
 
 
 def _as_float(value: float) -> float:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.fields import Fields
 from megarl.platform.hub import matching, small_files, snapshot
@@ -23,7 +24,7 @@ def place_of(path: str) -> ModelDirectory:
     """Return the place of a user's path or URI, or for a Hugging Face id a missing local directory. Asks no host.
 
     Raises:
-        ValueError: the URI names a file on another host.
+        UserError: the URI names a file on another host.
     """
     return local_path(path) or remote_directory(path)
 
@@ -34,13 +35,13 @@ def local_directory(path: str, *, with_code: bool = False) -> Path:
     Copies only data, unless `with_code`. Collective if there are ranks and the path is a URI.
 
     Raises:
-        ValueError: there is no such directory, and nothing could be copied.
+        UserError: there is no such directory, and nothing could be copied.
     """
     if (directory := local_path(path)) and directory.is_dir():
         return directory
     if is_uri(path):
         if directory:
-            raise ValueError(f"no directory {directory}")
+            raise UserError(f"no directory {directory}")
         from megarl.distributed.copies import local_copy  # needs torch; the check of a configuration does not
 
         kind = f"model{' with code' * with_code}"
@@ -52,7 +53,7 @@ def config_place(path: str) -> ModelDirectory:
     """Return where the `config.json` of a model is; of a Hugging Face id only this file is downloaded.
 
     Raises:
-        ValueError: the hub has no such model, or cannot be reached.
+        UserError: the hub has no such model, or cannot be reached.
     """
     place = place_of(path)
     return snapshot(path, [CONFIG]) if isinstance(place, Path) and not place.is_dir() else place
@@ -62,23 +63,23 @@ def needed_files(remote: RemoteDirectory, *, with_code: bool) -> list[str]:
     """Return the files of a model: configuration, tokenizer, and the one kind of weights that is read.
 
     Raises:
-        ValueError: there is no `config.json`, or the index lists a file that is not there.
+        UserError: there is no `config.json`, or the index lists a file that is not there.
     """
     if CONFIG not in remote.sizes:
-        raise ValueError(f"{remote} has no {CONFIG}: give a directory in Hugging Face's format")
+        raise UserError(f"{remote} has no {CONFIG}: give a directory in Hugging Face's format")
     small = matching(remote.sizes, small_files(with_code=with_code))
     return sorted({*small, *weight_files(remote)})
 
 
 def weight_files(remote: RemoteDirectory) -> list[str]:
-    """Return the files of weights. Raises ValueError if the index lists a missing file."""
+    """Return the files of weights. Raises UserError if the index lists a missing file."""
     if SINGLE in remote.sizes:
         return [SINGLE]
     if INDEX not in remote.sizes:
         return []
     files = sorted(set(read_index(remote / INDEX).values()))
     if missing := [file for file in files if "/" not in file and file not in remote.sizes]:
-        raise ValueError(f"{remote / INDEX} lists {missing[0]}, which is not there")
+        raise UserError(f"{remote / INDEX} lists {missing[0]}, which is not there")
     return files
 
 
@@ -91,18 +92,18 @@ def read_json(file: Path | RemoteFile) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing, unreadable, not JSON, nested too deeply or not an object.
+        UserError: the file is missing, unreadable, not JSON, nested too deeply or not an object.
     """
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{file.parent} has no {file.name}") from None
+        raise UserError(f"{file.parent} has no {file.name}") from None
     except RecursionError:
-        raise ValueError(f"{file} is nested too deeply: write it again") from None
+        raise UserError(f"{file} is nested too deeply: write it again") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}; write it again") from error
+        raise UserError(f"{file} cannot be read as JSON: {error}; write it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no JSON object, but a {type(content).__name__}: write it again")
+        raise UserError(f"{file} is no JSON object, but a {type(content).__name__}: write it again")
     return content
 
 
@@ -110,17 +111,17 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, Any]) -> tuple
     """Return the configuration of a checkpoint, overrides applied, and the model that it describes.
 
     Raises:
-        ValueError: it cannot be read, or it or `generation_config.json` has an impossible value; names the file.
+        UserError: it cannot be read, or it or `generation_config.json` has an impossible value; names the file.
     """
     config = read_config(directory, overrides)
     try:
         architecture = read_architecture(config)
-    except ValueError as error:  # it begins with the name of the file
-        raise ValueError(f"{directory}/{error}") from error
+    except UserError as error:  # it begins with the name of the file
+        raise UserError(f"{directory}/{error}") from error
     if (generation := directory / GENERATION).exists():
         declared = Fields.of(read_json(generation))
         try:
             declared.tokens("eos_token_id", architecture.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{generation}: {str(error).removeprefix('config.json: ')}") from error
+        except UserError as error:
+            raise UserError(f"{generation}: {str(error).removeprefix('config.json: ')}") from error
     return config, architecture

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 
 
@@ -21,7 +22,7 @@ def unread_overrides(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> It
     config = {**own, **overrides}
     try:
         architecture = read_architecture(config)
-    except ValueError:
+    except UserError:
         return
     for name, value in overrides.items():
         is_dropout = "dropout" in name

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
+from megarl.errors import UserError
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
@@ -35,7 +36,7 @@ class Source:
         Collective if there are ranks.
 
         Raises:
-            ValueError: the checkpoint is missing, its model is unknown, or its weights are damaged or belong to another
+            UserError: the checkpoint is missing, its model is unknown, or its weights are damaged or belong to another
                 model.
         """
         libraries = section.external_lib or []
@@ -45,12 +46,12 @@ class Source:
         try:
             hf_config, architecture = read_model(directory, section.override_config)
             for fault in unread_overrides(read_config(directory, {}), section.override_config):
-                raise ValueError(f"override_config: {fault}")
+                raise UserError(f"override_config: {fault}")
             if has_weights(directory):
                 _check_weights(directory, architecture)
-        except ValueError as error:
+        except UserError as error:
             if is_uri(section.path):
-                raise ValueError(f"{place_of(section.path)}: {error}") from error
+                raise UserError(f"{place_of(section.path)}: {error}") from error
             raise
         return cls(
             directory=directory, hf_config=hf_config, overrides=section.override_config, architecture=architecture
@@ -67,7 +68,7 @@ class Source:
         """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
 
         Raises:
-            ValueError: the tokenizer has more tokens than the model.
+            UserError: the tokenizer has more tokens than the model.
         """
         tokenizer = load_tokenizer(
             path or str(self.directory),
@@ -76,7 +77,7 @@ class Source:
             trust_remote_code=trust_remote_code,
         )
         if tokenizer.vocab_size > self.architecture.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {self.directory} only "
                 f"{self.architecture.vocab_size}: set data.tokenizer to the tokenizer that the model was trained with"
             )
@@ -116,12 +117,12 @@ class Source:
 
 def _check_weights(directory: Path, architecture: Architecture) -> None:
     for fault in weight_faults(directory, architecture, needs_head=False):
-        raise ValueError(fault)
+        raise UserError(fault)
     files = CheckpointFiles(directory)
     if not architecture.tied_embeddings or HEAD not in files.names:
         return
     if not all(in_shares(architecture.vocab_size, lambda rows: files.are_equal(HEAD, EMBEDDING, rows))):
-        raise ValueError(
+        raise UserError(
             f"{directory} holds {HEAD}, which differs from {EMBEDDING}, but its config.json has tie_word_embeddings: "
             "true, which would drop the tensor: write false, or remove the tensor from the files"
         )

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from megarl.errors import UserError
 from megarl.models.architecture import SCORE, Architecture, hf_shapes
 from megarl.models.families import ExpertNames
 from megarl.models.grid import Cut
@@ -34,7 +35,7 @@ class Shard:
         """Return the shape of a Hugging Face parameter of this layer."""
         shapes = hf_shapes(self.architecture)
         if (full := self.prefix + name) not in shapes:
-            raise ValueError(f"a {self.architecture.family} checkpoint of these sizes has no parameter {full}")
+            raise UserError(f"a {self.architecture.family} checkpoint of these sizes has no parameter {full}")
         return shapes[full]
 
     def slice_of(self, extent: int) -> tuple[int, int]:
@@ -182,9 +183,7 @@ class Vocabulary:
         full_shape = shard.full_shape(name)
         padded_rows = shard.shape[0] * shard.num_parts
         if padded_rows < full_shape[0]:
-            raise ValueError(
-                f"{padded_rows} rows on {shard.num_parts} ranks cannot hold {full_shape[0]} rows of {name}"
-            )
+            raise UserError(f"{padded_rows} rows on {shard.num_parts} ranks cannot hold {full_shape[0]} rows of {name}")
         first, end = shard.slice_of(padded_rows)
         if first < full_shape[0]:
             yield Region(name, _rows(full_shape, first, min(end, full_shape[0])), 0)
@@ -275,7 +274,7 @@ def pieces(
         cut: the part of each matrix that the rank holds.
 
     Raises:
-        ValueError: the table has no such parameter, or the shape does not fit the shard.
+        UserError: the table has no such parameter, or the shape does not fit the shard.
     """
     rule, shard = _find(architecture, name, shape, cut)
     regions = list(rule.regions(shard))
@@ -283,7 +282,7 @@ def pieces(
     if not full or any(region.box.shape[1:] != shape[1:] for region in regions):
         held = ", ".join(f"{region.name} {region.box}" for region in regions)
         where = f"on rank {shard.part} of {shard.num_parts}"
-        raise ValueError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
+        raise UserError(f"{name}: shape {shape} {where} does not fit what it must hold: {held}")
     strides = row_major(shape)
     return [
         Piece(shard.prefix + region.name, region.box, param, region.row * strides[0], strides, dtype)
@@ -314,4 +313,4 @@ def _known(tables: Sequence[Mapping[str, CutRule]], key: str, name: str) -> CutR
     for table in tables:
         if key in table:
             return table[key]
-    raise ValueError(f"Megatron parameter {name} has no rule in megarl.models.weights")
+    raise UserError(f"Megatron parameter {name} has no rule in megarl.models.weights")

@@ -9,6 +9,7 @@ from string import Template
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.cli.command import parse
 from megarl.cli.commands import NEW
+from megarl.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.secrets import guard_output, redact
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     typed = parse(NEW, argv)
     try:
         paths = write_project(typed["directory"], task=typed["task"], model=typed["model"])
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     for path in paths:
@@ -51,10 +52,10 @@ def write_project(directory: Path, *, task: str, model: str) -> list[Path]:
         model: a directory, or an id of the Hugging Face hub.
 
     Raises:
-        ValueError: the directory is not empty.
+        UserError: the directory is not empty.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is not empty: name a new directory")
+        raise UserError(f"{directory} is not empty: name a new directory")
     place = str(Path(model).resolve()) if Path(model).is_dir() else model
     name = directory.resolve().name
     values = {"name": name, "task": task, "model": place, "quoted_model": shlex.quote(place), "data": DATA[task]}

@@ -100,7 +100,7 @@ class Planner:
 
         Raises:
             ConfigError: the configuration is faulty, or the files of a model are damaged or those of another model.
-            ValueError: a model cannot be found, or its family is unknown.
+            UserError: a model cannot be found, or its family is unknown.
         """
         workload = self._workload
         self._check_files(workload.config)
@@ -197,6 +197,6 @@ def architecture_of(section: CheckpointSection) -> Architecture:
     """Return the architecture in the `config.json` of a model; no other file of a Hugging Face id is downloaded.
 
     Raises:
-        ValueError: there is no such file, or it describes a model that megarl does not know.
+        UserError: there is no such file, or it describes a model that megarl does not know.
     """
     return read_model(config_place(section.path), section.override_config)[1]

@@ -24,6 +24,7 @@ from dataclasses import astuple
 from pathlib import Path
 from uuid import uuid4
 
+from megarl.errors import UserError
 from megarl.platform.files import explained, file_error, sync_directory, write_whole
 from megarl.platform.remote import Described, RemoteDirectory
 from megarl.platform.uri import WAITS_S, out_of_reach, persist
@@ -57,7 +58,7 @@ def copy_of(remote: RemoteDirectory, names: Sequence[str], report: ReportProgres
         report: is given the bytes that arrive, also those that another process copies while this one waits for it.
 
     Raises:
-        ValueError: a file is missing, arrives incomplete, or does not fit on the disk; or the store fails.
+        UserError: a file is missing, arrives incomplete, or does not fit on the disk; or the store fails.
         WriteError: the cache cannot be written.
     """
     root, files = cache_directory(), remote.describe(names)
@@ -155,7 +156,7 @@ def _copy(remote: RemoteDirectory, files: Sequence[Described], final: Path, part
 def _check_room(remote: RemoteDirectory, part: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(part).free
     if num_bytes > free:
-        raise ValueError(
+        raise UserError(
             f"{remote} needs {num_bytes:,} more bytes in {part.parent}, which has {free:,} free: free space there, or "
             f"let {VARIABLE} name a directory on another disk"
         )
@@ -185,7 +186,7 @@ def _sum_of(file: Described) -> str | None:
 
 
 def _copy_file(remote: RemoteDirectory, file: Described, part: Path, report: ReportProgress, *, md5: str | None) -> str:
-    """Copy one file, with retries, and return its MD5. Raise ValueError if it does not arrive intact."""
+    """Copy one file, with retries, and return its MD5. Raise UserError if it does not arrive intact."""
     path = part / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -7,6 +7,8 @@ torch also sees the devices of a host whose run is configured for the CPU.
 import os
 from typing import TYPE_CHECKING
 
+from megarl.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,7 +19,7 @@ def decide_device(wanted: str) -> str:
     """Decide for `cuda` or `cpu`, as configured by `auto | cuda | cpu`, and return the decision.
 
     Raises:
-        ValueError: `cuda` is configured and torch sees no CUDA device.
+        UserError: `cuda` is configured and torch sees no CUDA device.
     """
     import torch  # slow, and a configuration is checked without it
 
@@ -25,7 +27,7 @@ def decide_device(wanted: str) -> str:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     available = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ValueError("trainer.device=cuda, but torch sees no CUDA device; see `megarl doctor`")
+        raise UserError("trainer.device=cuda, but torch sees no CUDA device; see `megarl doctor`")
     _decided[:] = ["cuda" if available else "cpu"]
     return _decided[0]
 

@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import BinaryIO
 
+from megarl.errors import UserError
+
 MOST_NEIGHBOURS = 1000
 """Names in a directory that may have been meant."""
 REMEDIES = MappingProxyType(
@@ -57,12 +59,12 @@ def inside(directory: Path, name: str) -> Path:
     """Return `directory / name` for a name that was read from a file and may be anything.
 
     Raises:
-        ValueError: the text of the name leads out of the directory, or is no name. Links are followed: only the names
+        UserError: the text of the name leads out of the directory, or is no name. Links are followed: only the names
             are foreign, not the directories.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"{name!r} is no file below {directory}")
+        raise UserError(f"{name!r} is no file below {directory}")
     return directory / path
 
 
@@ -134,7 +136,7 @@ def similar(path: Path) -> str:
     return ""
 
 
-class WriteError(ValueError):
+class WriteError(UserError):
     """A failed write to a file system; the message has the subject, the cause and the remedy."""
 
 

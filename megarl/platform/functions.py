@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.errors import UserError
+
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
 
@@ -19,17 +21,17 @@ def definition_in(path: Path, name: str) -> ast.stmt | None:
     A name that is imported, assigned, or defined twice or under a condition is known only after loading.
 
     Raises:
-        ValueError: the file cannot be parsed, or nothing in it can have this name.
+        UserError: the file cannot be parsed, or nothing in it can have this name.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
-        raise ValueError(f"{path} fails to load: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} fails to load: {type(error).__name__}: {error}") from error
     found = list(bindings(tree.body))
     definitions = [node for bound, node in found if bound == name]
     if not definitions and not _hides_names(tree):
         own = [bound for bound, node in found if not isinstance(node, ast.Import | ast.ImportFrom)]
-        raise ValueError(missing(path, name, own))
+        raise UserError(missing(path, name, own))
     if len(definitions) != 1:
         return None
     return next((statement for statement in tree.body if statement is definitions[0]), None)
@@ -39,7 +41,7 @@ def signature_in(path: Path, name: str) -> Signature | None:
     """Return the signature of a function that a file defines; None if only running the file can tell.
 
     Raises:
-        ValueError: as for `definition_in`.
+        UserError: as for `definition_in`.
     """
     definition = definition_in(path, name)
     return written(definition) if definition else None
@@ -49,20 +51,20 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     """Run a file as a module.
 
     Raises:
-        ValueError: there is no such file, or it fails to load; names the `key` of the configuration.
+        UserError: there is no such file, or it fails to load; names the `key` of the configuration.
     """
     if not path.is_file():
-        raise ValueError(f"{key}: no such file: {path}")
+        raise UserError(f"{key}: no such file: {path}")
     module_name = f"{key.replace('.', '_')}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{key}: {path} is not a Python file: name a file that ends with .py")
+        raise UserError(f"{key}: {path} is not a Python file: name a file that ends with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        raise ValueError(f"{key}: {path} fails to load: {type(error).__name__}: {error}") from error
+        raise UserError(f"{key}: {path} fails to load: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -70,12 +72,12 @@ def load_function(path: Path, name: str, *, key: str) -> Callable[..., Any]:
     """Run a file as a module and return its function `name`.
 
     Raises:
-        ValueError: as for `load_module`, and if there is no such function.
+        UserError: as for `load_module`, and if there is no such function.
     """
     module = load_module(path, key=key)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{key}: {missing(path, name, defined_in(module))}")
+        raise UserError(f"{key}: {missing(path, name, defined_in(module))}")
     loaded: Callable[..., Any] = function
     return loaded
 

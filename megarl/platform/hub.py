@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from megarl.errors import UserError
+
 DATA = ("*.json", "*.model", "*.jinja", "*.txt")
 CODE = "*.py"
 Kind = Literal["model", "dataset"]
@@ -27,7 +29,7 @@ def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:
     A hub that cannot be reached is asked once: retries take half a minute.
 
     Raises:
-        ValueError: the hub has no such model or data set, or cannot be reached and the files are not here.
+        UserError: the hub has no such model or data set, or cannot be reached and the files are not here.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError  # takes half a second, which local models save
 
@@ -37,7 +39,7 @@ def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:
         cause = str(error)
         if isinstance(error, LocalEntryNotFoundError):  # the first line is the cause, the rest is about caches
             cause = cause.partition("\n")[0].removeprefix("Got: ")
-        raise ValueError(
+        raise UserError(
             f"{name} is no local directory, and as a Hugging Face id it failed: {cause}\nWithout a network, "
             "download it on another machine and name its directory; what is behind a licence needs HF_TOKEN"
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.uri import open_filesystem, out_of_reach, why_unopened
 
@@ -51,14 +52,14 @@ class RemoteFile:
     is_file = exists
 
     def read_bytes(self) -> bytes:
-        """Return the content of a small file. Raise FileNotFoundError, or ValueError if the file cannot be reached."""
+        """Return the content of a small file. Raise FileNotFoundError, or UserError if the file cannot be reached."""
         return self.parent.read(self.name)
 
 
 class RemoteDirectory:
     """The directory at a URI. Listings, small files and errors are cached.
 
-    All methods raise ValueError, with the remedy, for an error of the file system.
+    All methods raise UserError, with the remedy, for an error of the file system.
     """
 
     def __init__(self, uri: str) -> None:
@@ -88,7 +89,7 @@ class RemoteDirectory:
         return content
 
     def describe(self, names: Iterable[str]) -> list[Described]:
-        """Return sizes and marks of files. Raise ValueError for a file that does not exist."""
+        """Return sizes and marks of files. Raise UserError for a file that does not exist."""
         filesystem, root = self._opened
         wanted = list(names)
         try:
@@ -116,7 +117,7 @@ class RemoteDirectory:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         if why := why_unopened(self.uri):
-            raise ValueError(f"{self} cannot be opened: {why}")
+            raise UserError(f"{self} cannot be opened: {why}")
         filesystem, path = open_filesystem(self.uri)
         return filesystem, path.rstrip("/")
 
@@ -125,7 +126,7 @@ class RemoteDirectory:
         if key not in self._read:
             try:
                 self._read[key] = work()
-            except (ValueError, FileNotFoundError) as error:
+            except (UserError, FileNotFoundError) as error:
                 self._read[key] = error
             except Exception as error:  # each file system has errors of its own
                 self._read[key] = out_of_reach(str(self), error)
@@ -138,7 +139,7 @@ class RemoteDirectory:
         try:
             found = filesystem.get_file_info(FileSelector(root))
         except FileNotFoundError:
-            raise ValueError(f"no directory {self}: check the name, and that this machine may list it") from None
+            raise UserError(f"no directory {self}: check the name, and that this machine may list it") from None
         return {info.base_name: info.size for info in found if info.type == FileType.File}
 
     def _content(self, name: str) -> bytes:

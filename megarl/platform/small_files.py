@@ -13,13 +13,15 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.errors import UserError
+
 T = TypeVar("T")
 
 MAX_BYTES = 64 << 20
 """The largest small file: the manifest of a checkpoint by 100,000 ranks has 20 MB."""
 
 
-class Damage(ValueError):  # noqa: N818 - the state of a file
+class Damage(UserError):  # noqa: N818 - the state of a file
     """A file that differs from what the run wrote. The message begins with the file."""
 
     def __init__(self, file: object, cause: str) -> None:

@@ -10,6 +10,7 @@ from fsspec import available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
+from megarl.errors import UserError
 from megarl.platform.secrets import redact
 
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
@@ -57,7 +58,7 @@ def open_filesystem(name: str) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` of a path or URI, and the path in it; read no file yet.
 
     Raises:
-        ValueError: nothing opens the scheme, or the file system cannot be reached.
+        UserError: nothing opens the scheme, or the file system cannot be reached.
     """
     scheme, separator, _ = name.partition("://")
     if not separator:
@@ -73,11 +74,11 @@ def open_filesystem(name: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def out_of_reach(name: str, error: Exception) -> ValueError:
+def out_of_reach(name: str, error: Exception) -> UserError:
     """Return the error for a user whose `name` could not be opened because of `error`; without secrets."""
     remedy = REMEDIES.get(name.partition("://")[0], "check the name, and that this machine may read it")
     reason = str(error).partition("\n")[0]
-    return ValueError(redact(f"{name} cannot be opened: {reason} ({remedy})"))
+    return UserError(redact(f"{name} cannot be opened: {reason} ({remedy})"))
 
 
 def why_unopened(name: str) -> str | None:

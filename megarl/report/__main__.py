@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
 from megarl.platform.secrets import guard_output, redact
 from megarl.report.page import write_report
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     out = options.out or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     try:
         write_report([read_run(directory) for directory in runs], out)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     print(out)

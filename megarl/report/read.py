@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.directory import CONFIG_FILE
+from megarl.errors import UserError
 from megarl.tracking.history import HISTORY_FILE
 from megarl.tracking.jsonl import METRICS_FILE, read_jsonl, table_file
 from megarl.tracking.lines import Row
@@ -59,10 +60,10 @@ def read_run(directory: Path) -> Run:
     """Read a run's directory.
 
     Raises:
-        ValueError: no run has recorded anything in the directory.
+        UserError: no run has recorded anything in the directory.
     """
     if not any((directory / name).is_file() for name in (METRICS_FILE, HISTORY_FILE)):
-        raise ValueError(f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)")
+        raise UserError(f"{directory} has no {METRICS_FILE}: name the directory of a run (trainer.default_local_dir)")
     samples: dict[int, list[Row]] = {}
     for row in filter(is_sample, _lines(directory / table_file(GENERATIONS))):
         samples.setdefault(row["step"], []).append(row)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.distributed.exchange import on_first_rank, together
+from megarl.errors import UserError
 from megarl.platform.files import explained, replacing, reserve, write_whole
 from megarl.reshard.executor import Reshard, SyncReport
 from megarl.reshard.headers import CONFIG, FLOATS, INDEX, SINGLE, opened, read_index
@@ -38,7 +39,7 @@ class CheckpointFiles:
     """The weights in a directory, `model.safetensors` or the shards that `model.safetensors.index.json` lists.
 
     Raises:
-        ValueError: the directory has no such weights, or its index lists files outside of the directory.
+        UserError: the directory has no such weights, or its index lists files outside of the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +50,7 @@ class CheckpointFiles:
         elif (index := directory / INDEX).is_file():
             self._file_of = {name: directory / file for name, file in read_index(index).items()}
         else:
-            raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
+            raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
 
     @property
     def names(self) -> Collection[str]:
@@ -73,7 +74,7 @@ class CheckpointFiles:
             shapes: of the full parameters; without it stored parameters may be larger.
 
         Raises:
-            ValueError: a tensor is missing or has another shape. The message names the tensor and its file.
+            UserError: a tensor is missing or has another shape. The message names the tensor and its file.
         """
         pieces_of: dict[str, list[Piece]] = defaultdict(list)
         for piece in layout:
@@ -86,7 +87,7 @@ class CheckpointFiles:
                 fits = len(shape) == len(piece.box.lo) and whole(shape).contains(piece.box)
                 if not fits or shape != (expected or shape):
                     needed = expected or f"at least {piece.box}"
-                    raise ValueError(f"{name} in {file} has shape {shape}; the model needs {needed}")
+                    raise UserError(f"{name} in {file} has shape {shape}; the model needs {needed}")
                 box = tuple(slice(low, high) for low, high in zip(piece.box.lo, piece.box.hi, strict=True))
                 piece.view(tensors[piece.param]).copy_(stored[box])
 
@@ -106,11 +107,11 @@ class CheckpointFiles:
         for name in names:
             if name not in self._file_of:
                 hint = "; if its output layer is the embedding, config.json must have tie_word_embeddings: true"
-                raise ValueError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
+                raise UserError(f"{self._directory} has no tensor {name}" + hint * (name == "lm_head.weight"))
             by_file[self._file_of[name]].append(name)
         for file, stored in by_file.items():
             if not file.is_file():
-                raise ValueError(f"{self._directory / INDEX} lists {file.name}, which does not exist")
+                raise UserError(f"{self._directory / INDEX} lists {file.name}, which does not exist")
             with opened(file, framework="pt") as tensors:
                 for name in stored:
                     yield file, name, tensors.get_slice(name)
@@ -148,7 +149,7 @@ def export(
         group: by default all ranks.
 
     Raises:
-        ValueError: nobody holds some parameter.
+        UserError: nobody holds some parameter.
         WriteError: on all ranks, if a rank could not write. Existing files stay unchanged until all bytes are written;
             after that the directory may be incomplete, and has no `config.json`.
     """
@@ -296,5 +297,5 @@ def _whole_piece(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece
 
 def _dtype(stored: Any, name: str) -> torch.dtype:
     if (kind := stored.get_dtype()) not in DTYPES:
-        raise ValueError(f"{name} is stored as {kind}; weights must be plain floats ({', '.join(DTYPES)})")
+        raise UserError(f"{name} is stored as {kind}; weights must be plain floats ({', '.join(DTYPES)})")
     return DTYPES[kind]

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megarl.errors import UserError
 from megarl.platform.files import inside
 from megarl.platform.remote import RemoteDirectory, RemoteFile
 
@@ -33,19 +34,19 @@ def has_weights(directory: Path | RemoteDirectory) -> bool:
 
 @contextmanager
 def opened(file: Path, *, framework: str = "np") -> Iterator[Any]:
-    """Yield a safetensors file, mapped and not read. Raise ValueError with the name of the file if it is damaged."""
+    """Yield a safetensors file, mapped and not read. Raise UserError with the name of the file if it is damaged."""
     try:
         with safe_open(file, framework=framework) as stored:
             yield stored
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}; copy the file again") from error
+        raise UserError(f"{file} cannot be read as safetensors: {error}; copy the file again") from error
 
 
 def read_index(path: Path | RemoteFile) -> dict[str, str]:
     """Return the file of each tensor, relative to the directory of the index.
 
     Raises:
-        ValueError: the content is no index, or lists a file outside of the directory.
+        UserError: the content is no index, or lists a file outside of the directory.
     """
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
@@ -54,27 +55,27 @@ def read_index(path: Path | RemoteFile) -> dict[str, str]:
             inside(Path(str(path.parent)), file)
         return files
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise ValueError(f"{path} is no index of weights: {error}") from error
+        raise UserError(f"{path} is no index of weights: {error}") from error
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Return every tensor of the files of a checkpoint, also tensors that the index does not list.
 
     Raises:
-        ValueError: there are no weights, a file is missing or damaged, or it lacks a tensor that the index lists.
+        UserError: there are no weights, a file is missing or damaged, or it lacks a tensor that the index lists.
     """
     if (single := directory / SINGLE).is_file():
         return _tensors_of(single)
     if not (directory / INDEX).is_file():
-        raise ValueError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
+        raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} exists")
     index = {name: directory / file for name, file in read_index(directory / INDEX).items()}
     found: dict[str, Stored] = {}
     for file in sorted(set(index.values())):
         if not file.is_file():
-            raise ValueError(f"{directory / INDEX} lists {file.name}, which does not exist")
+            raise UserError(f"{directory / INDEX} lists {file.name}, which does not exist")
         tensors = _tensors_of(file)
         if missing := [name for name, other in index.items() if other == file and name not in tensors]:
-            raise ValueError(f"{directory / INDEX} lists {missing[0]} in {file.name}, which lacks it")
+            raise UserError(f"{directory / INDEX} lists {missing[0]} in {file.name}, which lacks it")
         found |= {name: tensor for name, tensor in tensors.items() if index.get(name, file) == file}
     return found
 

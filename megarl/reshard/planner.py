@@ -14,6 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from megarl.errors import UserError
 from megarl.reshard.columns import count_up, starts
 from megarl.reshard.kinds import Kind, Kinds
 from megarl.reshard.layout import Box, Holding, Integers, Layout, Placement, placement_of
@@ -184,8 +185,8 @@ class TransferSchedule:
                     self._kind_of_part.append(kind)
                     for hop, hop_routes in zip(self.hops, part, strict=True):
                         hop.append(hop_routes)
-            except ValueError as fault:
-                raise ValueError(f"cannot reshard {self._kinds.example(kind)}: {fault}") from None
+            except UserError as fault:
+                raise UserError(f"cannot reshard {self._kinds.example(kind)}: {fault}") from None
             sent += routes.load[0] * self._kinds.num_params[kind]
             busiest.append(int(routes.load.max()))
         return np.array(busiest, dtype=np.int64)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.errors import UserError
 from megarl.reshard.columns import count_up, starts
 from megarl.reshard.layout import Box, Holding, Integers, Place
 from megarl.reshard.plan import aligned
@@ -85,7 +86,7 @@ class Routes:
         Each box is cut along its first dimension that can be cut, so that all ranks share in every part.
 
         Raises:
-            ValueError: a single element exceeds the bucket.
+            UserError: a single element exceeds the bucket.
         """
         load = int(self.load.max())
         if load <= bucket_bytes:
@@ -99,7 +100,7 @@ class Routes:
             for half in np.array_split(np.arange(len(self.lo)), 2):
                 yield from self._only(half, self.lo, self.hi).fit(bucket_bytes)
         else:
-            raise ValueError(f"a bucket of {bucket_bytes} bytes is too small; this exchange needs {load}")
+            raise UserError(f"a bucket of {bucket_bytes} bytes is too small; this exchange needs {load}")
 
     def _part(self, part: int, num_parts: int) -> "Routes":
         """Return part `part` of `num_parts` equal parts of each box; a part without an index is left out."""
@@ -143,7 +144,7 @@ def find_routes(
             the same holders have the same peers.
 
     Raises:
-        ValueError: nobody holds an element of a destination place.
+        UserError: nobody holds an element of a destination place.
     """
     wanted, (readers, places_read) = destination.bounds, destination.owners
     cells, holders = _cells(source, num_dims=wanted[0].shape[1])
@@ -176,7 +177,7 @@ def find_routes(
 def _check_supplied(supplied: Integers, destinations: Sequence[Place]) -> None:
     for num, place in zip(supplied.tolist(), destinations, strict=True):
         if num < place.box.numel:
-            raise ValueError(
+            raise UserError(
                 f"rank {place.ranks[0]} needs {place.box}, but ranks hold only {num} of its {place.box.numel} elements"
             )
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from megarl.errors import UserError
 from megarl.rewards.results import RuleResult, as_rule_result, show
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS
 
@@ -30,7 +31,7 @@ class Callee(Protocol):
     keeper: ClassVar[str]  # the module that keepers run
 
     def load(self) -> GroupReward:
-        """Return the function to call. Raises ValueError if the user's file does not load."""
+        """Return the function to call. Raises UserError if the user's file does not load."""
 
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""
@@ -87,7 +88,7 @@ def as_batch(reward: Callable[..., Any], *, is_async: bool) -> GroupReward:
             return [TypeError(fault)] * len(samples)
         if len(found) != len(samples):
             fault = f"a batch function returned {len(found)} scores for {len(samples)} responses"
-            return [ValueError(fault)] * len(samples)
+            return [UserError(fault)] * len(samples)
         return [_attempt(as_rule_result, value) for value in found]
 
     return judge

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.distributed import watchdog
 from megarl.distributed.exchange import together
+from megarl.errors import UserError
 from megarl.rewards.pool import ScoringResult
 
 ROUND_S = 1.0
@@ -19,7 +20,7 @@ Results = Sequence[Future[ScoringResult]]
 logger = logging.getLogger(__name__)
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward fails on too many responses, or no reward can read a row."""
 
 

@@ -19,7 +19,7 @@ def make_rules(section: RulesSection, custom: CustomRewardSection) -> Rules:
 
 
 def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
-    """Return processes for the rules. Raises ValueError if the custom file does not define its function."""
+    """Return processes for the rules. Raises UserError if the custom file does not define its function."""
     rules = make_rules(section, custom)
     form = rules.check()
     limits = WorkerLimits(

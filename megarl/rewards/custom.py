@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
 from megarl.rewards.calls import GroupReward, as_batch, concurrently, one_by_one, own_arguments
 from megarl.rewards.signature import Form, fault_of, form_of, method_of
@@ -25,13 +26,13 @@ def provenance(path: Path, name: str) -> str:
 def check_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> Form:
     """Run the file, and return the form of its reward; construct no class.
 
-    Raises ValueError if the file does not load, has no such function or class, or the call does not fit.
+    Raises UserError if the file does not load, has no such function or class, or the call does not fit.
     """
     return form_of(_find(path, name, kwargs), name)
 
 
 def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward:
-    """Return the reward; a class is constructed with `kwargs`. ValueError as of `check_custom`."""
+    """Return the reward; a class is constructed with `kwargs`. UserError as of `check_custom`."""
     found = _find(path, name, kwargs)
     form = form_of(found, name)
     if inspect.isclass(found):
@@ -47,9 +48,9 @@ def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:
     module = load_module(path, key=_PATH)
     reward = getattr(module, name, None)
     if not callable(reward):
-        raise ValueError(f"{_NAME}: {missing(path, name, defined_in(module))}")
+        raise UserError(f"{_NAME}: {missing(path, name, defined_in(module))}")
     if fault := fault_of(reward, path, name, kwargs):
-        raise ValueError(f"{_NAME}: {fault}")
+        raise UserError(f"{_NAME}: {fault}")
     return reward
 
 
@@ -59,4 +60,4 @@ def _construct(cls: type, path: Path, kwargs: Mapping[str, Any]) -> Any:
     except Exception as error:  # the user's code may raise anything; the message names the class
         given = ", ".join(f"{key}=..." for key in kwargs)
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error
+        raise UserError(f"{_KWARGS}: {path}: {cls.__name__}({given}) fails: {said}") from error

@@ -194,7 +194,7 @@ class _Keeper:
         self._connection.sendall(encode(settings))
 
     def judge(self, samples: Sequence[Any]) -> list[ScoringResult]:
-        """Return what `keeper.Keeper.judge` does. OSError, EOFError or ValueError if the keeper itself is lost."""
+        """Return what `keeper.Keeper.judge` does. OSError, EOFError or UserError if the keeper itself is lost."""
         self._connection.sendall(encode(samples))
         return [ScoringResult(**result) for result in self._inbox.wait()]
 

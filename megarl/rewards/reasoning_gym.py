@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rewards.tags import answer_of
 
 SOURCE_PREFIX = "reasoning_gym/"
@@ -47,7 +48,7 @@ def compute_score(
 ) -> float:
     """Score the content of the last `<answer>...</answer>` of a response by the task's own rule, from 0 to 1.
 
-    A response without these tags gets the task's score for no answer. Raises ValueError if the task is refused or
+    A response without these tags gets the task's score for no answer. Raises UserError if the task is refused or
     unknown, or the package is missing.
     """
     info = extra_info or {}
@@ -95,19 +96,19 @@ def _unmarked(value: dict[str, Any]) -> Any:
 def load_task(name: str, config: str) -> Any:
     """Return the task `name` of reasoning-gym with the settings of the JSON object `config`.
 
-    Raises ValueError if the task is refused or unknown, or does not accept the settings.
+    Raises UserError if the task is refused or unknown, or does not accept the settings.
     """
     if name in REFUSED:
-        raise ValueError(f"reasoning-gym's {name} is refused: {REFUSED[name]}")
+        raise UserError(f"reasoning-gym's {name} is refused: {REFUSED[name]}")
     try:
         factory = importlib.import_module("reasoning_gym.factory")
         importlib.import_module("reasoning_gym")  # registers the tasks
     except ImportError as error:
-        raise ValueError(f"the data source {SOURCE_PREFIX}{name} {REMEDY} ({error})") from error
+        raise UserError(f"the data source {SOURCE_PREFIX}{name} {REMEDY} ({error})") from error
     if name not in factory.DATASETS:
         names = ", ".join(sorted(factory.DATASETS.keys() - REFUSED))
-        raise ValueError(f"reasoning-gym has no task {name!r}; it has {names}")
+        raise UserError(f"reasoning-gym has no task {name!r}; it has {names}")
     try:
         return factory.create_dataset(name, **json.loads(config))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym's {name} does not accept {config}: {error}") from error
+        raise UserError(f"reasoning-gym's {name} does not accept {config}: {error}") from error

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megarl.errors import UserError
 from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
 from megarl.rewards import math as math_rule
 from megarl.rewards.calls import GroupReward, Outcome, concurrently, one_by_one
@@ -39,13 +40,13 @@ class Rules:
     def check(self) -> Form:
         """Run the custom file, and return the form of its function.
 
-        Raises ValueError if the file does not load, or has no such function.
+        Raises UserError if the file does not load, or has no such function.
         """
         form = check_custom(Path(self.path), self.name, self.kwargs) if self.path else Form()
         return Form(is_batch=form.is_batch, is_async=form.is_async or self.judge is not None)
 
     def load(self) -> GroupReward:
-        """Return the reward. Raises ValueError as `check` does, and if the constructor of a class fails."""
+        """Return the reward. Raises UserError as `check` does, and if the constructor of a class fails."""
         known: dict[str, GroupReward] = {name: one_by_one(partial(_judge, name)) for name in REWARDS}
         known[DATA_SOURCE] = one_by_one(_judge_by_data_source)
         if self.path:
@@ -104,10 +105,10 @@ def rule_names() -> list[str]:
 
 
 def known_data_source(name: str) -> RewardFn:
-    """Return the built-in reward of a data source. Raises ValueError if there is none."""
+    """Return the built-in reward of a data source. Raises UserError if there is none."""
     reward = reward_of(name)
     if reward is None:
-        raise ValueError(
+        raise UserError(
             f"no built-in reward for data source {name!r} (known: {', '.join(sorted(REWARDS))}); "
             "set custom_reward_function.path"
         )

@@ -55,7 +55,7 @@ class RuleScorer:
     def make(
         cls, section: RulesSection, custom: CustomRewardSection, decode: Callable[[Sequence[int]], str]
     ) -> "RuleScorer":
-        """Make the configured reward. Raises ValueError if the custom file does not define its function."""
+        """Make the configured reward. Raises UserError if the custom file does not define its function."""
         return cls(rules=make_rules(section, custom), pool=make_pool(section, custom), decode=decode, section=section)
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class RuleScorer:
         Raises:
             RewardError: on every rank, if `on_failure` is `stop` and a reward fails, or if it is `score` and all
                 rewards raise, naming the first failure; if a row has a value that cannot be passed to a reward.
-            ValueError: a data source has no rule.
+            UserError: a data source has no rule.
         """
         if self.rules.reads_data_source():
             for prompt in rollouts.prompts:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.functions import bindings, definition_in, takes, unmet, written
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -65,7 +66,7 @@ def fault_in_file(path: Path, name: str, kwargs: Collection[str] = ()) -> str | 
         return f"{path} is not a Python file"
     try:
         reward = definition_in(path, name)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     if isinstance(reward, ast.ClassDef):
         return _fault_of_class_text(reward, path, kwargs)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
@@ -19,7 +20,7 @@ def llm_arguments(
     """Return the arguments of `vllm.LLM`.
 
     Raises:
-        ValueError: `engine_kwargs` contradict them, or vLLM does not know them.
+        UserError: `engine_kwargs` contradict them, or vLLM does not know them.
     """
     ours: dict[str, Any] = {
         "model": str(model_dir),
@@ -44,13 +45,13 @@ def llm_arguments(
     }
     where = "actor_rollout_ref.rollout.engine_kwargs"
     if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
-        raise ValueError(
+        raise UserError(
             f"{where}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut over the "
             "ranks of a replica"
         )
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):
-        raise ValueError(f"{where}: {fault}")
+        raise UserError(f"{where}: {fault}")
     # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
     overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
     return ours | _graph_sizes(section, on_cpu=on_cpu) | section.engine_kwargs | {"hf_overrides": overrides}

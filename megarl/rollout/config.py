@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from megarl.errors import UserError
 from megarl.section import Count, CountFromZero, Fraction, Length, Seed, section
 
 
 def _top_k(value: int) -> int:
     if value == 0:
-        raise ValueError("must be -1 (all tokens) or at least 1")
+        raise UserError("must be -1 (all tokens) or at least 1")
     return value
 
 

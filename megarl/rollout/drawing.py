@@ -43,7 +43,7 @@ class Drawing:
         self.num_running = 0  # samples that were drawn at once, summed over the steps
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Draw the incomplete samples of these groups from the next step on. ValueError if a prompt is too long."""
+        """Draw the incomplete samples of these groups from the next step on. UserError if a prompt is too long."""
         asked = [
             Asked(group.prompt, group.begun, sample)
             for group in groups

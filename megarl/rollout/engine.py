@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
+from megarl.errors import UserError
 from megarl.platform.device import on_cuda
 from megarl.rollout import patches, segments
 from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
@@ -68,7 +69,7 @@ class RolloutEngine:
         `generate` requests from a replica; on CPU it limits the KV cache.
 
         Raises:
-            ValueError: sizes do not fit, or the KV cache does not hold one sequence of `max_model_len`.
+            UserError: sizes do not fit, or the KV cache does not hold one sequence of `max_model_len`.
         """
         self.tp_size = _divisor(section.tensor_model_parallel_size)
         patches.prepare_environment()
@@ -223,7 +224,7 @@ class RolloutEngine:
         of the replica, and must not raise. Returns the samples prompt by prompt, sample by sample.
 
         Raises:
-            ValueError: a prompt leaves no room for `max_tokens`.
+            UserError: a prompt leaves no room for `max_tokens`.
             RuntimeError: vLLM failed, or returned other samples than it was asked for; names replica and prompts.
         """
         drawing = self.draw(sampling, max_tokens=max_tokens, step=step, log_probs=log_probs, finished=finished)
@@ -271,12 +272,12 @@ def _start(arguments: dict[str, Any]) -> Any:
         with patches.start_isolated():
             return LLM(**arguments)
     except ValueError as error:
-        raise ValueError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
+        raise UserError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
 
 
 def _divisor(tp_size: int) -> int:
     if dist.get_world_size() % tp_size:
-        raise ValueError(
+        raise UserError(
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp_size} does not divide the "
             f"{dist.get_world_size()} processes of this job; choose a divisor"
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import psutil  # type: ignore[import-untyped]
 
+from megarl.errors import UserError
 from megarl.rollout.config import RolloutSection
 
 BLOCK = 128  # tokens per cache block of vLLM's CPU backend
@@ -19,14 +20,14 @@ def cpu_cache_bytes(section: RolloutSection, bytes_per_token: int, *, num_sequen
     """Return the bytes for `num_sequences` sequences of `max_model_len` tokens, at most this rank's share of memory.
 
     Raises:
-        ValueError: the share does not hold one sequence.
+        UserError: the share does not hold one sequence.
     """
     block = BLOCK * bytes_per_token
     one = -(-max_model_len // BLOCK) * block
     available = psutil.virtual_memory().available * section.gpu_memory_utilization
     share = int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if one + block > share:
-        raise ValueError(
+        raise UserError(
             f"The KV cache of one sequence of {max_model_len} tokens takes {one >> 20} MiB, but this rank may use "
             f"{share >> 20} MiB; lower data.max_response_length or raise "
             "actor_rollout_ref.rollout.gpu_memory_utilization"
@@ -38,10 +39,10 @@ def check_cache_tokens(num_tokens: int, max_model_len: int) -> None:
     """Refuse a KV cache that does not hold one sequence: vLLM would preempt the sequence again and again.
 
     Raises:
-        ValueError: a KV cache of `num_tokens` is too small for a sequence of `max_model_len`.
+        UserError: a KV cache of `num_tokens` is too small for a sequence of `max_model_len`.
     """
     if num_tokens < max_model_len:
-        raise ValueError(
+        raise UserError(
             f"The engine's KV cache holds {num_tokens} tokens, and one prompt with its response may have "
             f"{max_model_len}: raise actor_rollout_ref.rollout.gpu_memory_utilization, remove from "
             "rollout.engine_kwargs settings that shrink the cache, or lower data.max_response_length"

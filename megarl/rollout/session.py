@@ -82,7 +82,7 @@ class Session:
         """Draw the incomplete samples of further groups. Each group goes to the replica with the fewest open samples.
 
         Raises:
-            ValueError: a prompt is too long.
+            UserError: a prompt is too long.
         """
         mine = []
         for number, group in groups.items():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rollout import patches
 
 CACHE_BYTES = 1 << 30
@@ -14,7 +15,7 @@ class Talker:
     """A model that responds to one text or conversation at a time."""
 
     def __init__(self, model_dir: Path, *, trust_remote_code: bool) -> None:
-        """Load the model. Raises ValueError if vLLM does not load it."""
+        """Load the model. Raises UserError if vLLM does not load it."""
         patches.prepare_environment()
         from vllm import LLM  # reads its environment when it is imported
         from vllm.platforms import current_platform
@@ -31,7 +32,7 @@ class Talker:
                 **arguments,
             )
         except (ValueError, OSError) as error:
-            raise ValueError(f"vLLM does not load {model_dir}: {error}") from error
+            raise UserError(f"vLLM does not load {model_dir}: {error}") from error
         self.has_template = bool(self._llm.get_tokenizer().chat_template)
 
     def respond(
@@ -39,7 +40,7 @@ class Talker:
     ) -> str:
         """Return the response to a text, or to messages `{role, content}`.
 
-        Raises ValueError if the prompt leaves no room for a response.
+        Raises UserError if the prompt leaves no room for a response.
         """
         from vllm import SamplingParams
 

@@ -42,7 +42,7 @@ def plan_sync(
     """Make this rank's plan from sizes alone, except its own two layouts.
 
     Raises:
-        ValueError: the layouts differ from what the sizes predict for this rank, or the bucket is too small.
+        UserError: the layouts differ from what the sizes predict for this rank, or the bucket is too small.
     """
     return make_plan(
         actor_placement(architecture, megatron, num_ranks=launch.world_size),

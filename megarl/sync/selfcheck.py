@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.batch import Prompt, Prompts, Rollouts
 from megarl.distributed.exchange import together
+from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.reshard.checksums import checksum
@@ -120,7 +121,7 @@ class SelfCheck:
             for the replica with the largest value.
 
         Raises:
-            ValueError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has changed since
+            UserError: on all ranks alike, if the mean is above `logprob_stop`, or if the trainer has changed since
                 the check before and a replica has not.
         """
         log_probs = self._actor.infer(responses, self._budget, temperature=1.0).log_probs
@@ -131,12 +132,12 @@ class SelfCheck:
         if not mean <= self._limits.probs_warn:  # NaN counts as too much
             message = self._disagreement(mean, int(means.argmax()))
             if not mean <= self._limits.probs_stop:
-                raise ValueError(f"{message} (more than {KEY}.logprob_stop={self._limits.probs_stop:.3g})")
+                raise UserError(f"{message} (more than {KEY}.logprob_stop={self._limits.probs_stop:.3g})")
             if dist.get_rank() == 0:
                 logger.warning("%s (more than %s.logprob_warn=%.3g)", message, KEY, self._limits.probs_warn)
         if self._before and (stale := stale_replicas(self._before, seen, num_replicas=self._engine.num_replicas)):
             named = ", ".join(map(self._engine.name, stale))
-            raise ValueError(
+            raise UserError(
                 f"the trainer's weights changed, but the weights that {named} computes with did not: a sync no longer "
                 "reaches what the kernels read. Look at packed weights (megarl/rollout/reload.py), CUDA graphs "
                 "(rollout.enforce_eager=true turns them off) and the prefix cache (rollout.enable_prefix_caching=false)"

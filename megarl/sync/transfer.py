@@ -30,7 +30,7 @@ class Sync:
         sleeps, so a check that fails stops the run before any sample is drawn. Yields the metrics of the check.
 
         Raises:
-            ValueError: on all ranks alike, if other weights arrived or the engine computes with other weights.
+            UserError: on all ranks alike, if other weights arrived or the engine computes with other weights.
             RuntimeError: on all ranks alike, if the engine kept keys of older weights.
         """
         is_due, metrics = self._check.is_due(step), dict[str, float]()

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from megarl.errors import UserError
 from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
 
 
@@ -18,7 +19,7 @@ def _mlflow_by_any_name(value: object) -> object:
 
 def _local(value: str | None) -> str | None:
     if value and "://" in value:
-        raise ValueError("must be a directory, which may be on a shared disk")
+        raise UserError("must be a directory, which may be on a shared disk")
     return value
 
 

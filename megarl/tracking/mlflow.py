@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.versions import versions
 from megarl.section import flatten
 from megarl.tracking.history import HISTORY_FILE, origin
@@ -46,7 +47,7 @@ class Mlflow:
     With a `resume_step` the run whose id is in `run_dir` continues, and later steps that it has are not sent twice. A
     new run begins if the store does not know the run, if somebody deleted it, or if it has later steps that will get
     other numbers (`same_curve` is False), because MLflow cannot remove metrics. Training continues while a server
-    does not respond. ValueError if a local store cannot be used, or a server refuses.
+    does not respond. UserError if a local store cannot be used, or a server refuses.
     """
 
     def __init__(self, uri: str | None, run: TrackedRun) -> None:
@@ -95,7 +96,7 @@ class Mlflow:
             self._send(until=time.monotonic() + START_S)
         except FAILURES as error:
             if not is_absent(error, uri):
-                raise ValueError(f"trainer.logger: MLflow at {uri} cannot be used: {error}") from error
+                raise UserError(f"trainer.logger: MLflow at {uri} cannot be used: {error}") from error
             self._report(error)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.names import REWARD, validation_of
 
@@ -12,7 +13,7 @@ _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a")
 
 
 def plot_curves(metrics_jsonl: str | Path, png: str | Path) -> None:
-    """Draw `metrics.jsonl` into a PNG. Raise ValueError if it has neither reward nor validation scores."""
+    """Draw `metrics.jsonl` into a PNG. Raise UserError if it has neither reward nor validation scores."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -23,7 +24,7 @@ def plot_curves(metrics_jsonl: str | Path, png: str | Path) -> None:
         for source, value in validation_of(row).items():
             validations.setdefault(source, []).append((row["step"], value))
     if not rewards and not validations:
-        raise ValueError(f"{metrics_jsonl} has neither {REWARD} nor a validation score to draw")
+        raise UserError(f"{metrics_jsonl} has neither {REWARD} nor a validation score to draw")
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

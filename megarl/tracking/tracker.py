@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from megarl.distributed.signals import Stopped
+from megarl.errors import UserError
 from megarl.tracking.console import Console
 from megarl.tracking.guarded import Guarded
 from megarl.tracking.jsonl import Jsonl
@@ -103,7 +104,7 @@ def make_tracker(
         signposts: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
-        ValueError: a name is unknown, or MLflow or Weights & Biases cannot record.
+        UserError: a name is unknown, or MLflow or Weights & Biases cannot record.
     """
     if not is_main:
         return NullTracker()
@@ -125,7 +126,7 @@ def make_tracker(
         elif name == "wandb":
             trackers.append(Guarded(Wandb(run), "W&B"))
         else:
-            raise ValueError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
+            raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     if "console" in names:  # last: at the end it names what the others have written
         trackers.append(Console(total_steps=total_steps, signposts=signposts))
     return Trackers(trackers)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox, Record
@@ -37,7 +38,7 @@ class Wandb:
     With a `resume_step` the run whose id is in `run_dir` continues, and steps that it has are not sent twice. If it has
     later steps that will get other numbers (`same_curve` is False), a new run begins, because W&B cannot remove steps.
     `wandb sync --append` uploads a part that was recorded offline, and records that a server did not accept within
-    `CLOSE_S`. ValueError if W&B cannot record offline, either.
+    `CLOSE_S`. UserError if W&B cannot record offline, either.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -130,7 +131,7 @@ class Wandb:
         try:
             return self._library.init(**options, settings=self._settings("offline"))
         except Exception as error:
-            raise ValueError(f"trainer.logger: wandb cannot record in {self._run_dir}: {error}") from error
+            raise UserError(f"trainer.logger: wandb cannot record in {self._run_dir}: {error}") from error
 
     def _settings(self, mode: str) -> Any:
         """Return settings under which W&B records nothing about the process, its arguments or its host."""

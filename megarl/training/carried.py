@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from megarl.batch import Generation, Group, Prompt, Prompts, StopReason, Turn
 from megarl.data.parquet import read_own
+from megarl.errors import UserError
 from megarl.platform.small_files import Damage
 
 CARRIED_FILE = "carried.parquet"
@@ -77,7 +78,7 @@ def read(
 
     Raises:
         Damage: the file is missing or damaged.
-        ValueError: the data set has other prompts than when the file was written.
+        UserError: the data set has other prompts than when the file was written.
     """
     table = read_own(path, CONTENT)
     if not table.schema.equals(SCHEMA):
@@ -108,8 +109,8 @@ def _sample(row: dict[str, Any]) -> Generation:
     return replace(sample, turns=turns, stop_reason=sample.stop_reason and StopReason(sample.stop_reason))
 
 
-def _other_data(path: Path, row: int) -> ValueError:
-    return ValueError(
+def _other_data(path: Path, row: int) -> UserError:
+    return UserError(
         f"{path} has unfinished responses to row {row} of data.train_files, which has another prompt now: give the "
         "files of the run, or resume with actor_rollout_ref.rollout.partial.enable=false, which drops these responses"
     )

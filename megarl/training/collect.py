@@ -83,7 +83,7 @@ class Collector:
         """Return the samples of step `step` for the prompts from `position` on, and of `carried` groups.
 
         Raises:
-            ValueError: on all ranks alike, if dynamic sampling needs more batches than it may take.
+            UserError: on all ranks alike, if dynamic sampling needs more batches than it may take.
         """
         judge = Judge(self._scorer)
         rollouts: Rollouts

@@ -17,6 +17,7 @@ from megarl.algorithms.config import FilterGroupsSection
 from megarl.algorithms.shaping import scores_differ
 from megarl.batch import Group, Scored, join
 from megarl.data.order import Position
+from megarl.errors import UserError
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Session
 
 Judgement = Callable[[list[Group]], Scored]
@@ -104,7 +105,7 @@ def draw_differing(
     Groups are judged one exchange after they became complete, so that rewards are computed while the engine runs.
 
     Raises:
-        ValueError: on all ranks alike, if this needs more batches than `section` allows, or no prompt differs.
+        UserError: on all ranks alike, if this needs more batches than `section` allows, or no prompt differs.
     """
     verdicts, unjudged = Verdicts(wanted=queue.batch_size), dict[int, Group]()
     while (chosen := verdicts.chosen()) is None:
@@ -114,7 +115,7 @@ def draw_differing(
             if missing > queue.num_waiting and may_refill:
                 queue.refill()
             elif not (queue.num_waiting or in_flight or may_refill):
-                raise ValueError(_not_enough(verdicts, queue.num_batches, section))
+                raise UserError(_not_enough(verdicts, queue.num_batches, section))
             session.add(queue.take(missing))
         complete = session.advance()
         judged, unjudged = (unjudged, complete) if session.num_open else (unjudged | complete, {})

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.correction import token_mismatch
 from megarl.batch import Rollouts
+from megarl.errors import UserError
 from megarl.rollout.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ LEAST = 0.1  # of `mismatch_stop`: a policy that was sure of every token may bec
 MOST_NAMED = 8  # rows of the data set
 
 
-class MismatchError(ValueError):
+class MismatchError(UserError):
     """The samples of a step do not come from the trainer's probabilities."""
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from megarl.batch import Group, Prompt
 from megarl.checkpoint.manifest import STATE_FILE
 from megarl.distributed.exchange import on_first_rank
+from megarl.errors import UserError
 from megarl.platform.files import write_whole
 from megarl.platform.small_files import Damage
 from megarl.training.carried import read, to_bytes
@@ -65,7 +66,7 @@ class Kept:
         found = dict[int, Group]()
         for file in sorted(self._place.glob("*.parquet")) if self._place else ():
             self._number += 1
-            with suppress(Damage, ValueError):  # of a damaged disk or of other data: these are drawn again
+            with suppress(Damage, UserError):  # of a damaged disk or of other data: these are drawn again
                 found |= {group.prompt.index: group for group in read(file, self._prompt_of)}
         return found
 

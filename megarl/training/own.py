@@ -12,6 +12,7 @@ from megarl.algorithms.config import AlgorithmSection, PolicyLossSection
 from megarl.algorithms.invariance import check_estimator, check_policy_loss, estimates_of, loss_of
 from megarl.algorithms.losses import PolicyLoss
 from megarl.config.own_functions import Call
+from megarl.errors import UserError
 from megarl.platform.functions import load_function
 
 OwnEstimator = Callable[[Mapping[str, Tensor]], list[Tensor]]
@@ -24,7 +25,7 @@ def load_estimator(algorithm: AlgorithmSection) -> OwnEstimator | None:
     """Load the user's estimator; None if the configuration chooses a built-in estimator.
 
     Raises:
-        ValueError: the file does not load, the function does not fit its arguments, or `check_estimator` refuses it.
+        UserError: the file does not load, the function does not fit its arguments, or `check_estimator` refuses it.
     """
     if algorithm.adv_estimator != "custom":
         return None
@@ -36,7 +37,7 @@ def load_loss(section: PolicyLossSection) -> OwnLoss | None:
     """Load the user's policy loss; None if the configuration chooses a built-in loss.
 
     Raises:
-        ValueError: the file does not load, the function does not fit its arguments, or `check_policy_loss` refuses it.
+        UserError: the file does not load, the function does not fit its arguments, or `check_policy_loss` refuses it.
     """
     if section.loss_mode != "custom":
         return None
@@ -48,12 +49,12 @@ def _load(call: Call, check: Callable[..., None]) -> Callable[..., Any]:
     """Return the function of `call`, after `check` has tried it on random batches."""
     function = load_function(Path(call.path), call.name, key=f"{call.key}.path")
     for key, message in call.faults(inspect.signature(function)):
-        raise ValueError(f"{key}: {message}")
+        raise UserError(f"{key}: {message}")
     try:
         check(function, **call.kwargs)
     except Exception as error:  # the user's code may raise anything; the message names the function
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise UserError(
             f"{call.key}.path: {call} fails on random batches: {reason}; try it in a test of yours with "
             f"megarl.algorithms.invariance.{check.__name__}"
         ) from error

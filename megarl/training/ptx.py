@@ -12,6 +12,7 @@ from megarl.config.root import Config
 from megarl.data.config import SFTDataSection
 from megarl.data.pairs import PairStream
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import UserError
 from megarl.learner.terms import LossTerm, Objective
 from megarl.training.objectives import PTXObjective
 
@@ -29,7 +30,7 @@ class Supervision:
         """Read the configured pairs. Return None if there are no files. Collective, as reading pairs is.
 
         Raises:
-            ValueError: a row is no pair, a pair is too long, or the pairs are too few for one optimizer step.
+            UserError: a row is no pair, a pair is too long, or the pairs are too few for one optimizer step.
         """
         data, actor = config.data, config.actor_rollout_ref.actor
         if not actor.ptx_files:
@@ -45,7 +46,7 @@ class Supervision:
         longest = "data.max_prompt_length + data.max_response_length"
         pairs = PairStream(section, actor.ptx_files, tokenizer, longest=longest)
         if pairs.num_pairs < config.num_supervised:
-            raise ValueError(
+            raise UserError(
                 f"actor_rollout_ref.actor.ptx_files hold {pairs.num_pairs} pairs, but an optimizer step takes "
                 f"{config.num_supervised}: lower actor_rollout_ref.actor.ptx_batch_size or add pairs"
             )

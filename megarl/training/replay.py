@@ -12,6 +12,7 @@ from pathlib import Path
 from megarl.batch import Group
 from megarl.config.root import Config
 from megarl.data.order import Position
+from megarl.errors import UserError
 from megarl.tracking.timers import Timers
 from megarl.training.archive import Archive, read_samples, step_of, steps_in
 from megarl.training.collect import Collected, SampleSource
@@ -62,7 +63,7 @@ class Replay:
         Warn if the samples of a single file were not drawn after `after` steps.
 
         Raises:
-            ValueError: the directory lacks the next step, or has a gap after it.
+            UserError: the directory lacks the next step, or has a gap after it.
         """
         if not path.is_dir():
             step = step_of(path)
@@ -79,7 +80,7 @@ class Replay:
         found = steps_in(path)
         files = {step: file for step, file in found.items() if step > after}
         if list(files) != list(range(after + 1, after + 1 + len(files))) or not files:
-            raise ValueError(
+            raise UserError(
                 f"the weights are those after {after} steps, but {path} lacks the next step or has a gap after it: "
                 f"it has {', '.join(map(str, found)) or 'no steps'}. Name one file, or start from other weights "
                 "(trainer.resume_mode=disable, or resume_path with trainer.resume_from_path)"

@@ -15,6 +15,7 @@ from megarl.batch import Prompt, Rollouts, Scored
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import in_shares
+from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.rewards.scoring import RuleScorer
@@ -33,7 +34,7 @@ class RewardModel:
         """Return the model's score of each sample, `[B]` float32, the same on every rank.
 
         Raises:
-            ValueError: the chat template refuses a prompt. Names its data row.
+            UserError: the chat template refuses a prompt. Names its data row.
             FloatingPointError: the model returned a number that is not finite.
         """
         sequences = _of_each(len(rollouts), lambda sample: self._read(rollouts, sample))
@@ -56,8 +57,8 @@ class RewardModel:
         text = self._decoder.decode_after(prefix, response)
         try:
             return self._reader.encode(prompt.raw_prompt, text)
-        except ValueError as error:
-            raise ValueError(f"the reward model cannot read data row {prompt.index}: {error}") from error
+        except UserError as error:
+            raise UserError(f"the reward model cannot read data row {prompt.index}: {error}") from error
 
 
 class ModelScorer:

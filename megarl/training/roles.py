@@ -87,7 +87,7 @@ class Model(Generic[Outputs]):
         """Learn from the experience of a step, counted from 0. The learner's own metrics get the prefix `NAME/`.
 
         Raises:
-            ValueError: on all ranks alike, if too many updates in a row were skipped.
+            UserError: on all ranks alike, if too many updates in a row were skipped.
         """
         updates = self._updates
         assert updates is not None, f"the {self.name} does not learn"

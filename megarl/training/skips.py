@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.find import last_intact_during_run
+from megarl.errors import UserError
 from megarl.learner.finite import NotFinite
 from megarl.learner.learner import OnMinibatch
 from megarl.learner.terms import LossTerm
@@ -41,7 +42,7 @@ class Skips:
         """Return the callback for `Learner.update` in a step, counted from 1.
 
         Raises:
-            ValueError: by the callback, on all ranks alike, if more mini-batches in a row were skipped than allowed.
+            UserError: by the callback, on all ranks alike, if more mini-batches in a row were skipped than allowed.
         """
         return partial(self._note, step)
 
@@ -59,7 +60,7 @@ class Skips:
             )
             self._keep(record, step, minibatch, terms, why)
         if self._in_a_row > self._most_in_a_row:
-            raise ValueError(self._too_many(record, why))
+            raise UserError(self._too_many(record, why))
 
     def _keep(self, record: Path, step: int, minibatch: int, terms: Sequence[LossTerm], why: NotFinite) -> None:
         """Write a mini-batch to files. A disk error only warns."""

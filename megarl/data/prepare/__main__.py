@@ -25,6 +25,7 @@ from megarl.data.prepare import (
 )
 from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.table import DataRow
+from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
 from megarl.platform.secrets import guard_output, redact
 from megarl.rewards.config import CustomRewardSection, RulesSection
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_rows(path, rows)
             print(f"{path}: {len(rows)} rows")
         _show(splits, arguments.tokenizer)
-    except ValueError as error:
+    except UserError as error:
         options.exit(2, redact(f"{options.prog}: {error}\n"))
 
 
@@ -133,11 +134,11 @@ def _example(task: str) -> str:
 
 
 def _find(tokenizer: str) -> None:
-    """Raise ValueError if there is no such file or directory and the hub does not give the tokenizer."""
+    """Raise UserError if there is no such file or directory and the hub does not give the tokenizer."""
     try:
         find_tokenizer(tokenizer, with_code=False)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer: {error}") from error
+    except UserError as error:
+        raise UserError(f"--tokenizer: {error}") from error
 
 
 def _show(splits: Mapping[str, Sequence[DataRow]], place: str | None) -> None:

@@ -9,6 +9,7 @@ from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns, as_mappi
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
+from megarl.errors import UserError
 from megarl.rewards import reward_of
 
 STYLES = ("rule", "model")
@@ -37,7 +38,7 @@ def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
             for fault in faults_of(row):
                 first.setdefault(fault, rows.place(index))
                 counts[fault] += 1
-    except ValueError as error:
+    except UserError as error:
         unreadable = str(error)
     for fault, place in first.items():
         others = f" and {counts[fault] - 1:,} more" if counts[fault] > 1 else ""
@@ -50,7 +51,7 @@ def _holds_preferences(file: str) -> bool:
     """Return whether the file has a column of preference pairs."""
     try:
         return any(Rows(file, columns=(), optional=PAIR)[0])
-    except ValueError:
+    except UserError:
         return False
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
+from megarl.errors import UserError
+
 MAX_TRIES = 1000  # after so many draws in a row without a new problem, there are no more
 
 _TASK = (
@@ -70,15 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train`, `val` and, if asked for, `sft`. Raises ValueError if there are too few problems."""
+    """Return the rows of `train`, `val` and, if asked for, `sft`. Raises UserError if there are too few problems."""
     if not arguments.operators or set(arguments.operators) - set(_PRECEDENCE):
-        raise ValueError(f"--operators {arguments.operators!r}: give one or more of + - * /")
+        raise UserError(f"--operators {arguments.operators!r}: give one or more of + - * /")
     if not 0.0 <= arguments.careless < 1.0:
-        raise ValueError(f"--careless {arguments.careless}: give a share from 0 to below 1")
+        raise UserError(f"--careless {arguments.careless}: give a share from 0 to below 1")
     total = arguments.train + arguments.val + arguments.sft
     problems = list(_distinct(arguments, total))
     if len(problems) < total:
-        raise ValueError(
+        raise UserError(
             f"only about {len(problems)} distinct problems exist under these options, {total} were asked for: "
             "raise --max-number, --max-target or --num-numbers, or ask for fewer"
         )

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.table import DataRow
+from megarl.errors import UserError
 from megarl.platform.hub import snapshot
 
 SPLITS = {"train": "train", "val": "test"}  # our name, and the name in the data sets
@@ -45,14 +46,14 @@ def rows_of(
 ) -> dict[str, list[DataRow]]:
     """Return the rows of `train` and `val`, each `make_row(problem, place, split, index)`.
 
-    Raises ValueError if files are missing or cannot be read, and the hub has no such data set.
+    Raises UserError if files are missing or cannot be read, and the hub has no such data set.
     """
     place = Path(arguments.source)
     if not place.exists():
         try:
             place = snapshot(arguments.source, [f"*.{kind}" for kind in KINDS], "dataset")
-        except ValueError as error:
-            raise ValueError(f"--from: {error}") from error
+        except UserError as error:
+            raise UserError(f"--from: {error}") from error
     rows = {}
     for split, name in {"train": ""}.items() if place.is_file() else SPLITS.items():
         files = [place] if place.is_file() else _files_of(place, name)
@@ -72,19 +73,19 @@ def _files_of(directory: Path, split: str) -> list[Path]:
             return main or found
     folders = sorted(directory.rglob(f"{split}/**/*.json"))
     if not folders:
-        raise ValueError(f"{directory} has no file *{split}*.jsonl, *{split}*.parquet or *{split}*.json")
+        raise UserError(f"{directory} has no file *{split}*.jsonl, *{split}*.parquet or *{split}*.json")
     return folders
 
 
 def problems_of(file: Path) -> Iterator[tuple[int, DataRow]]:
-    """Yield the problems of a file with their row numbers. Raises ValueError if the file cannot be read."""
+    """Yield the problems of a file with their row numbers. Raises UserError if the file cannot be read."""
     try:
         found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else _json(file)
     except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise UserError(f"{file} cannot be read: {error}") from error
     for index, problem in enumerate(found):
         if not isinstance(problem, dict):
-            raise ValueError(f"{file}, row {index}: a problem is an object with named fields, not {problem!r}")
+            raise UserError(f"{file}, row {index}: a problem is an object with named fields, not {problem!r}")
         yield index, problem
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
+from megarl.errors import UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or not GSM8K."""
+    """Return the rows of `train` and `val`. Raises UserError if the files are missing or not GSM8K."""
     source = "openai/gsm8k" if arguments.extraction == "strict" else "gsm8k/flexible"
     return rows_of(arguments, partial(_row, source))
 
@@ -24,7 +25,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 def _row(source: str, problem: dict[str, Any], place: str, split: str, index: int) -> dict[str, Any]:
     answer = problem.get("answer", "")
     if "question" not in problem or "####" not in answer:
-        raise ValueError(f"{place}: a GSM8K problem has a question, and an answer that ends in '#### NUMBER'")
+        raise UserError(f"{place}: a GSM8K problem has a question, and an answer that ends in '#### NUMBER'")
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": f"{problem['question']} {INSTRUCTION}"}],

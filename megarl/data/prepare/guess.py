@@ -4,6 +4,8 @@ import argparse
 import random
 from typing import Any
 
+from megarl.errors import UserError
+
 MOST_TURNS = 6  # of a demonstration
 
 
@@ -23,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train`, `val` and, if asked for, `sft`. Raises ValueError for impossible options."""
+    """Return the rows of `train`, `val` and, if asked for, `sft`. Raises UserError for impossible options."""
     if arguments.largest < 2 or not 0.0 <= arguments.careless <= 1.0:
-        raise ValueError(f"--largest {arguments.largest}, --careless {arguments.careless}: give 2 or more, and 0 to 1")
+        raise UserError(f"--largest {arguments.largest}, --careless {arguments.careless}: give 2 or more, and 0 to 1")
     rng = random.Random(arguments.seed)
     splits = {
         split: [_row(rng.randint(1, arguments.largest), arguments.largest, split, index) for index in range(count)]

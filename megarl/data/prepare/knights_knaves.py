@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, Literal
 
+from megarl.errors import UserError
+
 NAMES = ("Ava", "Ben", "Chloe", "David", "Emma", "Jack", "Lily", "Noah", "Olivia", "Zoe")
 MAX_TRIES = 10_000  # after so many draws in a row without a new puzzle, there are no more
 
@@ -60,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if there are too few puzzles."""
+    """Return the rows of `train` and `val`. Raises UserError if there are too few puzzles."""
     if not all(2 <= count <= len(NAMES) for count in arguments.num_people):
-        raise ValueError(f"--num-people {arguments.num_people}: give 2 to {len(NAMES)}")
+        raise UserError(f"--num-people {arguments.num_people}: give 2 to {len(NAMES)}")
     total = arguments.train + arguments.val
     puzzles = list(islice(_distinct(random.Random(arguments.seed), arguments.num_people), total))
     if len(puzzles) < total:
-        raise ValueError(
+        raise UserError(
             f"only about {len(puzzles)} distinct puzzles exist under these options, {total} were asked for: "
             "raise --num-people, or ask for fewer"
         )

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.errors import UserError
 from megarl.rewards.math import last_boxed
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or not MATH."""
+    """Return the rows of `train` and `val`. Raises UserError if the files are missing or not MATH."""
     return rows_of(arguments, _row)
 
 
@@ -23,7 +24,7 @@ def _row(problem: dict[str, Any], place: str, split: str, index: int) -> dict[st
     solution = problem.get("solution", "")
     answer = problem.get("answer") or last_boxed(solution)
     if "problem" not in problem or not answer:
-        raise ValueError(f"{place}: a MATH problem has a problem, and a solution with its answer in \\boxed{{...}}")
+        raise UserError(f"{place}: a MATH problem has a problem, and a solution with its answer in \\boxed{{...}}")
     return {
         "data_source": "math",
         "prompt": [{"role": "user", "content": f"{problem['problem']} {INSTRUCTION}"}],

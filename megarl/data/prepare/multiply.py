@@ -4,6 +4,8 @@ import argparse
 import random
 from typing import Any
 
+from megarl.errors import UserError
+
 _TASK = (
     "What is {a} * {b}? Show your work in <think> </think> tags. And return the final answer, a number and nothing "
     "else, in <answer> </answer> tags, for example <answer> 42 </answer>."
@@ -25,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if there are too few problems."""
+    """Return the rows of `train` and `val`. Raises UserError if there are too few problems."""
     if not 1 <= arguments.digits <= 9:
-        raise ValueError(f"--digits {arguments.digits}: give 1 to 9")
+        raise UserError(f"--digits {arguments.digits}: give 1 to 9")
     low, high = 10 ** (arguments.digits - 1), 10**arguments.digits
     total, exist = arguments.train + arguments.val, (high - low) ** 2
     if total > exist:
-        raise ValueError(f"only {exist} problems exist, {total} were asked for: raise --digits, or ask for fewer")
+        raise UserError(f"only {exist} problems exist, {total} were asked for: raise --digits, or ask for fewer")
     # distinct numbers of problems; drawn one by one, so that asking for more does not change the first problems
     rng, seen = random.Random(arguments.seed), dict[int, None]()
     while len(seen) < total:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.data.messages import prompt_faults
 from megarl.data.prepare.tables import Record, records_of
+from megarl.errors import UserError
 
 MOST_VALIDATION_ROWS = 500
 VALIDATION_SHARE = 10
@@ -51,12 +52,12 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of `train` and `val`.
 
     Raises:
-        ValueError: files or columns are missing, a prompt is invalid, or a column holds values of several types.
+        UserError: files or columns are missing, a prompt is invalid, or a column holds values of several types.
     """
     if PLACE not in arguments.template:
-        raise ValueError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
+        raise UserError(f"--template {arguments.template!r} has no {PLACE}: write it at the place of the prompt")
     if arguments.plain and arguments.system:
-        raise ValueError("--system is a message, and --plain writes texts: leave out --system or --plain")
+        raise UserError("--system is a message, and --plain writes texts: leave out --system or --plain")
     train = list(_rows(arguments, arguments.files, "train"))
     if arguments.val_from:
         val = list(_rows(arguments, arguments.val_from, "val"))
@@ -69,7 +70,7 @@ def _divide(rows: list[dict[str, Any]], num_val: int | None, *, seed: int) -> tu
     """Divide rows at random into those to learn from and those to validate with; both keep their order."""
     count = min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION_ROWS) if num_val is None else num_val
     if not 0 <= count < len(rows):
-        raise ValueError(f"--val {count}: there are {len(rows)} rows, and at least one must be left to learn from")
+        raise UserError(f"--val {count}: there are {len(rows)} rows, and at least one must be left to learn from")
     drawn = set(random.Random(seed).sample(range(len(rows)), count))
     val = [row | {"extra_info": row["extra_info"] | {"split": "val"}} for i, row in enumerate(rows) if i in drawn]
     return [row for i, row in enumerate(rows) if i not in drawn], val
@@ -83,7 +84,7 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
         yield _row(arguments, record, split, index)
         for name in columns[1:]:
             if (value := record.values[name]) is not None and kinds.setdefault(name, type(value)) is not type(value):
-                raise ValueError(
+                raise UserError(
                     f"{record.place}, column {name}: {value!r} is of type {type(value).__name__}, but rows before have "
                     f"{kinds[name].__name__}: write all values alike, for example as texts"
                 )
@@ -92,14 +93,14 @@ def _rows(arguments: argparse.Namespace, files: Sequence[str], split: str) -> It
 def _row(arguments: argparse.Namespace, record: Record, split: str, index: int) -> dict[str, Any]:
     prompt = record.values[arguments.prompt]
     for fault in prompt_faults(prompt):
-        raise ValueError(f"{record.place}, column {arguments.prompt}: {fault}")
+        raise UserError(f"{record.place}, column {arguments.prompt}: {fault}")
     if isinstance(prompt, str):
         prompt = arguments.template.replace(PLACE, prompt)
         if not arguments.plain:
             system = [{"role": "system", "content": arguments.system}] if arguments.system else []
             prompt = [*system, {"role": "user", "content": prompt}]
     elif arguments.plain or arguments.system or arguments.template != PLACE:
-        raise ValueError(
+        raise UserError(
             f"{record.place}, column {arguments.prompt}: is a list of messages, and --plain, --system and --template "
             "are for texts: leave them out"
         )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from megarl.data.prepare.files import add_source_arguments, rows_of
+from megarl.errors import UserError
 
 Messages = list[dict[str, str]]
 Pair = tuple[str | Messages, str, str]
@@ -34,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or have something else."""
+    """Return the rows of `train` and `val`. Raises UserError if the files are missing or have something else."""
     splits = rows_of(arguments, partial(_row, arguments.chat))
     if len({type(row["prompt"]) for rows in splits.values() for row in rows}) > 1:
-        raise ValueError(f"{arguments.source}: some prompts are texts and some are messages: add --chat")
+        raise UserError(f"{arguments.source}: some prompts are texts and some are messages: add --chat")
     if not arguments.held_out:
         return splits
     if "val" in splits:
-        raise ValueError(f"--held-out {arguments.held_out}: {arguments.source} has a test split; leave it out")
+        raise UserError(f"--held-out {arguments.held_out}: {arguments.source} has a test split; leave it out")
     return hold_out(splits["train"], arguments.held_out, arguments.seed, key=lambda row: repr(row["prompt"]))
 
 
@@ -50,7 +51,7 @@ def hold_out(
 ) -> dict[str, list[dict[str, Any]]]:
     """Divide `rows` into `train` and `val`: at least `number` rows for validation, equal `key`s in one split.
 
-    Raises ValueError if no rows are left for training.
+    Raises UserError if no rows are left for training.
     """
     order = sorted({key(row) for row in rows})
     random.Random(seed).shuffle(order)
@@ -63,7 +64,7 @@ def hold_out(
     for row in rows:
         splits["val" if key(row) in held else "train"].append(row)
     if not splits["train"]:
-        raise ValueError(
+        raise UserError(
             f"{number} of {len(rows)} pairs are to be held out, so none is left for training: ask for fewer"
         )
     return splits
@@ -76,7 +77,7 @@ def _row(as_chat: bool, problem: dict[str, Any], place: str, split: str, index: 
             if as_chat and isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
             return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _margin(problem)
-    raise ValueError(
+    raise UserError(
         f"{place}: no preference is recognised in {', '.join(problem)}; name the prompt 'prompt' and the responses "
         "'chosen' and 'rejected'"
     )

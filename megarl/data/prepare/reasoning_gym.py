@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX, compute_score, from_json, load_task, to_json
 
 _TASK = (
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the task is refused or has too few problems."""
+    """Return the rows of `train` and `val`. Raises UserError if the task is refused or has too few problems."""
     total = arguments.train + arguments.val
     config = _settings(arguments.set)
     task = load_task(arguments.name, json.dumps(config | {"seed": arguments.seed, "size": 2 * total}))
@@ -35,7 +36,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         if len(problems) == total:
             break
     else:
-        raise ValueError(
+        raise UserError(
             f"{arguments.name} gave {len(problems)} different problems in {2 * total} draws, {total} were asked for: "
             "ask for fewer, or --set other sizes"
         )
@@ -53,7 +54,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
         try:
             settings[key] = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"--set {word}: write KEY=VALUE with a number, true, false or a JSON text") from error
+            raise UserError(f"--set {word}: write KEY=VALUE with a number, true, false or a JSON text") from error
     return settings
 
 
@@ -83,7 +84,7 @@ def _check(row: dict[str, Any], problem: dict[str, Any], name: str, config: dict
     except Exception as error:  # the scorer may fail on anything that JSON has changed
         found = repr(error)
     if found != expected or not (answer or from_json(row["extra_info"]["metadata"]) == problem["metadata"]):
-        raise ValueError(
+        raise UserError(
             f"reasoning-gym's {name} cannot be kept in a file: its own answer scores {found} from the file, but "
             f"{expected} before, or its metadata changes"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.data.prepare.files import add_extraction_argument, add_source_arguments, rows_of
 from megarl.data.prepare.gsm8k import INSTRUCTION
+from megarl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the files are missing or not SVAMP."""
+    """Return the rows of `train` and `val`. Raises UserError if the files are missing or not SVAMP."""
     source = "svamp" if arguments.extraction == "strict" else "svamp/flexible"
     return rows_of(arguments, partial(_row, source))
 
@@ -26,7 +27,7 @@ def _row(source: str, problem: dict[str, Any], place: str, split: str, index: in
         body, question = problem["Body"].strip(), problem["Question"].strip()
         number = Decimal(str(problem["Answer"]))
     except (KeyError, AttributeError, InvalidOperation) as error:
-        raise ValueError(f"{place}: a SVAMP problem has Body, Question, and a number as Answer") from error
+        raise UserError(f"{place}: a SVAMP problem has Body, Question, and a number as Answer") from error
     stop = "" if body.endswith((".", "?", "!", ",")) else "."
     return {
         "data_source": source,

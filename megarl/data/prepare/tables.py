@@ -11,6 +11,7 @@ import pyarrow.ipc
 
 from megarl.data.rows import Rows
 from megarl.data.table import DataRow, Wanted
+from megarl.errors import UserError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ARROW = (".arrow", ".feather")
@@ -30,7 +31,7 @@ def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[s
     counts.
 
     Raises:
-        ValueError: a file is missing, cannot be read, is empty or lacks a column.
+        UserError: a file is missing, cannot be read, is empty or lacks a column.
     """
     wanted = Wanted(required=tuple(columns), remedies=remedies)
     for file in chain.from_iterable(map(_files_of, files)):
@@ -42,12 +43,12 @@ def records_of(files: Sequence[str], columns: Sequence[str], remedies: Mapping[s
         try:
             table = _read_texts(file, SEPARATORS[suffix]) if suffix in SEPARATORS else _read_arrow(file)
         except FileNotFoundError as error:
-            raise ValueError(f"no such file: {file}") from error
+            raise UserError(f"no such file: {file}") from error
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{file} cannot be read as {suffix}: {error}") from error
+            raise UserError(f"{file} cannot be read as {suffix}: {error}") from error
         table = table.select(wanted.find(file, table.column_names))
         if not len(table):
-            raise ValueError(f"{file} is empty: it has columns but no row")
+            raise UserError(f"{file} is empty: it has columns but no row")
         found = chain.from_iterable(batch.to_pylist() for batch in table.to_batches())
         yield from (Record(f"{file}, row {number}", row) for number, row in enumerate(found))
 
@@ -63,7 +64,7 @@ def _files_of(name: str) -> list[str]:
     for ending in ("parquet", "jsonl", "json", "csv"):
         if found := sorted(directory.glob(f"*.{ending}")):
             return list(map(str, found))
-    raise ValueError(f"{name} has no .arrow file of a saved data set, and no .parquet, .jsonl, .json or .csv file")
+    raise UserError(f"{name} has no .arrow file of a saved data set, and no .parquet, .jsonl, .json or .csv file")
 
 
 def _read_texts(file: str, separator: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.data.prepare.files import problems_of
 from megarl.data.prepare.preferences import hold_out
+from megarl.errors import UserError
 
 _SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["']))\s+""")
 
@@ -28,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `train` and `val`. Raises ValueError if the file is missing or has too few stories."""
+    """Return the rows of `train` and `val`. Raises UserError if the file is missing or has too few stories."""
     score, rows = _sentiment(), []
     for index, problem in islice(problems_of(arguments.source), arguments.stories):
         if not isinstance(problem.get("text"), str):
-            raise ValueError(f"{arguments.source}, row {index}: a story is an object with its `text`")
+            raise UserError(f"{arguments.source}, row {index}: a story is an object with its `text`")
         opening, passages = cut(problem["text"], arguments.words)
         chosen_pairs = pairs(passages, score, gap=arguments.gap)
         random.Random(f"{arguments.seed} {index}").shuffle(chosen_pairs)
@@ -41,7 +42,7 @@ def build(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             for chosen, rejected, margin in chosen_pairs[: arguments.pairs]
         ]
     if not rows:
-        raise ValueError(f"{arguments.source} gives no pair: lower --gap or --words, or give more stories")
+        raise UserError(f"{arguments.source} gives no pair: lower --gap or --words, or give more stories")
     return hold_out(rows, arguments.val, arguments.seed, key=lambda row: row["story"])
 
 
@@ -69,6 +70,6 @@ def _sentiment() -> Callable[[str], float]:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ValueError("the sentiment is VADER's: pip install vaderSentiment==3.3.2") from error
+        raise UserError("the sentiment is VADER's: pip install vaderSentiment==3.3.2") from error
     analyzer = SentimentIntensityAnalyzer()
     return lambda text: float(analyzer.polarity_scores(text)["compound"])

@@ -56,7 +56,7 @@ def load_index(file: Any) -> Any:
 
     Raises:
         pickle.UnpicklingError: it names something other than torch's records.
-        ValueError: it leads to files of other directories.
+        UserError: it leads to files of other directories.
     """
     index = _IndexUnpickler(file).load()
     for place in index.storage_data.values():
