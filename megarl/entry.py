@@ -17,15 +17,17 @@ from megarl.config.faults import ConfigError
 from megarl.distributed.place import Launch, Wanted, detect
 from megarl.distributed.watchdog import GRACE_S, note, watching
 from megarl.errors import UserError
-from megarl.platform.early import starting
 from megarl.platform.forking import apart, end
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
+from megarl.platform.log import keep_in, show_on_console
 from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, outlive_readers
 from megarl.platform.versions import running
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,8 +55,9 @@ def run(
     remarks: Callable[[C, Sequence[str]], Iterable[str]] = lambda config, argv: (),
     trial: Callable[[C], Iterable[str] | None] = lambda config: (),
     imports: Sequence[str] = (),
+    keeps_log: bool = False,
 ) -> None:
-    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank prints the `remarks`.
+    """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `remarks`.
 
     `trial` tries what a configuration names, in the first process of the job, before ranks meet or are started. It
     yields remarks, and raises ConfigError.
@@ -62,9 +65,12 @@ def run(
     `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
     Such a rank does not return: its process ends.
 
-    A fault in the configuration ends the program with code 2 before any process group exists. Any other error that a
-    user can mend (UserError) ends it with code 1. Both print a message instead of a traceback, and once if all ranks
-    have it. A job that received a signal to end (see `signals`) ends with code 75.
+    `keeps_log` keeps the log of each rank in the directory of the run.
+
+    A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
+    with code 1. What a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have it; any
+    other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end (see
+    `signals`) ends with code 75.
     """
     silence_imports()
     prefer_huge_pages()
@@ -72,28 +78,31 @@ def run(
     outlive_readers()
     early.obey()
     rank, is_first_here = os.environ.get("RANK", "0"), True
+    show_on_console(int(rank) if rank.isdecimal() else 0)
 
     def read(launch: Launch | None) -> C:
         config = load(argv, world_size=launch.world_size if launch else None)
         is_first = launch is None or (launch.rank == 0 and COMMAND not in os.environ)  # else the first process did it
         for remark in (trial(config) if is_first else None) or ():
-            print(redact(f"note: {remark}"))
+            logger.info("note: %s", remark)
         return config
 
     try:
         launched = detect(os.environ)
         launch = launched or _start(module, argv, lambda: read(None).trainer, imports)
         rank, is_first_here = str(launch.rank), launch.local_rank == 0
+        show_on_console(launch.rank)
         config = read(launch)
-        store = _meet(launch, config)
     except ConfigError as error:
         if is_first_here:  # a fault may concern this host alone
             print(error, file=sys.stderr)
         sys.exit(2)
     except UserError as error:
         sys.exit(redact(f"megarl: rank {rank}: {error}"))
+    if keeps_log:
+        keep_in(Path(config.trainer.default_local_dir), launch.rank)
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
-    _work(config, launch, store, body)
+    _work(config, launch, body)
     if launched is None:
         end()
 
@@ -135,37 +144,45 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     return store
 
 
-def _work(config: C, launch: Launch, store: "Store", body: Callable[[C, Launch], None]) -> None:
-    """Run the body under the watchdog; end the program with a message if it fails or a signal stops it."""
-    from megarl.distributed import signals
-    from megarl.distributed.exchange import together
-    from megarl.distributed.store import is_said
+def _work(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> None:
+    """Meet the other ranks and run the body; end the program with a report if it fails, or if a signal stops it."""
+    from megarl.distributed import failures
 
-    trainer, code = config.trainer, 0
-    name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
-    reports, timeout_s = Path(trainer.default_local_dir) / name, trainer.phase_timeout_s
+    store = None
     try:
-        with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
-            try:
-                body(config, launch)
-            except signals.Stopped as stopped:
-                code = signals.EXIT_CODE
-                if launch.rank == 0:
-                    print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
-            note(phase="end")
-            _leave()
-    except UserError as error:
-        logging.getLogger(__name__).debug("origin of the error", exc_info=True)
-        sys.exit(1 if is_said(store, str(error), launch) else redact(f"megarl: rank {launch.rank}: {error}"))
+        store = _meet(launch, config)
+        code = _run_watched(config, launch, body)
+    except Exception as error:
+        sys.exit(failures.report(error, Path(config.trainer.default_local_dir), launch, store))
     if code:
         sys.exit(code)
 
 
+def _run_watched(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> int:
+    """Run the body under the watchdog until all ranks are done with it; return the exit code of the job."""
+    from megarl.distributed import signals
+    from megarl.distributed.exchange import together
+
+    trainer, code = config.trainer, 0
+    name = together(lambda: f"hang-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")[0]
+    reports, timeout_s = Path(trainer.default_local_dir) / name, trainer.phase_timeout_s
+    with watching(reports, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s):
+        try:
+            body(config, launch)
+        except signals.Stopped as stopped:
+            code = signals.EXIT_CODE
+            if launch.rank == 0:
+                print(redact(f"megarl: {stopped}; {how_to_resume(trainer, os.environ)}"), file=sys.stderr)
+        note(phase="end")
+        _leave()
+    return code
+
+
 def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
     for remark in remarks:
-        print(f"note: {remark}")
+        logger.info("note: %s", remark)
     if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
-        starting("import of torch, Megatron-Core and vLLM")
+        logger.info("starting: import of torch, Megatron-Core and vLLM")
 
 
 def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:

@@ -22,7 +22,16 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.sft", argv, read_configuration, train, remarks=unread_keys, trial=find_places, imports=IMPORTS)
+    run(
+        "megarl.sft",
+        argv,
+        read_configuration,
+        train,
+        remarks=unread_keys,
+        trial=find_places,
+        imports=IMPORTS,
+        keeps_log=True,
+    )
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> SFTConfig:

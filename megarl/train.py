@@ -47,6 +47,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
             unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
         ),
         imports=IMPORTS,
+        keeps_log=True,
     )
 
 

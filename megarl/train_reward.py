@@ -23,7 +23,16 @@ IMPORTS = ("megarl.assembly.supervised", "megarl.learner.imported")
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Train as configured, on every rank of the job."""
-    run("megarl.train_reward", argv, read_configuration, train, remarks=unread_keys, trial=find_places, imports=IMPORTS)
+    run(
+        "megarl.train_reward",
+        argv,
+        read_configuration,
+        train,
+        remarks=unread_keys,
+        trial=find_places,
+        imports=IMPORTS,
+        keeps_log=True,
+    )
 
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> RewardTrainConfig:

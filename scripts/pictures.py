@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = "commands"
+COMMANDS, ERRORS = "commands", "megarl.errors"
 BLUE, GREEN, ORANGE, GREY, VIOLET, RED = "#3b6fb6", "#4a9156", "#d98328", "#8a8f98", "#7d5ba6", "#b8484e"
 INK, PALE = "#22262d", "#d9dde3"
 GB = 1e9
@@ -59,7 +59,7 @@ def read_layers() -> list[list[str]]:
 
 
 def find_arrows(layers: Iterable[Iterable[str]]) -> set[Arrow]:
-    """Return which room imports which, from the code."""
+    """Return which room imports which, from the code. Every room may import `errors`, which has no arrows."""
     rooms = {room for layer in layers for room in layer}
     graph = grimp.build_graph("megarl", cache_dir=None)
 
@@ -70,7 +70,7 @@ def find_arrows(layers: Iterable[Iterable[str]]) -> set[Arrow]:
     pairs = {
         Arrow(room_of(module), room_of(imported))
         for module in graph.modules - {"megarl"}
-        for imported in graph.find_modules_directly_imported_by(module) - {"megarl"}
+        for imported in graph.find_modules_directly_imported_by(module) - {"megarl", ERRORS}
     }
     return {arrow for arrow in pairs if arrow.importer != arrow.imported}
 
@@ -109,7 +109,7 @@ def draw_house(path: Path) -> None:
         line.set_gid(f"{arrow.importer}->{arrow.imported}")
         line.set_zorder(2 if arrow in dark else 1)
     for room, (x, y) in spots.items():
-        _box(axes, x, y, 1.9, 0.5, room, BLUE if room not in ("batch", "section") else GREY)
+        _box(axes, x, y, 1.9, 0.5, room, BLUE if room not in ("batch", "errors", "section") else GREY)
     axes.text(0.1, 0.35, f"{len(arrows)} arrows; a pale arrow\nrepeats a chain of dark arrows", va="top", color=GREY)
     _save(path)
 

@@ -1,5 +1,6 @@
 """Builds the models of a run as configured: actor, reference and critic, with their budgets and objectives."""
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +20,13 @@ from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
-from megarl.platform.early import starting
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
 from megarl.training.roles import Model, Reference, Updates
 from megarl.training.skips import Skips
+
+logger = logging.getLogger(__name__)
 
 
 def make_tokenizer(data: DataSection | SupervisedDataSection, model: ModelSection, source: Source) -> Tokenizer:
@@ -74,7 +76,7 @@ def make_actor(
 ) -> Model[Any]:
     """Make the policy that learns, with the configured parts of its loss."""
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-    starting("the actor")
+    logger.info("starting: the actor")
     objective = ActorObjective(actor, horizon=config.data.max_response_length, own=own_loss)
     learner = make_learner(
         source.directory,
@@ -135,7 +137,7 @@ def make_reference(config: Config, source: Source, mesh: Mesh, tokenizer: Tokeni
 def make_frozen(config: Config, source: Source, mesh: Mesh) -> Model[Any]:
     """Make a policy that never learns from the checkpoint in `source`."""
     policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
-    starting("the reference")
+    logger.info("starting: the reference")
     learner = make_learner(
         source.directory,
         source.architecture,
@@ -170,7 +172,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
         apply_chat_template=config.data.apply_chat_template,
         trust_remote_code=critic.model.trust_remote_code,
     )
-    starting("the critic")
+    logger.info("starting: the critic")
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -1,5 +1,6 @@
 """The records of any run: its directory, its checkpoints and its trackers."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,11 @@ from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
 from megarl.tracking.tracker import Tracker, make_tracker
 
+logger = logging.getLogger(__name__)
+
 
 def name_own_code(config: Config | SupervisedConfig) -> None:
-    """Print which of the user's own code runs: rewards, and code that comes with models. Collective.
+    """Report which of the user's own code runs: rewards, and code that comes with models. Collective.
 
     Raises:
         UserError: the code differs between ranks.
@@ -38,7 +41,7 @@ def name_own_code(config: Config | SupervisedConfig) -> None:
     agree(code)
     if dist.get_rank() == 0:
         for key, what in code.items():
-            print(f"code of your own: {key}: {what}")
+            logger.info("code of your own: %s: %s", key, what)
 
 
 def check_directories(trainer: TrainerSection) -> None:
@@ -154,7 +157,7 @@ def finish_records(
 ) -> None:
     """Report that no steps are left. Record the last step and complete the mirror if the run died before that."""
     if launch.rank == 0:
-        print(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
+        logger.info(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
     run_tracker(config, launch, resume_point, last_step=last_step).close()
     if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
         mirror.remember(resume_point.checkpoint)

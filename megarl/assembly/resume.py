@@ -1,6 +1,7 @@
 """Find the checkpoint that a run resumes from, before the run is built, and report what has changed since."""
 
 import json
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ from megarl.platform.files import write_whole
 from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.run_id import known_run_ids
+
+logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 80  # characters of a value
 RUN_NAMES = ("trainer.project_name", "trainer.experiment_name")
@@ -135,7 +138,8 @@ def prepare_checkpoint(trainer: TrainerSection) -> Path | None:
         return resumed_checkpoint(trainer)
     if any(together(lambda: restarted(os.environ))) and (own := last_intact(run_dir)):
         if dist.get_rank() == 0:
-            print(f"restarted by its launcher: resumes from {own}, although trainer.resume_mode={trainer.resume_mode}")
+            mode = trainer.resume_mode
+            logger.info("restarted by its launcher: resumes from %s, although trainer.resume_mode=%s", own, mode)
         return own
     before = on_first_rank(lambda: saved_steps(run_dir))
     checkpoint = resumed_checkpoint(trainer)
@@ -149,7 +153,9 @@ def _set_aside_others(run_dir: Path, steps: Collection[int], checkpoint: Path | 
     last_kept = step if step is not None and step in steps else -1  # a copy from elsewhere has no earlier steps here
     others = [other for other in steps if other > last_kept]
     if target := set_aside(run_dir, others, latest=step):
-        print(f"moved {len(others)} checkpoints of another past from {run_dir} to {target}; you may delete them")
+        logger.info(
+            "moved %d checkpoints of another past from %s to %s; you may delete them", len(others), run_dir, target
+        )
 
 
 def mirror_of(trainer: TrainerSection) -> Mirror | None:
@@ -203,21 +209,22 @@ def _compare(
 
 
 def _show(checkpoint: Path, found: list[ConfigDifference], other_versions: Mapping[str, tuple[str, str]]) -> None:
-    """Print the differences: those with an effect with both values, the others by name."""
+    """Report the differences: those with an effect with both values, the others by name."""
     effective = [difference for difference in found if difference.effect is not Effect.NONE]
     if effective or other_versions:
-        print(f"changes since {checkpoint}:")
+        logger.info("changes since %s:", checkpoint)
     for each in effective:
-        print(f"  {each.key}: {_cut(each.was)} -> {_cut(each.now)} ({each.effect.value}: {each.reason})")
+        was, now, effect = _cut(each.was), _cut(each.now), each.effect.value
+        logger.info("  %s: %s -> %s (%s: %s)", each.key, was, now, effect, each.reason)
     for name, (was, now) in other_versions.items():
-        print(f"  {name}: {was} -> {now} (another version: rounding or more)")
+        logger.info("  %s: %s -> %s (another version: rounding or more)", name, was, now)
     if any(difference.effect is Effect.CURVE for difference in found):
-        print("note: the curve will differ from that of an uninterrupted run")
+        logger.info("note: the curve will differ from that of an uninterrupted run")
     if harmless := [difference.key for difference in found if difference.effect is Effect.NONE]:
-        print(f"changed without effect on the curve: {', '.join(harmless)}")
+        logger.info("changed without effect on the curve: %s", ", ".join(harmless))
     if incomparable := [difference.key for difference in found if difference.makes_scores_incomparable]:
         keys = ", ".join(incomparable)
-        print(f"note: validation scores are not comparable with earlier ones, so the best starts anew: {keys}")
+        logger.info("note: validation scores are not comparable with earlier ones, so the best starts anew: %s", keys)
 
 
 def _cut(value: Any) -> str:

@@ -1,5 +1,7 @@
 """Builds the reward of a run as configured: rules, a reward model, both, or an environment."""
 
+import logging
+
 from megarl.batch import Prompt
 from megarl.config.root import Config, RewardModelSection
 from megarl.data.conversations import Conversations
@@ -12,9 +14,10 @@ from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
-from megarl.platform.early import starting
 from megarl.rewards.scoring import RuleScorer
 from megarl.training.reward_model import ModelScorer, RewardModel
+
+logger = logging.getLogger(__name__)
 
 Reward = RuleScorer | ModelScorer | EpisodeScorer
 
@@ -80,7 +83,7 @@ def make_reward(
         max_length=section.max_length or source.architecture.max_position_embeddings,
     )
     decoder = policy if given == policy_path else given and load_tokenizer(given, trust_remote_code=trusted)
-    starting("the reward model")
+    logger.info("starting: the reward model")
     learner = make_learner(
         source.directory,
         source.architecture,

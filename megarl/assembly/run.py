@@ -1,5 +1,6 @@
 """The composition root: builds a run of reinforcement learning, or its validation alone, as configured."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -64,6 +65,8 @@ from megarl.training.steps import Schedule
 from megarl.training.validation import Validation
 from megarl.training.work import TERA, Work
 
+logger = logging.getLogger(__name__)
+
 MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
 
@@ -101,7 +104,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
         finish_records(config, launch, resume_point, last_step=last_step)
         return None
     if launch.rank == 0 and not replay:
-        print(_first_as_read(config, state, prompts, val_prompts))
+        logger.info(_first_as_read(config, state, prompts, val_prompts))
     engine = None if replay else make_engine(config, source, tokenizer)
     models = make_models(config, source, tokenizer, own_loss=loss, last_step=last_step)
     checkpoints = _make_checkpoints(config, launch, source, tokenizer, models, mirrored=continues)
@@ -197,7 +200,7 @@ def _make_gate(config: Config, launch: Launch) -> Gate | None:
         return None
     gate = Gate(limits=make_limits(config))
     if launch.rank == 0:
-        print(gate)
+        logger.info(gate)
     return gate
 
 
@@ -260,7 +263,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     rules = make_rules(config, tokenizer)
     environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     if launch.rank == 0:
-        print(prompts.first_as_read(Position()))
+        logger.info(prompts.first_as_read(Position()))
     engine = make_engine(config, source, tokenizer)
     mesh = build_mesh(policy.actor.megatron)
     actor = make_learner(

@@ -1,6 +1,7 @@
 """Builds what a run samples and scores with: prompts, engine, sampler, reward and validation."""
 
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
-from megarl.platform.early import starting
 from megarl.reshard.executor import Reshard
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
@@ -40,6 +40,8 @@ from megarl.training.partial import Partial
 from megarl.training.replay import Recorder
 from megarl.training.roles import EngineSampler
 from megarl.training.validation import Validation
+
+logger = logging.getLogger(__name__)
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer) -> PromptStream:
@@ -62,7 +64,7 @@ def make_engine(config: Config, source: Source, tokenizer: Tokenizer) -> Rollout
     """Start this rank's part of a vLLM engine. It has no weights yet."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    starting("the engine")
+    logger.info("starting: the engine")
     prompts_per_replica = math.ceil(config.num_drawn * rollout.tensor_model_parallel_size / num_ranks)
     return start_engine(
         source,

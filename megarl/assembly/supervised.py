@@ -1,5 +1,6 @@
 """Builds a run that learns from files without an engine: supervised fine-tuning, or training a reward model."""
 
+import logging
 from pathlib import Path
 
 from megarl.assembly.records import check_directories, finish_records, make_checkpoints, name_own_code, run_tracker
@@ -17,12 +18,13 @@ from megarl.learner.factory import make_learner
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import build_mesh
 from megarl.models.source import Source
-from megarl.platform.early import starting
 from megarl.tracking.profile import make_traces
 from megarl.tracking.tracker import recording
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule
 from megarl.training.supervised import Lessons, train
+
+logger = logging.getLogger(__name__)
 
 
 def learn(config: SupervisedConfig, launch: Launch, source: Source, tokenizer: Tokenizer, lessons: Lessons) -> None:
@@ -53,8 +55,8 @@ def _learn(
         if together(lambda: is_exported(run_dir / HUGGINGFACE, resume_point))[0]:
             return None
     if launch.rank == 0:
-        print(lessons.batches.first_as_read(resume_point.state.step))
-    starting("the model")
+        logger.info(lessons.batches.first_as_read(resume_point.state.step))
+    logger.info("starting: the model")
     learner = make_learner(
         source.directory,
         source.architecture,

@@ -135,8 +135,9 @@ class Mirror:
             self._pending.remove(step)
             self._uploader.forget(step)
             if is_first:
-                name = f"{STEP_PREFIX}{step}"
-                print(f"megarl: {name} is mirrored to {self._remote}, {num_bytes} bytes in {seconds:.1f} s")
+                logger.info(
+                    "%s%d is mirrored to %s, %d bytes in %.1f s", STEP_PREFIX, step, self._remote, num_bytes, seconds
+                )
             self._metrics |= {
                 "checkpoint/mirrored_step": float(step),
                 "checkpoint/mirror_bytes": float(num_bytes),

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
@@ -119,11 +118,7 @@ def _lock(file: TextIOWrapper, patience_s: float) -> bool:
                 return False
             if not has_reported:
                 holder, place = _holder(Path(file.name)), Path(file.name).parent
-                print(
-                    f"megarl: {place} is in use: waiting up to {patience_s:g} s for {holder}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                logger.warning("%s is in use: waiting up to %g s for %s", place, patience_s, holder)
                 has_reported = True
             time.sleep(_ROUND_S)
         else:

@@ -8,6 +8,7 @@ import click
 from megarl.cli import completion
 from megarl.cli.command import CONTEXT, Command, Commands, Relay
 from megarl.cli.kinds import Amount, Checkpoint, EngineMilliseconds, MeanLengths, PeakTflops, RunDirectory
+from megarl.platform.log import LEVELS, set_level
 
 TRAINS, USES, PLANS, STARTS = "Train", "Use what was trained", "Plan and check", "Begin"
 PATH = click.Path(path_type=Path)
@@ -39,6 +40,18 @@ def _json(instead: str) -> click.Option:
     return click.Option(["--json", "as_json"], is_flag=True, help=f"Print one JSON object instead of {instead}.")
 
 
+def _log_level() -> click.Option:
+    return click.Option(
+        ["--log-level"],
+        type=click.Choice(LEVELS),
+        default="info",
+        show_default=True,
+        expose_value=False,
+        callback=lambda context, option, level: set_level(level),
+        help="Least level of the records that the log shows.",
+    )
+
+
 TRAIN = Command(
     "train",
     configuration("train"),
@@ -49,6 +62,7 @@ TRAIN = Command(
         help="Learn again from samples that a run kept in trainer.rollout_data_dir: from a file, or from all files of "
         "a directory that follow the checkpoint.",
     ),
+    _log_level(),
     module="megarl.train",
     section=TRAINS,
     text="Reinforcement learning: PPO, GRPO and their relatives.\n\nA run whose directory has a checkpoint resumes "
@@ -59,6 +73,7 @@ TRAIN = Command(
 SFT = Command(
     "sft",
     configuration("sft"),
+    _log_level(),
     module="megarl.sft",
     section=TRAINS,
     text=f"Supervised fine-tuning.\n\nWrites a Hugging Face directory at the end, RUN_DIR/huggingface. {LAUNCH}",
@@ -68,6 +83,7 @@ SFT = Command(
 TRAIN_REWARD = Command(
     "train-reward",
     configuration("train_reward"),
+    _log_level(),
     module="megarl.train_reward",
     section=TRAINS,
     text="Training of a reward model from pairs of responses.\n\nWrites a Hugging Face directory at the end, "
@@ -78,6 +94,7 @@ TRAIN_REWARD = Command(
 EVALUATE = Command(
     "evaluate",
     configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
+    _log_level(),
     module="megarl.evaluate",
     section=USES,
     text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
@@ -92,6 +109,7 @@ EXPORT = Command(
     click.Argument(["checkpoint"], type=Checkpoint()),
     click.Argument(["out"], type=PATH),
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
+    _log_level(),
     module="megarl.export",
     section=USES,
     text="Write a checkpoint as a Hugging Face directory, which transformers and vLLM load.\n\nCHECKPOINT is "
@@ -183,6 +201,7 @@ VERIFY = Command(
         shell_complete=completion.of("verify"),
     ),
     _json("a table"),
+    _log_level(),
     module="megarl.verify",
     section=PLANS,
     text="Verify that weights reach the engine.\n\nLoads a checkpoint into the given Megatron split, syncs it to the "

@@ -25,6 +25,7 @@ from megarl.platform.secrets import BLOT
 COMMAND_LINE = "command line"
 YAML = (".yaml", ".yml")
 CHECKS = ("--check", "--dry-run")  # what people try in order to check a configuration
+UNREADABLE = (YAMLError, OmegaConfBaseException, ValueError)  # PyYAML raises ValueError for numbers, dates and bytes
 _QUOTING = re.compile(r"(tag|alias|anchor|handle|input|at:) '.*'", re.DOTALL)
 
 
@@ -93,7 +94,7 @@ def _read_file(name: str) -> Layer:
         raise UserError(f"no such file{similar(path)}")
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except UNREADABLE as error:
         raise UserError(f"is not valid YAML: {_say(error)}") from error
     if not isinstance(tree, dict):
         raise UserError("must hold keys and values at its top level")
@@ -106,7 +107,7 @@ def _read_override(argument: str) -> Layer:
         raise UserError("keys cannot be removed: set it to another value")
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([argument.lstrip("+")]), resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except UNREADABLE as error:
         raise UserError(f"its value is not valid YAML: {_say(error)}") from error
     assert isinstance(tree, dict)
     return Layer(origin=COMMAND_LINE, tree={str(key): value for key, value in tree.items()})
@@ -121,7 +122,7 @@ def _flatten(node: dict[Any, Any], schema: Schema, prefix: str) -> Iterator[tupl
             yield path, value
 
 
-def _say(error: YAMLError | OmegaConfBaseException) -> str:
+def _say(error: Exception) -> str:
     """Describe the error in one line without the values that it quotes: only the key may show that one is secret."""
     words = str(error)
     if isinstance(error, MarkedYAMLError):  # its own words may show the line

@@ -10,18 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 from megarl.distributed.hosts import REMEDY, REPORT_INTERVAL_S, resolve
 from megarl.distributed.local import report_first
 from megarl.distributed.signals import forward
 from megarl.errors import UserError
-from megarl.platform.early import say
+from megarl.platform.log import show_on_console
 from megarl.platform.processes import children
+
+logger = logging.getLogger(__name__)
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -42,10 +45,16 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sys.exit(report_first(rank, failure.exitcode))
+        sys.exit(report_first(rank, failure.exitcode, _reason(failure)))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)
+
+
+def _reason(failure: ProcessFailure) -> str:
+    """Return the line that a failing rank has left; '' if it left none."""
+    message = failure.error_file_data["message"] if Path(failure.error_file).is_file() else ""
+    return message if isinstance(message, str) else ""
 
 
 def _report_waiting(num_hosts: str, address: str) -> None:
@@ -53,8 +62,9 @@ def _report_waiting(num_hosts: str, address: str) -> None:
     while not any(children()):
         time.sleep(REPORT_INTERVAL_S)
         if not any(children()):
-            say(f"waiting at {address} until all {num_hosts} hosts have joined; {REMEDY}")
+            logger.warning("waiting at %s until all %s hosts have joined; %s", address, num_hosts, REMEDY)
 
 
 if __name__ == "__main__":
+    show_on_console(rank=0)
     serve(sys.argv[1:])

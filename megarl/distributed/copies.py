@@ -1,12 +1,14 @@
 """Local copies of remote directories: made once per node, and unchanged while this process runs."""
 
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.distributed.nodes import once_a_node
 from megarl.platform.cache import ReportProgress, copy_of
 from megarl.platform.remote import RemoteDirectory
+
+logger = logging.getLogger(__name__)
 
 _copies: dict[tuple[str, str], Path] = {}  # a run keeps the files it started with, even if the remote changes
 
@@ -23,7 +25,7 @@ def local_copy(uri: str, kind: str, choose: Callable[[RemoteDirectory], Sequence
     def bring(report: ReportProgress) -> Path:
         remote = RemoteDirectory(uri)  # a new object, which has no cached listing
         path = copy_of(remote, choose(remote), report)
-        print(f"{remote}: its {kind} is copied to {path}", file=sys.stderr)
+        logger.info("%s: its %s is copied to %s", remote, kind, path)
         return path
 
     if (uri, kind) not in _copies:

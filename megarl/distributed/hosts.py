@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import Store
 
 from megarl.distributed.place import Launch
 from megarl.errors import UserError
-from megarl.platform.early import say
+
+logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 20.0
 """Seconds that a job waits for a host before it reports that, and between two reports."""
@@ -101,7 +102,8 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
         if waited > timeout_s:
             raise UserError(f"rank 0 does not listen at {host}:{port} ({', '.join(addresses)}): {REMEDY}")
         if reports.wait():
-            say(f"waiting for rank 0 at {host}:{port} ({', '.join(addresses)}); if rank 0 is running: {REMEDY}")
+            shown = ", ".join(addresses)
+            logger.warning("waiting for rank 0 at %s:%d (%s); if rank 0 is running: %s", host, port, shown, REMEDY)
 
 
 def _listens(address: str, port: int) -> bool:
@@ -145,7 +147,8 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
             if _listens(address, port):
                 return address, port
         if reports.wait():
-            say(f"waiting for rank 0, which writes its address to {path} ({found or 'nothing yet'}); {REMEDY}")
+            written = found or "nothing yet"
+            logger.warning("waiting for rank 0, which writes its address to %s (%s); %s", path, written, REMEDY)
     raise UserError(f"rank 0 does not listen at any address in {path} ({found or 'none'}): {REMEDY}")
 
 
@@ -163,7 +166,7 @@ def gather(store: Store, host: str, launch: Launch, *, timeout_s: float) -> Seat
         if time.monotonic() > until:
             raise UserError(f"{_describe_missing(store, launch)}; {REMEDY}")
         if reports.wait():
-            say(f"waiting at {host}: {_describe_missing(store, launch)}")
+            logger.warning("waiting at %s: %s", host, _describe_missing(store, launch))
     return mine
 
 
@@ -213,7 +216,7 @@ def choose_interface(store: Store, mine: Seat, launch: Launch) -> None:
         for variable in INTERFACES:
             os.environ.setdefault(variable, name)
     else:
-        logging.getLogger(__name__).warning("no network interface leads to the first host: %s", REMEDY)
+        logger.warning("no network interface leads to the first host: %s", REMEDY)
 
 
 def describe_failure(error: Exception, host: str, port: int) -> str:

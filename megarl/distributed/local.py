@@ -6,6 +6,7 @@ a fork.
 """
 
 import io
+import logging
 import os
 import signal
 import socket
@@ -17,17 +18,20 @@ from importlib import import_module
 import torch
 from torch.distributed import TCPStore
 
+from megarl.distributed.failures import report_to
 from megarl.distributed.place import Launch
 from megarl.distributed.signals import EXIT_CODE, SIGNALS, forward
 from megarl.platform.device import decide_device
-from megarl.platform.early import starting
 from megarl.platform.forking import as_shell, flush, fork
 from megarl.platform.processes import die_with_parent
 
 PATIENCE_S = 30.0
 """Seconds in which ranks end after SIGTERM, because another rank has failed."""
 HOST = "127.0.0.1"
+IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
 _ROUND_S = 0.05
+
+logger = logging.getLogger(__name__)
 
 
 def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
@@ -40,13 +44,14 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     torch.set_num_threads(1)  # the threads of a pool would not survive the fork
     decide_device("cpu")
     if imports:
-        starting("import of torch, Megatron-Core and vLLM")
+        logger.info(IMPORTING)
     for name in imports:
         import_module(name)
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= sizes | {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    failures, reason_of = os.pipe()
     ranks, parent = dict[int, int](), os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for rank in range(num_ranks):
@@ -54,6 +59,8 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
             os.setsid()
             die_with_parent(signal.SIGKILL, parent=parent)
             listener.close()
+            os.close(failures)
+            report_to(reason_of)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             torch.set_num_threads(threads)
             for stream in (sys.stdout, sys.stderr):
@@ -65,30 +72,42 @@ def fork_ranks(num_ranks: int, imports: Sequence[str]) -> Launch:
     forward()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    code = _watch(ranks, store)
+    os.close(reason_of)
+    code = _watch(ranks, store, failures)
     flush()
     os._exit(code)  # what was imported would take seconds to unload
 
 
-def report_first(rank: int, code: int) -> int:
-    """Name the rank that failed first, with `code` as Python counts it; return the exit code of the job."""
-    code = as_shell(code)
+def report_first(rank: int, code: int, reason: str = "") -> int:
+    """Name the rank that failed first; return the exit code of the job.
+
+    Args:
+        rank: the rank that ended first.
+        code: its exit code as Python counts it.
+        reason: the line that a failing rank has left, if any.
+    """
+    is_killed, code = code < 0, as_shell(code)
     if code != EXIT_CODE:  # otherwise a rank has printed the reason
-        print(f"megarl: rank {rank} failed first (exit code {code}); its own messages are above", file=sys.stderr)
+        plain = f"megarl: rank {rank} failed first (exit code {code}); its own messages are above"
+        print(plain if is_killed else reason or plain, file=sys.stderr)
     return code
 
 
-def _watch(ranks: dict[int, int], store: TCPStore) -> int:
-    """Wait for all processes; `ranks` has the rank of each, and they use the store. If one fails, end the others.
+def _watch(ranks: dict[int, int], store: TCPStore, failures: int) -> int:
+    """Wait for all ranks, and return the exit code of the job. If one fails, end the others.
 
-    Return the exit code of the job.
+    Args:
+        ranks: the rank of each process.
+        store: the store that they use, which lives as long as this call.
+        failures: the pipe into which a failing rank writes why.
     """
     while ranks:
         pid, status = os.wait()
         rank = ranks.pop(pid, None)
         if rank is not None and (code := os.waitstatus_to_exitcode(status)):
             _end(set(ranks))
-            return report_first(rank, code)
+            with os.fdopen(failures, encoding="utf-8") as reasons:
+                return report_first(rank, code, reasons.readline().rstrip())
     return 0
 
 

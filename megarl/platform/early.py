@@ -1,4 +1,4 @@
-"""The first actions of a program, before it can work: reports, and an end without a traceback if a signal arrives.
+"""The first actions of a program, before it can work: an end without a traceback if a signal arrives.
 
 Imports take seconds, so every program that trains imports this module first. `distributed.signals` takes over later.
 """
@@ -6,6 +6,7 @@ Imports take seconds, so every program that trains imports this module first. `d
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -17,15 +18,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def say(line: str) -> None:
-    """Write a line to standard error without buffering; safe in a signal handler, which may interrupt `print`."""
+    """Write a line to standard error as the log does, also in a signal handler, which may interrupt the log."""
     with suppress(OSError):
-        os.write(2, f"megarl: {line}\n".encode())
-
-
-def starting(what: str) -> None:
-    """Report on the first rank what a job does before its first step, which may take minutes."""
-    if os.environ.get("RANK", "0") == "0":
-        say(f"starting: {what}")
+        os.write(2, f"{time.strftime('%H:%M:%S')} WARNING rank {os.environ.get('RANK', '0')}: {line}\n".encode())
 
 
 def local_rank() -> str:

@@ -17,7 +17,7 @@ from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
 from megarl.platform.secret_texts import BLOT, blot_named, blot_shapes, blot_users
 from megarl.platform.secret_values import values as secret_values
 
-__all__ = ["BLOT", "READ_CHARACTERS", "beginning", "guard_output", "is_secret", "redact", "redacted"]
+__all__ = ["BLOT", "READ_CHARACTERS", "beginning", "format_error", "guard_output", "is_secret", "redact", "redacted"]
 
 READ_CHARACTERS = 1 << 16
 """Characters that `beginning` reads of a text."""
@@ -70,28 +70,29 @@ def guard_output() -> None:
             text = f"{template} (its arguments cannot be formatted: {type(error).__name__})"
         record.msg, record.args = redact(text), None
         if record.exc_info and record.exc_info[1]:
-            record.exc_text = _trace(record.exc_info[1])
+            record.exc_text = format_error(record.exc_info[1])
         return record
 
     logging.setLogRecordFactory(make_redacted)
     warnings.formatwarning = lambda *args, **kwargs: redact(warn(*args, **kwargs))
-    sys.excepthook = lambda kind, error, trace: print(_trace(error), file=sys.stderr)
+    sys.excepthook = lambda kind, error, trace: print(format_error(error), file=sys.stderr)
     threading.excepthook, sys.unraisablehook = _report_thread, _report_unraisable
 
 
 def _report_thread(args: threading.ExceptHookArgs) -> None:
     if args.exc_value and not isinstance(args.exc_value, SystemExit):
         name = args.thread.name if args.thread else "?"
-        print(f"Exception in thread {name}:\n{_trace(args.exc_value)}", file=sys.stderr)
+        print(f"Exception in thread {name}:\n{format_error(args.exc_value)}", file=sys.stderr)
 
 
 def _report_unraisable(args: Any) -> None:  # its type in typeshed does not exist at run time
     what = getattr(args.object, "__qualname__", type(args.object).__name__)
-    trace = _trace(args.exc_value) if args.exc_value else args.exc_type.__name__
+    trace = format_error(args.exc_value) if args.exc_value else args.exc_type.__name__
     print(f"{args.err_msg or 'Exception ignored in'}: {what}\n{trace}", file=sys.stderr)
 
 
-def _trace(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
+    """Return the traceback of an error, redacted, as Python prints it."""
     return redact("".join(traceback.format_exception(error)).rstrip("\n"))
 
 

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from megarl.errors import UserError
 from megarl.rewards.results import RuleResult, as_rule_result, show
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS
 
@@ -88,7 +87,7 @@ def as_batch(reward: Callable[..., Any], *, is_async: bool) -> GroupReward:
             return [TypeError(fault)] * len(samples)
         if len(found) != len(samples):
             fault = f"a batch function returned {len(found)} scores for {len(samples)} responses"
-            return [UserError(fault)] * len(samples)
+            return [ValueError(fault)] * len(samples)
         return [_attempt(as_rule_result, value) for value in found]
 
     return judge

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from megarl.errors import UserError
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
@@ -83,6 +84,8 @@ def _describe(error: BaseException) -> str:
     words = ""
     with suppress(Exception):  # the text of a user's exception may raise
         words = beginning(str(error), _SHOWN_CHARACTERS)
+    if words and isinstance(error, UserError):
+        return words
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 

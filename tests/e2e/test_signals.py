@@ -124,7 +124,7 @@ def told(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tupl
     job = world.at_terminal()
     seen["segments left"] = [path for paths in seen["killed"].values() for path in paths if path.exists()]
     job.type(CTRL_C)
-    job.read_until("megarl: SIGINT")
+    job.read_until("rank 0: SIGINT")
     world.release()
     seen["code"], seen["messages"] = job.end()
     seen["metrics"] = metrics_of(world.run_dir)

@@ -6,9 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +68,16 @@ def enter(directory: Path, patience_s: float) -> str:
         return (directory / LOCK).read_text()
 
 
-def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path) -> None:
-    with another_job(tmp_path) as process, redirect_stderr(StringIO()) as said:
+def test_a_job_that_waits_for_another_says_so_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with another_job(tmp_path) as process:
         waiting = threading.Thread(target=occupancy._enter, args=[tmp_path, 600.0])
         waiting.start()
-        while not said.getvalue().endswith("\n"):  # until the test's own time limit
+        while not caplog.messages:  # until the test's own time limit
             time.sleep(0.01)
         process.kill()
         waiting.join()
     holder = f"process {process.pid} on {os.uname().nodename}"
-    assert said.getvalue() == f"megarl: {tmp_path} is in use: waiting up to 600 s for {holder}\n"
+    assert caplog.messages == [f"{tmp_path} is in use: waiting up to 600 s for {holder}"]
 
 
 def test_a_running_job_keeps_others_out_and_a_job_that_died_does_not(pool: RankPool, tmp_path: Path) -> None:

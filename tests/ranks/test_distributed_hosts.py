@@ -104,7 +104,7 @@ def test_a_first_host_that_is_this_host_is_refused(monkeypatch: pytest.MonkeyPat
             await_listener("127.0.0.1", port, OTHER_HOST, timeout_s=600)
 
 
-def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(hosts, "REPORT_INTERVAL_S", 0.0)
     store = HashStore()
     for rank in (0, 3):
@@ -112,5 +112,6 @@ def test_ranks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, capfd
         store.add("megarl/seated", 1)
     with pytest.raises(ValueError, match=r"3 of 4 ranks have joined; missing: 1 \(host number 0 of 2.*set MASTER_ADDR"):
         gather(store, "127.0.0.1", OTHER_HOST, timeout_s=1.0)
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("megarl: waiting at 127.0.0.1: 3 of 4 ranks have joined; missing: 1 (host number 0 of 2")
+    assert caplog.messages[0].startswith(
+        "waiting at 127.0.0.1: 3 of 4 ranks have joined; missing: 1 (host number 0 of 2"
+    )

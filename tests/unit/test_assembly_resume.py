@@ -47,23 +47,35 @@ def save(config: Config, *, step: int, best: Best | None = None) -> Path:
     return run_dir / f"global_step_{step}"
 
 
-def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(autouse=True)
+def shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "megarl")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    """Return the lines that were logged since the last call."""
+    lines = [f"{message}\n" for message in caplog.messages]
+    caplog.clear()
+    return "".join(lines)
+
+
+def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(tmp_path)
     assert ResumePoint.find(config) == ResumePoint(checkpoint=None, state=State(step=0))
     checkpoint = save(config, step=3)
     resume_point = ResumePoint.find(config)
     assert resume_point == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=True)
     assert [resume_point.is_at(step) for step in (3, 4)] == [True, False]
-    assert capsys.readouterr().out == ""
+    assert told(caplog) == ""
 
 
-def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = save(configured(tmp_path), step=3)
     assert ResumePoint.find(configured(tmp_path, "trainer.save_freq=2")).same_curve
-    assert capsys.readouterr().out == "changed without effect on the curve: trainer.save_freq\n"
+    assert told(caplog) == "changed without effect on the curve: trainer.save_freq\n"
     changed = configured(tmp_path, "trainer.n_gpus_per_node=4", "algorithm.gamma=0.5")
     assert not ResumePoint.find(changed).same_curve
-    assert capsys.readouterr().out.splitlines() == [
+    assert told(caplog).splitlines() == [
         f"changes since {checkpoint}:",
         "  algorithm.gamma: 1.0 -> 0.5 (another curve: the algorithm)",
         "  trainer.n_gpus_per_node: 8 -> 4 (rounding: another split)",
@@ -71,19 +83,17 @@ def test_what_is_otherwise_is_said_and_whether_it_matters(tmp_path: Path, capsys
     ]
 
 
-def test_another_content_of_the_reward_file_is_another_curve(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reward, run_dir = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(run_dir, f"custom_reward_function.path={reward}")
     checkpoint = save(config, step=3, best=Best(0.5, 2))
     (moved := tmp_path / "moved.py").write_bytes(reward.read_bytes())
     assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
-    assert capsys.readouterr().out == ""
+    assert told(caplog) == ""
     reward.write_text("def compute_score(**_): return 2\n")
     assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=False)
-    said = capsys.readouterr().out
+    said = told(caplog)
     assert "  custom_reward_function.path: compute_score of " in said
     was, now = (own_code(configured(run_dir, f"custom_reward_function.path={path}")) for path in (moved, reward))
     for digest in (text[-len("0123456789ab)") :] for code in (was, now) for text in code.values()):
@@ -118,14 +128,14 @@ def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_sin
     ],
 )
 def test_the_best_begins_anew_where_scores_do_not_compare(
-    tmp_path: Path, change: str, best: Best | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, change: str, best: Best | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 2))
     assert ResumePoint.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
-    assert ("the best starts anew" in capsys.readouterr().out) == (best is None)
+    assert ("the best starts anew" in told(caplog)) == (best is None)
 
 
-def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_version_of_a_package_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(tmp_path)
     checkpoint = save(config, step=3)
     path = checkpoint / "versions.json"
@@ -133,7 +143,7 @@ def test_another_version_of_a_package_is_said(tmp_path: Path, capsys: pytest.Cap
     path.write_text(json.dumps(was | {"torch": "1.0"}))
     run_blocking(sealing(checkpoint))
     assert ResumePoint.find(config).same_curve
-    assert f"  torch: 1.0 -> {was['torch']} (another version" in capsys.readouterr().out
+    assert f"  torch: 1.0 -> {was['torch']} (another version" in told(caplog)
 
 
 def test_the_mlflow_run_goes_on_in_an_empty_directory_under_its_own_name_only(tmp_path: Path) -> None:
@@ -180,9 +190,7 @@ def pointer(run_dir: Path) -> str:
     return (run_dir / LATEST_FILE).read_text()
 
 
-def test_who_starts_afresh_has_the_directory_for_the_new_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_starts_afresh_has_the_directory_for_the_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (3, 12):
         save(configured(tmp_path), step=step)
     afresh = configured(tmp_path, "trainer.resume_mode=disable")
@@ -197,7 +205,7 @@ def test_who_starts_afresh_has_the_directory_for_the_new_run(
     assert aside.name.startswith("set_aside-")
     assert holds(aside) == ["global_step_12", "global_step_3", LATEST_FILE]
     said = f"moved 2 checkpoints of another past from {tmp_path} to {aside}; you may delete them\n"
-    assert capsys.readouterr().out == said
+    assert told(caplog) == said
     assert not ResumePoint.find(configured(tmp_path)).is_resumed  # a crash before its first save brings nothing back
     save(afresh, step=1)
     assert ResumePoint.find(configured(tmp_path)).state.step == 1
@@ -234,7 +242,7 @@ def test_who_goes_on_from_elsewhere_leaves_all_that_was_here(tmp_path: Path, sch
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launcher: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: str
 ) -> None:
     run_dir, elsewhere = tmp_path / "run", save(configured(tmp_path / "there"), step=3)
     afresh = configured(run_dir, "trainer.resume_mode=disable")
@@ -246,9 +254,7 @@ def test_a_job_that_is_started_again_by_its_launcher_goes_on_from_its_own_last_c
     (save(fork, step=5) / "state.json").write_text("{}")
     for config in (afresh, fork):
         assert ResumePoint.find(config).checkpoint == last
-        assert (
-            f"restarted by its launcher: resumes from {last}, although trainer.resume_mode" in capsys.readouterr().out
-        )
+        assert f"restarted by its launcher: resumes from {last}, although trainer.resume_mode" in told(caplog)
     assert ResumePoint.find(fork, continues=False).state.step == 3
     assert holds(run_dir) == ["global_step_4", "global_step_5", LATEST_FILE]
     monkeypatch.setenv(launcher, "0")

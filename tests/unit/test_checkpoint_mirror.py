@@ -77,8 +77,9 @@ def written() -> list[str]:
 
 
 def test_a_saved_checkpoint_is_mirrored_and_its_manifest_and_the_pointer_come_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "megarl")
     run, there = start(tmp_path), tmp_path / "there"
     (tmp_path / "here" / "metrics.jsonl").write_text("the records\n")
     metrics = save(run, 3)
@@ -94,7 +95,7 @@ def test_a_saved_checkpoint_is_mirrored_and_its_manifest_and_the_pointer_come_la
         "checkpoint/mirror_bytes": num_bytes,
         "checkpoint/mirror_failures": 0.0,
     }
-    assert f"global_step_3 is mirrored to faulty://{there}, {num_bytes} bytes" in capsys.readouterr().out
+    assert f"global_step_3 is mirrored to faulty://{there}, {num_bytes} bytes" in caplog.text
     assert run.advance() == {}
 
 

@@ -1,0 +1,85 @@
+"""The log: records of megarl and warnings of libraries, on the console and in a file of each rank.
+
+    RUN_DIR/log/rank_3.txt    every record of the rank
+
+The console shows all records of rank 0, and warnings of the other ranks.
+"""
+
+import logging
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+LEVELS = ("debug", "info", "warning", "error")
+CONSOLE_FORMAT = "%(asctime)s %(levelname)s rank %(rank)d: %(message)s"
+FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s rank %(rank)d %(name)s: %(message)s"
+CLOCK, DATE = "%H:%M:%S", "%Y-%m-%d %H:%M:%S"
+_megarl = logging.getLogger("megarl")
+
+
+class _Console(logging.StreamHandler[Any]):
+    """Writes to what is standard error at the time of the record: a progress bar replaces it while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        raise AttributeError("the console is standard error")
+
+
+class _File(logging.FileHandler):
+    """Makes its directory with its first record, and gives up with a warning if it cannot write."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # raised while the file is opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        logging.getLogger().removeHandler(self)
+        _megarl.warning("the log %s ends here, because it cannot be written: %s", self.baseFilename, error)
+
+
+def set_level(level: str) -> None:
+    """Record messages of megarl from one of LEVELS on."""
+    _megarl.setLevel(level.upper())
+
+
+def show_on_console(rank: int) -> None:
+    """Show the records of this rank on standard error."""
+    if _megarl.level == logging.NOTSET:
+        set_level("info")
+    handler = _Console()
+    handler.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
+    _install(handler, logging.Formatter(CONSOLE_FORMAT, CLOCK, defaults={"rank": rank}))
+
+
+def keep_in(directory: Path, rank: int) -> None:
+    """Append the records of this rank to a file in `directory`, the directory of a run."""
+    handler = _File(directory / "log" / f"rank_{rank}.txt", encoding="utf-8", delay=True)
+    _install(handler, logging.Formatter(FILE_FORMAT, DATE, defaults={"rank": rank}))
+
+
+def _install(handler: logging.Handler, formatter: logging.Formatter) -> None:
+    """Add a handler for the records of all libraries; it replaces one of its kind."""
+    root = logging.getLogger()
+    for other in [one for one in root.handlers if type(one) is type(handler)]:
+        root.removeHandler(other)
+        other.close()
+    handler.setFormatter(formatter)
+    root.addHandler(handler)
