@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import megatron
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,7 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megarl
+import tests
+
 DEVICE = torch.device("cpu", 0)
+SOURCES = [Path(folder) for package in (megarl, megatron, tests) for folder in package.__path__]
 REDIRECTION = "cpu.py"  # megarl's patch of the calls that Megatron-Core makes
 aten: Any = torch.ops.aten
 SHAPES_DEPEND_ON_NUMBERS = {
@@ -62,7 +67,7 @@ class Waits(TorchDispatchMode):
     def wait(self, cause: str) -> None:
         """Count a wait of the code that runs."""
         frames = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()]
-        ours = [(path.name, name) for path, name in frames if {"megarl", "megatron", "tests"} & {*path.parts}]
+        ours = [(path.name, name) for path, name in frames if any(map(path.is_relative_to, SOURCES))]
         file, name = next(place for place in reversed(ours) if place[0] not in (Path(__file__).name, REDIRECTION))
         self.found[f"{file}:{name} {cause}"] += 1
 
