@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fsspec import available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
@@ -16,6 +17,7 @@ from megarl.platform.secrets import redact
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
 """The schemes that pyarrow opens; fsspec opens all others."""
 
+_MEANING = "%:/?#[]@!$&'()*+,;=-._~"  # what has a meaning in a URI; users also write blanks and letters of any script
 _HADOOP = "libhdfs is found through JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)"
 REMEDIES = MappingProxyType(
     {
@@ -65,7 +67,7 @@ def open_filesystem(name: str) -> tuple[Any, str]:
         return LocalFileSystem(), name
     try:
         if scheme in ARROW_SCHEMES:
-            filesystem, path = FileSystem.from_uri(name)
+            filesystem, path = FileSystem.from_uri(quote(name, safe=_MEANING))
         else:
             opened, path = url_to_fs(name)
             filesystem = PyFileSystem(FSSpecHandler(opened))

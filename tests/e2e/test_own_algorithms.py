@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl import train
-from tests.support.forked import run_job
+from tests.support.forked import Job, run_job
 from tests.support.outcomes import metrics_of
 from tests.support.workspace import Workspace, train_arguments
 
@@ -69,3 +69,36 @@ def test_own_functions_train_as_the_built_in_ones(workspace: Workspace, tmp_path
     said = run("own", 3)
     assert "actor_rollout_ref.actor.policy_loss.path: compute_policy_loss of" in said
     assert "(another curve: the algorithm: another file content)" in said
+
+
+SLIPS_IN_STEP_3 = """
+from pathlib import Path
+
+
+def compute_advantages(scores, mask):
+    metrics = Path("{metrics}")
+    if metrics.exists() and len(metrics.read_text().splitlines()) == 2:
+        int("row 64")
+    return scores[:, None] * mask
+"""
+
+
+def test_a_slip_of_a_users_estimator_shows_its_file_and_line(workspace: Workspace, tmp_path: Path) -> None:
+    own, run_dir = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(SLIPS_IN_STEP_3.format(metrics=run_dir / "metrics.jsonl"))
+    line = own.read_text().splitlines().index('        int("row 64")') + 1
+    arguments = [
+        *train_arguments(workspace, run_dir),
+        "algorithm.adv_estimator=custom",
+        f"algorithm.custom_estimator={{path: {own}}}",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.val_before_train=false",
+    ]
+    job = Job(2, train.main, arguments, log=tmp_path / "train")
+    codes, printed = job.end_alone(timeout_s=LAUNCH_S), job.printed()
+    assert codes == [1, 1], printed
+    kept = "".join(file.read_text() for file in (run_dir / "errors").iterdir())
+    for text in (printed, kept):
+        assert f'File "{own}", line {line}, in compute_advantages' in text
+        assert "ValueError: invalid literal for int() with base 10: 'row 64'" in text
+    assert f"failed first; its traceback is in {run_dir / 'errors'}" in printed
