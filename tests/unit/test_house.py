@@ -102,3 +102,22 @@ def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) 
     }
     of_others = {name for name in modules if name in homes and name != "megarl"}
     assert {name for name in of_others if not declared & set(map(canonicalize_name, homes[name]))} == set()
+
+
+PRINTS = {  # results of commands, the last words of a process, and the output that a worker's keeper reads
+    *("bench", "cli", "new", "data/prepare", "report"),
+    *("distributed/failures.py", "distributed/local.py", "distributed/watchdog.py", "platform/secrets.py"),
+    "rewards/http.py",
+}
+
+
+def test_only_results_and_last_words_are_printed(trees: dict[Path, ast.Module]) -> None:
+    """Everything else goes through the log, which has levels and a file."""
+    printing = {
+        path.relative_to("megarl").as_posix()
+        for path, tree in trees.items()
+        if path.parts[0] == "megarl" and len(path.parts) > 2
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert {name for name in printing if not any(name.startswith(allowed) for allowed in PRINTS)} == set()
