@@ -3,8 +3,10 @@
 The process of the tests works on the CPU; tests that need a GPU have ranks of their own.
 """
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -16,6 +18,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 take_share()
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Take back what a command that a test calls in this process changes of the log."""
+    root, megarl = logging.getLogger(), logging.getLogger("megarl")
+    handlers, level = [*root.handlers], megarl.level
+    yield
+    for handler in [one for one in root.handlers if one not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    megarl.setLevel(level)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_a_value_is_typed_next_to_a_completed_key(shell: str, options: tuple[str
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     (program := tmp_path / "megarl").write_text(
-        f'#!/bin/sh\n[ -z "$_MEGARL_COMPLETE" ] && echo "given: $*" || exec {sys.executable} -m megarl\n'
+        f'#!/bin/sh\n[ -z "$_MEGARL_COMPLETE" ] && echo "given: $*" || exec {shlex.quote(sys.executable)} -m megarl\n'
     )
     program.chmod(0o755)
     terminal = AtTerminal(
@@ -210,7 +211,7 @@ def test_a_person_is_shown_the_command_as_typed(tmp_path: Path, monkeypatch: pyt
     script.write_text("")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(script), "train", "my config.yaml", "a.b=c"])
-    assert typed() == f"{script} train 'my config.yaml' a.b=c"
+    assert typed() == f"{shlex.quote(str(script))} train 'my config.yaml' a.b=c"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert typed() == "megarl train 'my config.yaml' a.b=c"
     monkeypatch.setattr(sys, "argv", ["/here/megarl/train.py", "a.b=c"])

@@ -66,7 +66,7 @@ def test_a_program_leaves_no_process_and_no_file() -> None:
         "import os, subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, os.getcwd())"
     )
-    pid, directory = run(program).split()
+    pid, directory = run(program).strip().split(maxsplit=1)
     deadline = time.monotonic() + 60
     while "sleep(600)" in subprocess.run(["ps", "-o", "args=", "-p", pid], capture_output=True, text=True).stdout:
         assert time.monotonic() < deadline, "the process is still there"

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,6 @@ from megarl.cli.commands import TRAIN
 from tests.support.disks import small_disk
 
 logger = logging.getLogger("megarl.test")
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Take back the handlers and the level that a test sets."""
-    root, megarl = logging.getLogger(), logging.getLogger("megarl")
-    handlers, level = [*root.handlers], megarl.level
-    yield
-    for handler in [one for one in root.handlers if one not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    megarl.setLevel(level)
 
 
 def test_the_console_shows_time_level_and_rank(capsys: pytest.CaptureFixture[str]) -> None:
