@@ -27,7 +27,7 @@ def metrics() -> Iterator[str]:
         "number. A word in capitals is a part that differs from run to run: SOURCE is a data source, N the "
         "number of responses to a prompt, K a power of two up to N. Metrics of an update are means over its "
         "mini-batches. A metric without a condition is recorded in every step of a run of its kind. MLflow writes `@` "
-        "as `_at_`.",
+        "as `_at_`. A name that a store does not accept keeps what is readable, and a digest follows.",
         width=120,
         break_on_hyphens=False,
     )

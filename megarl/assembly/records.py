@@ -1,7 +1,7 @@
 """The records of any run: its directory, its checkpoints and its trackers."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from megarl.learner.learner import Learner
 from megarl.platform.files import check_writable, write_whole
 from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
-from megarl.tracking.guarded import Guarded
 from megarl.tracking.history import HISTORY_FILE, History
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
@@ -130,16 +129,18 @@ def run_tracker(
         total_steps=last_step,
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        also=_reports(run, last_step),
+        also=partial(_reports, run, last_step),
         signposts=partial(signposts, config),
     )
 
 
-def _reports(run: TrackedRun, last_step: int) -> Iterator[Tracker]:
-    """Yield the trackers that keep what a report and `megarl.watch` show, and the report itself."""
-    yield Guarded(Status(run.run_dir, total_steps=last_step, step=run.resume_step or 0), STATUS_FILE)
-    yield Guarded(History(run.run_dir, resume_step=run.resume_step), HISTORY_FILE)
-    yield Guarded(ReportTracker(run.run_dir), REPORT_FILE)
+def _reports(run: TrackedRun, last_step: int) -> dict[str, Tracker]:
+    """Open the trackers that keep what a report and `megarl.watch` show, and the report itself."""
+    return {
+        STATUS_FILE: Status(run.run_dir, total_steps=last_step, step=run.resume_step or 0),
+        HISTORY_FILE: History(run.run_dir, resume_step=run.resume_step),
+        REPORT_FILE: ReportTracker(run.run_dir),
+    }
 
 
 def console_tracker(trainer: TrainerSection, launch: Launch, *, total_steps: int) -> Tracker:

@@ -49,8 +49,11 @@ def model_faults(
         elif not (place / CONFIG).is_file():
             yield Fault(path=key, message=f"{place} has no {CONFIG}: give a directory in Hugging Face's format")
         else:
-            for fault in unread_overrides(read_config(place, {}), model.override_config):
+            overrides = list(unread_overrides(read_config(place, {}), model.override_config))
+            for fault in overrides:
                 yield Fault(path=f"{key.removesuffix('path')}override_config", message=fault)
+            if overrides:
+                return
             for fault in _place_faults(place, model, needs_weights=needs_weights, needs_head=needs_head):
                 yield Fault(path=key, message=fault)
     except UserError as error:

@@ -31,7 +31,7 @@ REFERENCE, TEACHERS = "actor_rollout_ref.ref.model", "actor_rollout_ref.ref.teac
 """The section whose keys are also those of the teachers, and the prefix of their keys."""
 OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
 """The keys of files of the user; `name` in the same section is the function or the class."""
-IMPORTED = ("_cls", "logits_processors", "_plugin", "_module_path")
+IMPORTED = ("worker_extension_cls",)
 """Endings of the arguments of vLLM that name modules to import."""
 
 

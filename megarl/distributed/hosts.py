@@ -21,6 +21,8 @@ REPORT_INTERVAL_S = 20.0
 """Seconds that a job waits for a host before it reports that, and between two reports."""
 _ROUND_S = 0.2
 _CONNECT_S = 3.0
+ELSEWHERE = "192.0.2.1"
+"""An address of no host (RFC 5737). The route to it is the default route."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 REMEDY = (
     "set MASTER_ADDR to an address of rank 0's host that all hosts reach, MASTER_PORT to a port that is open there, "
@@ -90,6 +92,8 @@ def await_listener(host: str, port: int, launch: Launch, *, timeout_s: float) ->
     reports, since = WaitReports(launch), time.monotonic()
     while True:
         addresses = resolve(host)
+        if launch.rank == launch.local_rank and (own := own_address(host, launch)) not in addresses:
+            addresses.append(own)  # on rank 0's own host the name may lead to a loopback address
         for address in addresses:
             if _listens(address, port):
                 return address
@@ -114,20 +118,55 @@ def _listens(address: str, port: int) -> bool:
     return True
 
 
-def announce(path: Path, port: int) -> tuple[str, int]:
-    """Write addresses and port of this process, rank 0, to `path`, visible to all hosts; return one address, port."""
-    addresses = sorted(
-        found.address
+def own_address(host: str, launch: Launch) -> str:
+    """Return the address of this host, that of rank 0, at which the other ranks look for `host`.
+
+    If the job spans hosts and `host` is a loopback address here (127.0.1.1 of Debian), or an address that a network
+    translates, it is the address of the interface that the user has named, else of the default route.
+    """
+    known = addresses_of(host)
+    local = set(_local_addresses(include_loopback=True))
+    if launch.local_world_size == launch.world_size:
+        usable = [address for address in known if address in local or is_loopback(address)]
+    else:
+        usable = [address for address in known if address in local and not is_loopback(address)]
+    return usable[0] if usable else main_address()
+
+
+def main_address() -> str:
+    """Return the address of the interface that the user has named, else of the default route, else any address."""
+    addresses = _local_addresses(include_loopback=False)
+    named = [address for address in addresses if interface_of(address) == os.environ.get(INTERFACES[0])]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))  # sends nothing
+            default = [probe.getsockname()[0]]
+        except OSError:
+            default = []
+    return next(iter([*named, *(address for address in default if address in addresses), *addresses, "127.0.0.1"]))
+
+
+def _local_addresses(*, include_loopback: bool) -> list[str]:
+    """Return the IPv4 and IPv6 addresses of the interfaces that are up; IPv4 first."""
+    found = [
+        entry
         for name, interface in psutil.net_if_addrs().items()
         if psutil.net_if_stats()[name].isup
-        for found in interface
-        if found.family == socket.AF_INET and not is_loopback(found.address)
-    )
+        for entry in interface
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    ordered = sorted(found, key=lambda entry: (entry.family != socket.AF_INET, entry.address))
+    return [entry.address for entry in ordered if include_loopback or not is_loopback(entry.address)]
+
+
+def announce(path: Path, port: int) -> tuple[str, int]:
+    """Write the address and the port of this process, rank 0, to `path`, which all hosts see; return both."""
+    address = main_address()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps([addresses, port]))
+    part.write_text(json.dumps([[address], port]))
     part.replace(path)
-    return (addresses or ["127.0.0.1"])[0], port
+    return address, port
 
 
 def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str, int]:

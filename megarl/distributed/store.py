@@ -7,13 +7,14 @@ a name for the attempt. Every other rank asks for it under a key that was never 
 
 import hashlib
 import os
+import socket
 import time
 from datetime import timedelta
 from uuid import uuid4
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from megarl.distributed.hosts import await_listener, describe_failure, resolve
+from megarl.distributed.hosts import await_listener, describe_failure, own_address, resolve
 from megarl.distributed.place import Launch
 from megarl.errors import UserError
 
@@ -39,10 +40,13 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not is_of_agent
     resolve(host)  # torch would try for minutes
-    address = host if listens else await_listener(host, port, launch, timeout_s=timeout_s)
     try:
-        store = TCPStore(address, port, launch.world_size, listens, timeout, wait_for_workers=False)
-    except RuntimeError as error:
+        if listens:
+            store = _listen(host, port, launch, timeout)
+        else:
+            address = await_listener(host, port, launch, timeout_s=timeout_s)
+            store = TCPStore(address, port, launch.world_size, False, timeout, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
         raise UserError(describe_failure(error, host, port)) from error
     if not is_of_agent:
         return store
@@ -55,6 +59,26 @@ def meet(launch: Launch, host: str, port: int, *, timeout_s: float) -> Store:
     room = PrefixStore(store.get(f"megarl/answers/{name}").decode(), store)
     room.add("arrived", 1)
     return room
+
+
+def _listen(host: str, port: int, launch: Launch, timeout: timedelta) -> Store:
+    """Start the store at one address of this host. Left to itself, torch would listen on all interfaces.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    address = own_address(host, launch)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        launch.world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def is_said(store: Store, message: str, launch: Launch) -> bool:

@@ -84,7 +84,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     traits = FAMILIES[family]
     # A null overrides the family's default and then counts as missing, as in transformers.
     config = Fields.of({**traits.defaults, **hf_config})
-    for fault in unsupported(config):
+    for fault in unsupported(hf_config, config):
         raise UserError(fault)
     scalar_head = _is_classifier(config)
     rope = rope_parameters(config)
@@ -110,8 +110,8 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         latent=latent,
         scalar_head=scalar_head,
     )
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        config.tokens(key, architecture.vocab_size)
+    for key, least in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
+        config.tokens(key, architecture.vocab_size, least=least)
     return architecture
 
 

@@ -67,11 +67,11 @@ class Fields:
             raise wrong(key, value, "must be an object")
         return Fields.of(value)
 
-    def tokens(self, key: str, vocab_size: int) -> list[int]:
-        """Return the id or ids at `key`, below `vocab_size`, without -1, which means no token."""
+    def tokens(self, key: str, vocab_size: int, *, least: int = 0) -> list[int]:
+        """Return the id or ids at `key`, from `least` to `vocab_size`, without -1, which means no token."""
         value = self.values.get(key, [])
         found = list(value) if isinstance(value, list | tuple) else [value]
-        if any(type(token) is not int or not -1 <= token < vocab_size for token in found):
+        if any(type(token) is not int or not least <= token < vocab_size for token in found):
             raise wrong(key, value, f"must be a token or a list of tokens below vocab_size {vocab_size}")
         return [token for token in found if token >= 0]
 

@@ -1,4 +1,4 @@
-"""A check for fields of `override_config` that nothing reads: without an error the user believes that they work."""
+"""A check for fields of `override_config` that are refused, or that nothing reads: the user believes that they work."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -13,16 +13,21 @@ class _Probe:
 
 
 def unread_overrides(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each override of the parsed config.json `own` that changes nothing.
+    """Yield a message for each override of the parsed config.json `own` that changes nothing, or that is refused.
 
     A field counts as read if an invalid value makes `read_architecture` fail or return another architecture. Overrides
-    that repeat config.json, or that turn dropout off, are accepted. If the model itself cannot be read, there is no
+    that repeat config.json, or that turn dropout off, are accepted. If `own` itself cannot be read, there is no
     message: reading the model will report the error.
     """
     config = {**own, **overrides}
     try:
-        architecture = read_architecture(config)
+        read_architecture(own)
     except UserError:
+        return
+    try:
+        architecture = read_architecture(config)
+    except UserError as error:
+        yield str(error).removeprefix("config.json: ")
         return
     for name, value in overrides.items():
         is_dropout = "dropout" in name

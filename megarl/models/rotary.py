@@ -1,10 +1,11 @@
 """The scaling of rotary positions in a `config.json`."""
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from megarl.errors import UserError
-from megarl.models.fields import Fields
+from megarl.models.fields import Fields, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,37 +33,79 @@ class Yarn:
 S = TypeVar("S", RopeScaling, Yarn)
 
 
+COMMON = ("rope_theta", "rope_type", "partial_rotary_factor")  # of every kind of scaling
+
+
 def rope_parameters(config: Fields) -> Fields:
-    """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
-    old = {"rope_theta": config.values["rope_theta"]} if "rope_theta" in config else {}
-    rope = Fields({**old, **config.table("rope_scaling").values, **config.table("rope_parameters").values})
-    fraction = rope.values.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0))
+    """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
+
+    Raises:
+        UserError: a setting has two values, of which transformers and the engine might choose different ones.
+    """
+    outside = {key: config.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    old, new = _settings(config, "rope_scaling"), _settings(config, "rope_parameters")
+    if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:
+        raise UserError("config.json: rope_scaling and rope_parameters differ: keep rope_parameters alone")
+    settings = old | new
+    for key, value in outside.items():
+        if settings.get(key, value) != value:
+            raise UserError(f"config.json: {key} is {value!r}, and {settings[key]!r} in the rotary settings: keep one")
+    rope = Fields(outside | settings)
+    fraction = rope.values.get("partial_rotary_factor", 1.0)
     if fraction != 1.0:
         raise UserError(f"config.json: partial_rotary_factor {fraction}: every dimension of a head is rotated here")
     return rope
 
 
+def _settings(config: Fields, table: str) -> dict[str, Any]:
+    """Return the settings of a table, with `rope_type` under this name, which was `type`."""
+    settings = dict(config.table(table).values)
+    for key, value in settings.items():
+        if isinstance(value, dict | list):
+            raise wrong(f"{table}.{key}", value, "must be one number or one text")
+    old_kind = settings.pop("type", None)
+    if old_kind is not None and settings.setdefault("rope_type", old_kind) != old_kind:
+        raise UserError(f"config.json: type and rope_type of {table} differ: keep rope_type alone")
+    return settings
+
+
 def rope_scaling(rope: Fields, *, latent: bool) -> RopeScaling | Yarn | None:
     """Return the scaling of a family with or without latent attention. Raises UserError if it is not supported."""
-    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    kind, supported = rope.values.get("rope_type", "default"), "yarn" if latent else "llama3"
     if kind == "default":
+        _refuse_unread(rope, kind, COMMON)
         return None
-    if kind != (known := "yarn" if latent else "llama3"):
-        raise UserError(f"config.json: rope_type {kind!r}; known are 'default' and {known!r}")
+    if kind != supported:
+        raise UserError(f"config.json: rope_type {kind!r}; known are 'default' and {supported!r}")
     return _yarn(rope) if latent else _llama3(rope)
 
 
+def _refuse_unread(rope: Fields, kind: str, known: Iterable[str]) -> None:
+    """Raise UserError for a setting that the trainer does not read: the engine or transformers may read it."""
+    if unread := sorted(rope.values.keys() - set(known)):
+        raise UserError(f"config.json: the rotary setting {unread[0]} is not read with rope_type {kind!r}: remove it")
+
+
 def _llama3(rope: Fields) -> RopeScaling:
-    scaling = _read(RopeScaling, rope, kind="llama3", required=[trait.name for trait in fields(RopeScaling)])
+    names = [trait.name for trait in fields(RopeScaling)]
+    _refuse_unread(rope, "llama3", [*COMMON, *names])
+    scaling = _read(RopeScaling, rope, kind="llama3", required=names)
     if scaling != (fixed := RopeScaling(factor=scaling.factor)):
         raise UserError(f"config.json: the rotary scaling is {scaling}; Megatron-Core computes only {fixed}")
     return scaling
 
 
 def _yarn(rope: Fields) -> Yarn:
+    if not rope.flag("truncate", default=True):
+        raise UserError("config.json: truncate false: the bounds of the yarn rotary scaling are whole numbers here")
+    if "attention_factor" in rope:
+        raise UserError(
+            "config.json: attention_factor: the yarn rotary scaling must be given by mscale and mscale_all_dim"
+        )
+    _refuse_unread(rope, "yarn", [*COMMON, *(trait.name for trait in fields(Yarn)), "truncate"])
     required = [trait.name for trait in fields(Yarn) if trait.default is MISSING]
     scaling = _read(Yarn, rope, kind="yarn", required=required)
-    if "attention_factor" in rope or (scaling.mscale != 1.0 and not scaling.mscale_all_dim):
+    if scaling.mscale != 1.0 and not scaling.mscale_all_dim:
         raise UserError("config.json: the yarn rotary scaling must be given by mscale and mscale_all_dim together")
     return scaling
 

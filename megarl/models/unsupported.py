@@ -1,20 +1,58 @@
 """Settings of a `config.json` that change the model's function and are not supported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from megarl.models.fields import Fields
+from megarl.models.families import FAMILIES
+from megarl.models.fields import LONGEST, SHOWN, Fields
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+ABSENT = (
+    ("attention_chunk_size", "attention is always full here"),
+    ("attn_logit_softcapping", "the scores of attention are not capped here"),
+    ("compression_config", "training starts from the unquantised checkpoint"),
+    ("dual_chunk_attention_config", "attention is always full here"),
+    ("final_logit_softcapping", "logits are not capped here"),
+    ("index_topk", "attention is always full here"),
+    ("llama_4_scaling", "queries are not scaled by their position here"),
+    ("moe_router_dtype", "the router computes in the precision of the model here"),
+    ("quantization_config", "training starts from the unquantised checkpoint"),
+    ("rswa_window", "attention is always full here"),
+    ("target_layer_count", "a draft model cannot be trained here"),
+    ("text_config", "the sizes of a text model are at the top level of its config.json"),
+)
+"""Keys that have no supported value, and why. vLLM reads them, and some by their presence alone."""
+FIXED = (
+    ("ada_rms_norm_t_cond", False, "norms have no condition here"),
+    ("attention_dropout", 0.0, "dropout in training is megatron.override_transformer_config.attention_dropout"),
+    ("bias", False, "the attention has no bias of this kind here"),
+    ("is_causal", True, "a token attends to earlier tokens alone"),
+    ("is_encoder_decoder", False, "a model is a decoder alone"),
+    ("logit_scale", 1.0, "logits are not scaled here"),
+    ("router_jitter_noise", 0.0, "the router has no noise here"),
+    ("use_bidirectional_attention", False, "a token attends to earlier tokens alone"),
+)
+"""Keys that have one supported value, and why."""
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def unsupported(config: Fields) -> Iterator[str]:
-    """Yield a sentence for each unsupported setting."""
+def unsupported(given: Mapping[str, Any], config: Fields) -> Iterator[str]:
+    """Yield a sentence for each unsupported setting.
+
+    Args:
+        given: the parsed config.json, with nulls.
+        config: the same without nulls, and with the family's defaults.
+    """
     family = config.values["model_type"]
-    faults = [_window_fault(config), *_block_faults(config), _dtype_fault(config)]
+    faults = [_window_fault(config), *_block_faults(config), _dtype_fault(config), _class_fault(config)]
+    faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
+    faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED]
     if family.startswith("qwen"):
-        faults += _qwen_expert_faults(config)
+        faults += _qwen_faults(config)
     elif family.startswith("deepseek"):
         faults += _deepseek_faults(config)
+    if FAMILIES[family].experts:
+        faults.append(_count_fault(given))
     for is_unsupported, fault in faults:
         if is_unsupported:
             yield f"config.json: {fault}"
@@ -24,13 +62,16 @@ Faults = list[tuple[bool, str]]
 
 
 def _window_fault(config: Fields) -> tuple[bool, str]:
+    """Return whether attention has a window. The engine uses the window of every family; only Qwen has a switch."""
     window = config.values.get("sliding_window")
-    default = config.values["model_type"] in ("mistral", "mixtral")
-    if config.flag("use_sliding_window", default=default) and window is not None:
-        windowed = config.size("sliding_window") < config.size("max_position_embeddings", most=1 << 40)
-    else:
-        windowed = "sliding_attention" in config.items("layer_types")
-    return windowed, f"sliding_window {window}: attention is always full here; null turns it off"
+    has_switch = config.values["model_type"].startswith("qwen")
+    kinds = {"full_attention"}
+    if window is not None and (config.flag("use_sliding_window") or not has_switch):
+        if config.size("sliding_window") < config.size("max_position_embeddings", most=LONGEST):
+            return True, f"sliding_window {window}: attention is always full here; null turns it off"
+        kinds.add("sliding_attention")  # and the window never cuts
+    others = [kind for kind in config.items("layer_types") if kind not in kinds]
+    return bool(others), f"layer_types {others[:1]}: attention is always full here"
 
 
 def _block_faults(config: Fields) -> Faults:
@@ -39,7 +80,6 @@ def _block_faults(config: Fields) -> Faults:
         (activation not in ("silu", "swish"), f"hidden_act {activation!r}: the feed-forward layer is SwiGLU here"),
         (config.flag("attention_bias"), "attention_bias: the output projection has no bias here"),
         (config.flag("mlp_bias"), "mlp_bias: the feed-forward layer has no bias here"),
-        ("quantization_config" in config, "quantization_config: training starts from the unquantised checkpoint"),
     ]
 
 
@@ -49,10 +89,34 @@ def _dtype_fault(config: Fields) -> tuple[bool, str]:
     return dtype not in DTYPES, f"{key} {dtype!r}: must be one of {', '.join(DTYPES)}"
 
 
-def _qwen_expert_faults(config: Fields) -> Faults:
+def _class_fault(config: Fields) -> tuple[bool, str]:
+    """Return whether the engine would choose the model class of another family, because it does so by name."""
+    ours = f"{config.values['model_type'].replace('_', '')}forcausallm"
+    names = [str(name) for name in config.items("architectures")]
+    others = [name for name in names if name.lower().endswith("forcausallm") and name.lower() != ours]
+    return bool(others), f"architectures {others[:1]} is no class of model_type {config.values['model_type']}"
+
+
+def _fixed_fault(config: Fields, key: str, supported: bool | float, why: str) -> tuple[bool, str]:
+    value = config.values.get(key, supported)
+    is_number = type(value) in (int, float) and not isinstance(supported, bool)
+    is_supported = value == supported and (is_number or type(value) is type(supported))
+    written = str(supported).lower() if isinstance(supported, bool) else f"{supported:g}"
+    return not is_supported, f"{key} {str(value)[:SHOWN]}: {why}; write {written}"
+
+
+def _count_fault(given: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return whether config.json has the number of experts under several names, and transformers reads another one."""
+    counts = {name: given[name] for name in EXPERT_COUNTS if given.get(name) is not None}
+    differ = any(count != next(iter(counts.values())) for count in counts.values())
+    return differ, f"{' and '.join(counts)} differ: both are the number of experts; keep one"
+
+
+def _qwen_faults(config: Fields) -> Faults:
     step, dense = config.values.get("decoder_sparse_step", 1), config.items("mlp_only_layers")
     alone = config.values["model_type"] == "qwen2_moe" and not config.values.get("shared_expert_intermediate_size")
     return [
+        _fixed_fault(config, "qk_norm", supported=False, why="norms of queries and keys follow from model_type"),
         (step != 1, f"decoder_sparse_step {step}: every layer after the dense layers has experts here"),
         (dense != list(range(len(dense))), f"mlp_only_layers {dense}: only the first layers may be dense here"),
         (alone, "shared_expert_intermediate_size is 0: a qwen2_moe model always has a shared expert"),
@@ -66,6 +130,7 @@ def _deepseek_faults(config: Fields) -> Faults:
         (frequency != 1, f"moe_layer_freq {frequency}: every layer after the dense layers has experts here"),
         (not config.flag("rope_interleave", default=True), "rope_interleave false: rotary pairs are neighbours here"),
         (config.flag("tie_word_embeddings"), "tie_word_embeddings: the engine does not tie this family"),
+        *_latent_size_faults(config),
     ]
     if config.values["model_type"] == "deepseek_v3":
         # The engine takes both from config.json and silently assumes other values if they are missing.
@@ -80,4 +145,15 @@ def _deepseek_faults(config: Fields) -> Faults:
         (method == "greedy" and groups > 1, f"n_group {groups} with topk_method 'greedy': the engine would use groups"),
         (score not in (None, "softmax"), f"scoring_func {score!r}: must be 'softmax' in this family"),
         (config.flag("norm_topk_prob"), "norm_topk_prob: implementations of this family disagree on it"),
+    ]
+
+
+def _latent_size_faults(config: Fields) -> Faults:
+    """Return whether sizes disagree that follow from others in this family, and that transformers reads."""
+    rotary = config.values.get("qk_rope_head_dim")
+    both = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")
+    follow = (("head_dim", rotary), ("qk_head_dim", both))
+    return [
+        (key in config and config.values[key] != value, f"{key} {str(config.values.get(key))[:SHOWN]}: must be {value}")
+        for key, value in follow
     ]

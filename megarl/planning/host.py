@@ -109,14 +109,8 @@ def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> in
 
 
 def _engine_bytes(config: Config, *, num_ranks: int) -> int:
-    """Return the bytes of vLLM's own offloading: weights of each rank, and keys and values of each replica.
-
-    An engine that sleeps has nothing on the host.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    weights = num_ranks * _gib(rollout.engine_kwargs.get("cpu_offload_gb"))
-    replicas = max(1, num_ranks // rollout.tensor_model_parallel_size)
-    return weights + replicas * _gib(rollout.engine_kwargs.get("kv_offloading_size"))
+    """Return the bytes of the weights that vLLM offloads. An engine that sleeps has nothing on the host."""
+    return num_ranks * _gib(config.actor_rollout_ref.rollout.engine_kwargs.get("cpu_offload_gb"))
 
 
 def _gib(number: Any) -> int:

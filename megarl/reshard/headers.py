@@ -49,7 +49,7 @@ def read_index(path: Path | RemoteFile) -> dict[str, str]:
         UserError: the content is no index, or lists a file outside of the directory.
     """
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_distinct)["weight_map"]
         files = {name: str(file) for name, file in weight_map.items()}
         for file in set(files.values()):
             inside(Path(str(path.parent)), file)
@@ -62,7 +62,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Return every tensor of the files of a checkpoint, also tensors that the index does not list.
 
     Raises:
-        UserError: there are no weights, a file is missing or damaged, or it lacks a tensor that the index lists.
+        UserError: there are no weights, a file is missing or damaged, it lacks a tensor that the index lists, or there
+            are two tensors of one name.
     """
     if (single := directory / SINGLE).is_file():
         return _tensors_of(single)
@@ -76,11 +77,33 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         tensors = _tensors_of(file)
         if missing := [name for name, other in index.items() if other == file and name not in tensors]:
             raise UserError(f"{directory / INDEX} lists {missing[0]} in {file.name}, which lacks it")
-        found |= {name: tensor for name, tensor in tensors.items() if index.get(name, file) == file}
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise UserError(f"{twice[0]} is in {found[twice[0]].file} and in {file}: remove it from one of the files")
+        found |= tensors
     return found
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
     with opened(file) as stored:
+        _check_header(file)
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - `stored` is no mapping
         return {name: Stored(file, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+
+
+def _check_header(file: Path) -> None:
+    """Raise UserError if the header of a file that safetensors accepts lists a tensor twice: the last would count."""
+    with file.open("rb") as content:
+        num_bytes = int.from_bytes(content.read(8), "little")
+        try:
+            json.loads(content.read(num_bytes), object_pairs_hook=_distinct)
+        except ValueError as error:
+            raise UserError(f"{file} cannot be read as safetensors: {error}; write the file again") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON pairs. Raise ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it lists {next(name for name in names if names.count(name) > 1)} twice")
+    return found

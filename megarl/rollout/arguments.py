@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megarl.errors import UserError
@@ -15,9 +16,15 @@ USUALLY_GRAPHED, MOST_GRAPHED = 512, 1024  # sequences; every 16 of them take a 
 
 
 def llm_arguments(
-    section: RolloutSection, *, model_dir: Path, max_model_len: int, trust_remote_code: bool, on_cpu: bool
+    section: RolloutSection,
+    *,
+    model_dir: Path,
+    max_model_len: int,
+    trust_remote_code: bool,
+    on_cpu: bool,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`.
+    """Return the arguments of `vllm.LLM`; `overrides` replace fields of config.json.
 
     Raises:
         UserError: `engine_kwargs` contradict them, or vLLM does not know them.
@@ -42,6 +49,8 @@ def llm_arguments(
         # The trainer computes the probabilities of all tokens, after the temperature. If top_p or top_k exclude tokens,
         # processed probabilities cover only the remaining tokens, so the engine returns raw ones.
         "logprobs_mode": "processed_logprobs" if section.draws_from_all else "raw_logprobs",
+        # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
+        "hf_overrides": {"head_dtype": "float32"} | dict(overrides),
     }
     where = "actor_rollout_ref.rollout.engine_kwargs"
     if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
@@ -52,9 +61,7 @@ def llm_arguments(
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):
         raise UserError(f"{where}: {fault}")
-    # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
-    overrides = {"head_dtype": "float32"} | section.engine_kwargs.get("hf_overrides", {})
-    return ours | _graph_sizes(section, on_cpu=on_cpu) | section.engine_kwargs | {"hf_overrides": overrides}
+    return ours | _graph_sizes(section, on_cpu=on_cpu) | section.engine_kwargs
 
 
 def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:

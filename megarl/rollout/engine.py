@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
+from megarl.rollout.release import check_release, installed_release
 from megarl.rollout.requests import Terms, failure
 from megarl.rollout.sampling import Sampling
 from megarl.rollout.stepping import Stepper
@@ -61,17 +63,19 @@ class RolloutEngine:
         max_model_len: int,
         max_sequences: int | None = None,
         trust_remote_code: bool = False,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Start the engine, asleep.
 
-        `model_dir` holds at least config.json; `shapes` are the full shapes of its Hugging Face parameters.
-        `max_model_len` limits prompt and response together, in tokens. `max_sequences` is the most samples that one
-        `generate` requests from a replica; on CPU it limits the KV cache.
+        `model_dir` holds at least config.json, some of whose fields `overrides` replace. `shapes` are the full shapes
+        of its Hugging Face parameters. `max_model_len` limits prompt and response together, in tokens. `max_sequences`
+        is the most samples that one `generate` requests from a replica; on CPU it limits the KV cache.
 
         Raises:
             UserError: sizes do not fit, or the KV cache does not hold one sequence of `max_model_len`.
         """
         self.tp_size = _divisor(section.tensor_model_parallel_size)
+        check_release(installed_release())
         patches.prepare_environment()
         # vLLM reads its environment when it is imported: nothing that imports it may come before this line.
         from vllm.platforms import current_platform
@@ -80,7 +84,7 @@ class RolloutEngine:
         from megarl.rollout.destination import EngineWeights
         from megarl.rollout.layout import trace
 
-        reload.check_installation()
+        reload.check_platform()
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
@@ -92,6 +96,7 @@ class RolloutEngine:
             max_model_len=max_model_len,
             trust_remote_code=trust_remote_code,
             on_cpu=on_cpu,
+            overrides=overrides,
         )
         if on_cpu:
             patches.mend_cpu_build(prefix if segments.may_spin() else None)

@@ -1,37 +1,40 @@
 """The arguments that `engine_kwargs` may contain, from vLLM's own class of arguments."""
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from megarl.rollout.meanings import is_neutral, reason_against
 
 OURS = frozenset(
     {
         *("model", "trust_remote_code", "skip_tokenizer_init", "generation_config", "load_format", "dtype", "seed"),
         *("distributed_executor_backend", "tensor_parallel_size", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"),
-        *("enable_sleep_mode", "logprobs_mode"),
+        *("enable_sleep_mode", "logprobs_mode", "hf_overrides"),
     }
 )
 """Arguments that follow from other keys of the configuration."""
 
 
-def engine_faults(names: Collection[str]) -> Iterator[str]:
+def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each argument that vLLM does not have or that the user must not set."""
     known = engine_arguments()
-    for name in names:
+    for name, value in arguments.items():
         if name in ("vllm", "sglang", "trtllm"):
             yield f"{name}: the engine is vLLM, write its arguments without that name"
         elif name in OURS:
             yield f"{name} follows from other keys of the configuration: remove it"
-        elif name == "enable_eplb":
-            yield "enable_eplb moves experts between ranks after a sync has placed them: remove it"
         elif name not in known:
             meant = get_close_matches(name, known, n=1)
             yield f"vLLM has no argument {name}: " + (f"did you mean {meant[0]}?" if meant else "see vllm.EngineArgs")
+        elif not is_neutral(name, value) and (reason := reason_against(name)):
+            yield f"{name} {reason}: remove it"
 
 
 @cache

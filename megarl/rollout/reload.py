@@ -5,7 +5,7 @@ pass reads the *kernel format*. For a plain CUDA linear layer they are the same 
 weights, `weight` becomes empty) and under quantisation. A layer's load format is known only as meta tensors, which vLLM
 records when it builds the model.
 
-These names are private to vLLM and may change between releases: `check_version` refuses an untested release.
+These names are private to vLLM and may change between releases: `release` refuses an untested one.
 Invariant: kernel tensors keep their storage through every change, so captured CUDA graphs stay valid.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import vllm
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -28,28 +27,10 @@ from vllm.platforms import current_platform
 from megarl.errors import UserError
 from megarl.platform.device import on_cuda
 
-OLDEST, NEWEST = (0, 26), (0, 32)
 # Parameters that vLLM's reload leaves in kernel format (its SKIP_TENSORS; 0.26 has only the second): its loaders
 # would write to the live tensor.
 LEFT_LIVE = frozenset({"bias", "e_score_correction_bias"})
 Layer = Any  # an nn.Module with methods of vLLM's own
-
-
-def check_installation() -> None:
-    """Raise UserError if the installed vLLM is untested, or is built for another device."""
-    check_version()
-    check_platform()
-
-
-def check_version() -> None:
-    """Raise RuntimeError for a release of vLLM that this file was not tested with."""
-    release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if not OLDEST <= release <= NEWEST:
-        raise RuntimeError(
-            f"vLLM {vllm.__version__} is installed; megarl writes weights through internals of vLLM "
-            f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Install a tested release, or check "
-            "megarl/rollout/reload.py against the new release and widen its range."
-        )
 
 
 def check_platform() -> None:

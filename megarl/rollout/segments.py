@@ -5,12 +5,17 @@ segment that a crash leaves stops the next start. vLLM's message queues and thei
 removes those of a killed job. Here each job has its own prefix for all of these files. It holds a lock file of that
 prefix as long as one of its processes lives. The kernel drops the lock of a dead process, so a lock that can be taken
 proves that the job is gone, also across containers that share `/dev/shm`.
+
+Everybody on the host may create names there. So only files of this user with exactly the names of a job are read or
+removed, no link is followed, and whatever else is there is left alone.
 """
 
 import atexit
 import fcntl
 import os
+import re
 import shutil
+import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +26,7 @@ from megarl.distributed.exchange import host_group
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX, SOCKETS = "megarl-", "-sockets"
+LOCK = re.compile(rf"({PREFIX}[0-9a-f]{{12}})\.lock")
 
 
 def claim(directory: Path = SHARED_MEMORY) -> str:
@@ -52,30 +58,38 @@ def may_spin() -> bool:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Remove the files of every job without a live process, and return their names."""
+    """Remove the files of every job of this user without a live process, and return their names."""
     removed = []
-    for lock in sorted(directory.glob(f"{PREFIX}*.lock")):
-        removed += _remove_if_dead(lock)
+    for file in sorted(directory.iterdir()):
+        if match := LOCK.fullmatch(file.name):
+            removed += _remove_if_dead(directory, match[1])
     return removed
 
 
-def _remove_if_dead(lock: Path) -> list[str]:
+def _remove_if_dead(directory: Path, prefix: str) -> list[str]:
+    lock = directory / f"{prefix}.lock"
     if (descriptor := _take(lock)) is None:
         return []
-    files = [*lock.parent.glob(f"{lock.stem}-*"), lock]  # the lock last: as long as it exists, the rest can be found
-    for file in files:
-        if file.is_dir():
-            shutil.rmtree(file, ignore_errors=True)
-        else:
-            file.unlink(missing_ok=True)
+    files = [file for file in directory.iterdir() if file.name.startswith(f"{prefix}-")]
+    removed = []
+    for file in [*files, lock]:  # the lock last: as long as it exists, the rest can be found
+        with suppress(OSError):  # of another user, or removed meanwhile
+            state = file.lstat()
+            if state.st_uid != os.geteuid():
+                continue
+            if stat.S_ISDIR(state.st_mode):
+                shutil.rmtree(file, ignore_errors=True)
+            else:
+                file.unlink()
+            removed.append(file.name)
     os.close(descriptor)
-    return [file.name for file in files]
+    return removed
 
 
 def _hold(lock: Path) -> int:
     """Lock the file as one of several holders, create it if it is missing, and return its descriptor."""
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), lock.stat()):
@@ -84,19 +98,20 @@ def _hold(lock: Path) -> int:
 
 
 def _take(lock: Path) -> int | None:
-    """Lock the file exclusively and return its descriptor; None if the job lives or another user owns the file."""
+    """Lock the file exclusively and return its descriptor; None if the job lives, or it is no lock of this user."""
     try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except (FileNotFoundError, PermissionError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # a link, a directory, a socket, a file of another user, or removed meanwhile
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid():
+        with suppress(BlockingIOError):  # the job lives
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _release(lock: Path, descriptor: int) -> None:
     os.close(descriptor)
-    _remove_if_dead(lock)
+    _remove_if_dead(lock.parent, lock.stem)

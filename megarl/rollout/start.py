@@ -1,7 +1,6 @@
 """The start of the engine of a checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megarl.models.architecture import hf_shapes
 from megarl.models.source import Source
@@ -19,10 +18,10 @@ def start_engine(
     trust_remote_code: bool,
 ) -> RolloutEngine:
     """Start this rank's part of an engine for the model, asleep and without weights; arguments as `RolloutEngine`."""
-    overrides = {"hf_overrides": source.overrides} if source.overrides else {}
     return RolloutEngine(
-        replace(section, engine_kwargs=section.engine_kwargs | overrides),
+        section,
         model_dir=source.directory,
+        overrides=source.overrides,
         shapes=hf_shapes(source.architecture),
         num_key_value_heads=source.architecture.num_key_value_heads,
         stop_token_ids=stop_token_ids,

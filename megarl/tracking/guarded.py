@@ -13,12 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class Guarded:
-    """A tracker that forwards to `tracker`, and warns once when it begins to fail and once when it works again."""
+    """A tracker that forwards to `tracker`, and warns of its first failure.
+
+    Every later record is tried, because a full disk may have room again, or one record alone may be at fault.
+    """
 
     def __init__(self, tracker: "Tracker", name: str) -> None:
         self._tracker = tracker
         self._name = name
-        self._failing = False
+        self._has_failed = False
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step, unless the tracker fails."""
@@ -36,12 +39,9 @@ class Guarded:
         try:
             act()
         except Exception as error:  # errors differ by library, and none may stop the training
-            if not self._failing:
+            if not self._has_failed:
                 logger.warning(
                     "%s accepts no records, training continues: %s: %s", self._name, type(error).__name__, error
                 )
-            self._failing = True
-        else:
-            if self._failing:
-                logger.warning("%s accepts records again", self._name)
-            self._failing = False
+                logger.debug("%s failed", self._name, exc_info=error)
+            self._has_failed = True

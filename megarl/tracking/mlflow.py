@@ -7,7 +7,6 @@ run in the directory sends records that are left at the end.
 
 import logging
 import os
-import re
 import threading
 import time
 import uuid
@@ -26,19 +25,20 @@ from megarl.tracking.outbox import Outbox
 from megarl.tracking.records import is_record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
+from megarl.tracking.safe_names import MLFLOW_LONGEST, mlflow_key, mlflow_title, with_digest
 from megarl.tracking.samples import GENERATIONS, pairs
 
 logger = logging.getLogger(__name__)
 
 UNSENT_FILE = "mlflow_unsent.jsonl"
 MAX_VALUE_CHARACTERS = 6000  # the limit of MLflow's stores
+MAX_SHOWN_CHARACTERS = 2000  # of the command, in a tag
 START_S = 20.0  # wait at the start for earlier records to be sent, once the server responds
 CLOSE_S = 120.0  # wait at the end for all records to be sent
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
 BEFORE_AND_NOW = "val/before_and_now"
 KEPT = ("config.yaml", METRICS_FILE, HISTORY_FILE, table_file(GENERATIONS), "report.html")  # files kept as artifacts
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class Mlflow:
@@ -70,10 +70,10 @@ class Mlflow:
         self._waiting = dict[str, float]()
         self._outbox = Outbox(run.run_dir / UNSENT_FILE, is_record)
         opening = {
-            "project": run.project,
-            "experiment": run.experiment,
+            "project": mlflow_title(run.project),
+            "experiment": mlflow_title(run.experiment),
             "artifacts": artifacts,
-            "params": [(safe_name(key), _cut(str(value))) for key, value in flatten(run.params)],
+            "params": _params(run.params),
             "start": uuid.uuid4().hex,
             "tags": tags_of(run),
             "data": list(data_of(run.params)),
@@ -119,7 +119,7 @@ class Mlflow:
         self._put(first | dict(metrics), step=step)
 
     def _put(self, metrics: Mapping[str, float], *, step: int) -> None:
-        values = {safe_name(name): float(value) for name, value in metrics.items()}
+        values = {mlflow_key(name): float(value) for name, value in metrics.items()}
         self._outbox.put({"kind": "metrics", "step": step, "time": _now(), "values": values})
 
     def _put_waiting(self) -> None:
@@ -134,7 +134,7 @@ class Mlflow:
         """
         if rows:
             columns = {key: [row[key] for row in rows] for key in rows[0]}
-            self._outbox.put({"kind": "table", "step": step, "file": f"{safe_name(name)}.json", "columns": columns})
+            self._outbox.put({"kind": "table", "step": step, "file": f"{mlflow_key(name)}.json", "columns": columns})
         if name == GENERATIONS and (changes := pairs(self._first_samples(before=step), rows)):
             self.log_table(BEFORE_AND_NOW, [pair.cells() for pair in changes], step=step)
 
@@ -221,15 +221,27 @@ class Mlflow:
         self._outbox.cut(keep)
 
 
+def _params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the parameters of a run. Their keys differ by more than their case, because some stores ignore it."""
+    shown = dict[str, tuple[str, str]]()  # by the casefolded key
+    for number, (name, value) in enumerate(flatten(params)):
+        key = mlflow_key(name)
+        if key.casefold() in shown:
+            key = with_digest(key, f"{number} {name}")
+        shown[key.casefold()] = (key, _cut(str(value)))
+    return list(shown.values())
+
+
 def tags_of(run: TrackedRun) -> dict[str, str]:
     """Return the tags of a run: description, command, user, directory, commit, and versions of packages."""
     facts = origin()
     where = f"`{run.run_dir.resolve()}` on {facts['host']}"
+    command = _cut(facts["command"], MAX_SHOWN_CHARACTERS)
     tags = {
-        "mlflow.note.content": f"{where}\n\n```\n{facts['command']}\n```\n\nThe artifact report.html sums the run up.",
-        "mlflow.source.name": _cut(_short(facts["command"])),
+        "mlflow.note.content": f"{where}\n\n```\n{command}\n```\n\nThe artifact report.html sums the run up.",
+        "mlflow.source.name": _cut(_short(facts["command"]), MLFLOW_LONGEST),
         "mlflow.source.type": "LOCAL",
-        "mlflow.user": facts["user"],
+        "mlflow.user": _cut(facts["user"], MLFLOW_LONGEST),
         "megarl.run_dir": str(run.run_dir.resolve()),
     }
     tags |= {"mlflow.source.git.commit": facts["commit"]} if "commit" in facts else {}
@@ -241,17 +253,8 @@ def _short(command: str) -> str:
     return " ".join(Path(word).name for word in command.split() if "=" not in word)
 
 
-def safe_name(name: str) -> str:
-    """Return a name that every MLflow store accepts: letters, digits and `_-. :/`; `mean@4` becomes `mean_at_4`.
-
-    A data source may have any name, and stores may use the result as a path, so no part of it is empty, `.` or `..`.
-    """
-    parts = _FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")
-    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
+def _cut(text: str, most: int = MAX_VALUE_CHARACTERS) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _now() -> int:

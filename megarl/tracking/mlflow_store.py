@@ -22,6 +22,7 @@ from mlflow.exceptions import InvalidUrlException, MlflowException
 from megarl.platform.files import write_whole
 from megarl.tracking.mlflow_inputs import log_inputs
 from megarl.tracking.run_id import known_run_id
+from megarl.tracking.safe_names import with_digest
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Store:
         self._id_file = id_file
         self._run_id = known_run_id(id_file) or ""
         self._last: dict[str, int] | None = None  # metric or table -> its last step; None: ask the store
+        self._folded = set[str]()  # keys of metrics, as a store sees them that ignores the case of letters
+        self._refused = set[str]()  # keys that were warned about
 
     def forget(self) -> None:
         """Forget what the store has, because a request failed: ask again."""
@@ -79,8 +82,7 @@ class Store:
         place = glance(run_id, experiment_id)
         note = more["tags"].get(NOTE, "")
         self._client.set_tag(run_id, NOTE, f"{note}\n\n[Score, reward and KL in one chart]({place})")
-        for batch in _batches(params, MAX_PARAMS_PER_BATCH):
-            self._client.log_batch(run_id, params=[Param(*item) for item in batch])
+        self._log(run_id, "params", [Param(*item) for item in params], MAX_PARAMS_PER_BATCH)
         log_inputs(self._client, run, more.get("data", []), more.get("model"))
         write_whole(self._id_file, run_id.encode())
         self._run_id, self._last = run_id, None  # only now: after a failure the next attempt completes the run
@@ -106,7 +108,7 @@ class Store:
 
     def _can_continue(self, step: int, same_curve: bool) -> bool:
         self._last = None
-        if not self._is_known():
+        if not self._is_known(self._run_id):
             logger.warning("MLflow does not know the run %s, or it was deleted there; a new one begins", self._run_id)
             return False
         last = max(self._last_steps().values(), default=0)
@@ -117,9 +119,9 @@ class Store:
             return False
         return True
 
-    def _is_known(self) -> bool:
+    def _is_known(self, run_id: str) -> bool:
         try:
-            stage = self._client.get_run(self._run_id).info.lifecycle_stage
+            stage = self._client.get_run(run_id).info.lifecycle_stage
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -128,10 +130,37 @@ class Store:
 
     def _metrics(self, step: int, time: int, values: Mapping[str, float]) -> None:
         last = self._last_steps()
-        new = [Metric(name, value, time, step) for name, value in values.items() if step > last.get(name, -1)]
-        for batch in _batches(new, MAX_METRICS_PER_BATCH):
-            self._client.log_batch(self._run_id, metrics=batch)
+        keyed = {self._key(name): value for name, value in values.items()}
+        new = [Metric(key, value, time, step) for key, value in keyed.items() if step > last.get(key, -1)]
+        self._log(self._run_id, "metrics", new, MAX_METRICS_PER_BATCH)
         last.update((metric.key, step) for metric in new)
+
+    def _key(self, name: str) -> str:
+        """Return the key of a metric. A store that ignores the case of letters knows the first of two spellings."""
+        if name in self._last_steps():
+            return name
+        key = with_digest(name, name) if name.casefold() in self._folded else name
+        self._folded.add(key.casefold())
+        return key
+
+    def _log(self, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
+        """Log metrics or parameters in batches. What the store refuses costs one of them each, and one warning."""
+        for batch in _batches(items, size):
+            self._log_batch(run_id, kind, batch)
+
+    def _log_batch(self, run_id: str, kind: str, items: Sequence[Any]) -> None:
+        try:
+            self._client.log_batch(run_id, **{kind: items})
+        except MlflowException as error:
+            if not is_refused(error) or not self._is_known(run_id):
+                raise
+            if len(items) > 1:
+                middle = len(items) // 2
+                self._log_batch(run_id, kind, items[:middle])
+                self._log_batch(run_id, kind, items[middle:])
+            elif items[0].key not in self._refused:
+                self._refused.add(items[0].key)
+                logger.warning("MLflow refuses %s of %s, training continues: %s", items[0].key, kind, error)
 
     def _table(self, step: int, file: str, columns: dict[str, list[Any]]) -> None:
         last = self._last_steps()
@@ -155,6 +184,7 @@ class Store:
         if self._last is None:
             metrics = self._client.get_run(self._run_id).data.to_proto().metrics
             self._last = {metric.key: metric.step for metric in metrics}  # a run lists the latest value of each
+            self._folded = {metric.key.casefold() for metric in metrics}
         return self._last
 
     def _last_step_of_table(self, file: str) -> int:
@@ -175,8 +205,8 @@ def is_absent(error: Exception, uri: str) -> bool:
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether an error means that the store will never accept this record."""
-    return _status(error) == 400
+    """Return whether an error means that the store will never accept this record: it is wrong, or too large."""
+    return _status(error) in (400, 413)
 
 
 def _status(error: Exception) -> int:

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch.utils.tensorboard import SummaryWriter
 
 from megarl.tracking.names import Ending
+from megarl.tracking.safe_names import tensorboard_tag
 
 DIRECTORY = "tensorboard"
 PARAMS, SUMMARY = "config", "summary"
@@ -47,7 +48,7 @@ class TensorBoard:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Write one scalar per metric."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(tensorboard_tag(name), value, step)
         self._writer.flush()
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
@@ -55,7 +56,7 @@ class TensorBoard:
         if rows:
             lines = [rows[0], dict.fromkeys(rows[0], "---"), *rows]
             cells = [list(rows[0]), *([_cell(value) for value in line.values()] for line in lines[1:])]
-            self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+            self._writer.add_text(tensorboard_tag(name), "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
             self._writer.flush()
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:

@@ -47,10 +47,14 @@ class NullTracker:
 
 
 class Trackers:
-    """A tracker that forwards to several trackers."""
+    """A tracker that forwards to `trackers` (name for messages -> tracker), each of which may fail without the others.
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
+    A failure costs the records of its tracker and one warning (see `Guarded`). It reaches neither the other trackers
+    nor the run.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = [Guarded(tracker, name) for name, tracker in trackers.items()]
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step in all trackers."""
@@ -89,7 +93,7 @@ def make_tracker(
     total_steps: int,
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
-    also: Iterable["Tracker"] = (),
+    also: Callable[[], Mapping[str, Tracker]] = dict,
     signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
@@ -100,7 +104,8 @@ def make_tracker(
         total_steps: steps of the run, for the console.
         is_main: whether this rank records.
         mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
-        also: further trackers. They follow the files, which they may read, and precede the others.
+        also: opens further trackers, by their names. They follow the files, which they may read, and precede the
+            others.
         signposts: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
@@ -110,23 +115,25 @@ def make_tracker(
         return NullTracker()
     run.run_dir.mkdir(parents=True, exist_ok=True)
     resume: dict[str, Any] = {"resume_step": run.resume_step, "resume_metrics": run.resume_metrics}
-    trackers: list[Tracker] = [Jsonl(run.run_dir, **resume)] if "jsonl" in names else []
-    trackers += also
+    trackers = dict[str, Tracker]()
+    if "jsonl" in names:
+        trackers["jsonl"] = Jsonl(run.run_dir, **resume)
+    trackers |= also()
     for name in names:
         if name in ("jsonl", "console"):
             continue
         if name == "mlflow":
             from megarl.tracking.mlflow import Mlflow  # takes seconds to import, and only one rank needs it
 
-            trackers.append(Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run))
+            trackers["MLflow"] = Mlflow(mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), run)
         elif name == "tensorboard":
             from megarl.tracking.tensorboard import TensorBoard  # takes seconds to import, too
 
-            trackers.append(Guarded(TensorBoard(run.run_dir, params=run.params, **resume), "TensorBoard"))
+            trackers["TensorBoard"] = TensorBoard(run.run_dir, params=run.params, **resume)
         elif name == "wandb":
-            trackers.append(Guarded(Wandb(run), "W&B"))
+            trackers["W&B"] = Wandb(run)
         else:
             raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     if "console" in names:  # last: at the end it names what the others have written
-        trackers.append(Console(total_steps=total_steps, signposts=signposts))
+        trackers["console"] = Console(total_steps=total_steps, signposts=signposts)
     return Trackers(trackers)

@@ -21,6 +21,7 @@ from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox, Record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
+from megarl.tracking.safe_names import wandb_key, wandb_project
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,16 @@ class Wandb:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record the metrics of a step."""
-        self._record({"kind": "metrics", "step": step, "time": time.time(), "values": dict(metrics)})
+        values = {wandb_key(name): value for name, value in metrics.items()}
+        self._record({"kind": "metrics", "step": step, "time": time.time(), "values": values})
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Record the rows as the table `name` of that step."""
         if rows:
             content = [[_cell(value) for value in row.values()] for row in rows]
-            self._record({"kind": "table", "step": step, "name": name, "columns": list(rows[0]), "rows": content})
+            self._record(
+                {"kind": "table", "step": step, "name": wandb_key(name), "columns": list(rows[0]), "rows": content}
+            )
 
     def close(self, summary_rows: Sequence[Mapping[str, Any]] = (), *, ending: Ending = "finished") -> None:
         """Finish this part of the run, record how it ended, and wait at most CLOSE_S for uploads."""
@@ -115,7 +119,7 @@ class Wandb:
         has_key = bool(os.environ.get("WANDB_API_KEY"))
         mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
         options: dict[str, Any] = {
-            "project": run.project,
+            "project": wandb_project(run.project),
             "name": run.experiment,
             "id": run_id,
             "config": dict(run.params),

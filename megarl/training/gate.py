@@ -77,11 +77,15 @@ class Gate:
             step: names the step in messages.
 
         Raises:
-            MismatchError: on all ranks alike, because records are replicated. Nothing may learn from the samples.
+            MismatchError: on all ranks alike, because records are replicated. Nothing may learn from the samples. It is
+                raised too if the current weights drew tokens and none of them can be compared.
         """
         assert rollouts.rollout_log_probs is not None, "samples without the engine's log-probabilities"
         limit = self.limit(healthy)
-        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, _drawn_after(rollouts, step))
+        drawn = _drawn_after(rollouts, step)
+        mismatch, judged = token_mismatch(log_probs, rollouts.rollout_log_probs, drawn)
+        if not judged.any():
+            _report_blindness(rollouts, log_probs, drawn, step=step)
         kept = _means(mismatch, judged) <= FAR_OUT * limit
         left_out = 1.0 - float(kept.double().mean())
         level = _mean(mismatch[kept], judged[kept])
@@ -130,6 +134,28 @@ def _drawn_after(rollouts: Rollouts, step: int) -> Tensor:
     """Return `[B, T]` bool: the tokens that the weights after `step` finished steps drew."""
     versions = rollouts.weight_versions
     return rollouts.mask if versions is None else rollouts.mask & (versions == step)
+
+
+def _report_blindness(rollouts: Rollouts, log_probs: Tensor, drawn: Tensor, *, step: int) -> None:
+    """Raise MismatchError if none of the `drawn` tokens is finite on both sides; warn if there are no such tokens."""
+    assert rollouts.rollout_log_probs is not None
+    num_tokens = int(drawn.sum())
+    if num_tokens:
+        num_engine, num_trainer = (
+            int((~numbers.isfinite() & drawn).sum()) for numbers in (rollouts.rollout_log_probs, log_probs)
+        )
+        raise MismatchError(
+            f"no token of step {step + 1} can be compared between engine and trainer: of {num_tokens} tokens "
+            f"{num_engine} have no finite log-probability of the engine and {num_trainer} none of the trainer. Nothing "
+            "has learnt from them. Look for weights of the last checkpoint that are not finite, and for a type that "
+            "overflows (actor_rollout_ref.rollout.dtype)"
+        )
+    if dist.get_rank() == 0:
+        logger.warning(
+            "no token of step %d is compared between engine and trainer: %s",
+            step + 1,
+            "older weights drew all of them" if rollouts.mask.any() else "no response has a token",
+        )
 
 
 def _means(mismatch: Tensor, judged: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.mlflow import safe_name
+from megarl.tracking.safe_names import mlflow_key
 from tests.support.forked import run_forked, run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
 from tests.support.programs import ROOT, succeed
@@ -110,7 +110,7 @@ def test_the_small_script_is_in_mlflow(small_run: tuple[Path, str]) -> None:
     client, [run] = mlflow_runs(run_dir, "TinyZero")
     assert (run.info.run_name, run.info.status) == ("countdown", "FINISHED")
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert run.data.params == {safe_name(key): str(value) for key, value in flatten(config)}
+    assert run.data.params == {mlflow_key(key): str(value) for key, value in flatten(config)}
     assert run.data.params["actor_rollout_ref.rollout.response_length"] == str(MAX_RESPONSE_LENGTH)  # resolved
     for name in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/entropy", "timing_s/gen"):
         assert [metric.step for metric in client.get_metric_history(run.info.run_id, name)] == [1, 2], name

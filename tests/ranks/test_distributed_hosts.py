@@ -1,5 +1,6 @@
 """Ranks on two hosts find each other, whatever the names of the hosts; if they cannot, a message has the reason."""
 
+import os
 import re
 import socket
 import sys
@@ -72,6 +73,30 @@ def test_two_hosts_are_examined(pair: Hosts, tmp_path: Path) -> None:
     assert codes == [1, 1]
     assert "These hosts cannot train together: 2 fault(s)" in first
     assert first.count("are not seen here") == 2
+
+
+def test_two_tasks_on_each_of_two_hosts_meet_at_one_address(pair: Hosts) -> None:
+    """Rank 1 finds the store although the name of its own host may be a loopback address there."""
+    step = outside_launchers() | {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": ",".join(pair.names),
+    }
+    jobs = [
+        pair.start(
+            pair.names[rank // 2],
+            [sys.executable, "-m", "tests.support.launched", "listens=yes"],
+            step | {"SLURM_NODEID": f"{rank // 2}", "SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank % 2}"},
+        )
+        for rank in range(4)
+    ]
+    outputs = [job.communicate(timeout=600)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 4, "\n".join(outputs)
+    assert [line.split()[-1] for line in meeting("".join(outputs))] == ["15"] * 4
+    listening = {line.split()[2] for line in "".join(outputs).splitlines() if line.startswith("listens")}
+    assert listening == {"10.77.31.1", "10.77.31.2"}
 
 
 @NEEDS_MPIRUN

@@ -1,10 +1,15 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
+from megarl.distributed.place import Launch
+from megarl.distributed.store import meet
+from megarl.errors import UserError
 from tests.support.launchers import NEEDS_MPIRUN, start
 
 MODULE = ["-m", "tests.support.launched"]
@@ -67,6 +72,31 @@ def test_two_ranks_meet_and_one_that_fails_fails_the_job_and_is_heard(command: l
     assert sorted(line for line in stdout.splitlines() if line.startswith("rank")) == MEETING
     assert process.returncode == 1
     assert "ValueError: rank 1 was asked to fail" in stderr + stdout
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(PLAIN, id="plain"), pytest.param(MPIRUN, id="mpirun", marks=NEEDS_MPIRUN)]
+)
+def test_a_job_on_one_host_keeps_its_store_to_itself(command: list[str]) -> None:
+    stdout, stderr = start(command, "listens=yes").communicate(timeout=120)
+    listening = {line.split()[2] for line in stdout.splitlines() if line.startswith("listens")}
+    assert "127.0.0.1" in listening, stderr
+    assert not listening & {"0.0.0.0", "::"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_store_listens_at_the_address_that_was_asked_for(host: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = {found.laddr for found in psutil.Process().net_connections("inet")}
+    store = meet(Launch(rank=0, world_size=2, local_rank=0, local_world_size=2), host, port, timeout_s=30)
+    mine = [found.laddr for found in psutil.Process().net_connections("inet") if found.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in mine if place not in before} <= {"127.0.0.1", "::1"}
+    assert port in {place.port for place in mine}
+    with pytest.raises(UserError, match="Address already in use"):
+        meet(Launch(rank=0, world_size=2, local_rank=0, local_world_size=2), host, port, timeout_s=30)
+    del store
 
 
 @pytest.mark.faults

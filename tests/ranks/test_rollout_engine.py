@@ -296,7 +296,7 @@ def refusals(paths: list[Path]) -> None:
         start(bare, tensors, tp_size=2, engine_kwargs={"max_model_len": 1})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM crashes .* enable_expert_parallel on CPU"):
         start(bare, tensors, tp_size=2, engine_kwargs={"enable_expert_parallel": True})
-    with pytest.raises(ValueError, match="engine_kwargs: enable_eplb moves experts"):
+    with pytest.raises(ValueError, match="engine_kwargs: enable_eplb changes the engine"):
         start(bare, tensors, tp_size=2, engine_kwargs={"enable_eplb": True})
     with pytest.raises(ValueError, match="engine_kwargs: vLLM has no argument max_modle_len"):
         start(bare, tensors, tp_size=2, engine_kwargs={"max_modle_len": 1})

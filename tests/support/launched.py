@@ -2,6 +2,7 @@
 
 `fail=R` raises on rank R after the ranks have met, while the others wait in a collective. `kill=R` kills that rank.
 `once=yes` fails only before the first restart, after which rank 0 comes late. `hang=yes` makes every rank wait forever.
+`listens=yes` prints where the processes of the job listen.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
@@ -32,6 +34,10 @@ def main() -> None:
     dist.all_reduce(total)
     place = f"{launch.rank}/{launch.world_size} {launch.local_rank}/{launch.local_world_size}"
     exported = " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if "listens" in options:
+        for found in psutil.Process().net_connections("inet"):
+            if found.status == psutil.CONN_LISTEN:
+                sys.stdout.write(f"listens {launch.rank} {found.laddr.ip}\n")
     sys.stdout.write(f"rank {place} env {exported} sum {total.item()}\n")  # one write: ranks share the pipe
     sys.stdout.flush()
     if options.get("fail") == str(launch.rank):

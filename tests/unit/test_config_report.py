@@ -68,8 +68,6 @@ def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
         "critic.model.tokenizer_path=org/others",
         "reward_model.model={path: org/judge, trust_remote_code: true, input_tokenizer: org/input}",
         f"{kwargs}.worker_extension_cls=ours.Worker",
-        f"{kwargs}.logits_processors=[ours:First, ours:Second]",
-        f"{kwargs}.kv_transfer_config={{kv_connector: Ours, kv_connector_module_path: s3://ann:Swordf1sh@host}}",
         f"{kwargs}.max_lora_cls_labels=1",
     )
     assert own_code(config) == {
@@ -77,8 +75,6 @@ def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
         "critic.model.trust_remote_code": "what comes with org/critic and org/others",
         "reward_model.model.trust_remote_code": "what comes with org/judge and org/input",
         f"{ROLLOUT}.engine_kwargs.worker_extension_cls": "module ours.Worker",
-        f"{ROLLOUT}.engine_kwargs.logits_processors": "modules ours:First, ours:Second",
-        f"{ROLLOUT}.engine_kwargs.kv_transfer_config.kv_connector_module_path": "module s3://***@host",
     }
     follows = load(*trusted, "critic.model.tokenizer_path=org/policy")
     assert set(own_code(follows).values()) == {"what comes with org/policy", "what comes with org/critic"}

@@ -137,3 +137,38 @@ def test_a_source_is_no_source_with_weights_of_another_model(tmp_path: Path) -> 
     add(model, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)})
     with pytest.raises(ValueError, match=r"holds model.layers.0.self_attn.q_proj.bias, .*attention_bias or qkv_bias"):
         Source.read(ModelSection(path=str(model)))
+
+
+def test_a_tensor_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama")
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    entry = json.dumps({"model.norm.weight": json.loads(content[8:end])["model.norm.weight"] | {"dtype": "BF16"}})
+    header = f"{entry[:-1]}, {content[9:end].decode()}".encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    load_file(file)  # safetensors accepts it
+    [fault] = faults(model)
+    assert fault == f"{file} cannot be read as safetensors: it lists model.norm.weight twice; write the file again"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_tensor_in_two_files_is_named(is_listed: bool, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama")
+    (model / "model.safetensors").rename(model / "first.safetensors")
+    tensors = load_file(model / "first.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"], "other": torch.ones(1)}, model / "second.safetensors")
+    index = {name: "first.safetensors" for name in tensors if is_listed or name != "model.norm.weight"}
+    index["other"] = "second.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    [fault] = faults(model)
+    assert fault.startswith(f"model.norm.weight is in {model}/first.safetensors and in {model}/second.safetensors")
+
+
+def test_an_index_that_lists_a_tensor_twice_is_named(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama")
+    (model / "model.safetensors").rename(model / "first.safetensors")
+    entries = ", ".join(f'"{name}": "first.safetensors"' for name in ["model.norm.weight", "model.norm.weight"])
+    (model / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{entries}}}}}')
+    [fault] = faults(model)
+    assert "is no index of weights: it lists model.norm.weight twice" in fault

@@ -96,8 +96,8 @@ def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> N
 
 
 def test_what_the_engine_keeps_on_the_host() -> None:
-    kwargs = "actor_rollout_ref.rollout.engine_kwargs={cpu_offload_gb: 3, kv_offloading_size: 10}"
-    assert plan(*LLAMA_8B, kwargs).host.parts["engine"] == (8 * 3 + 2 * 10) * 2**30  # ranks, and replicas
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs={cpu_offload_gb: 3}"
+    assert plan(*LLAMA_8B, kwargs).host.parts["engine"] == 8 * 3 * 2**30
 
 
 def test_a_host_that_is_too_small_is_named_with_changes_that_are_enough() -> None:

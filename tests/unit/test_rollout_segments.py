@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,18 +49,22 @@ def job(directory: Path, name: str) -> "subprocess.Popen[str]":
 
 def test_a_killed_job_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "-tp:0-[0-1]-cpushm_0").touch()  # another program's
-    living, killed = job(tmp_path, "megarl-living"), job(tmp_path, "megarl-killed")
+    living, killed = job(tmp_path, "megarl-0123456789ab"), job(tmp_path, "megarl-ba9876543210")
     try:
         assert segments.sweep(tmp_path) == []
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         swept = segments.sweep(tmp_path)
-        assert sorted(swept) == ["megarl-killed-sockets", "megarl-killed-tp:0-0-1-cpushm_0", "megarl-killed.lock"]
+        assert sorted(swept) == [
+            "megarl-ba9876543210-sockets",
+            "megarl-ba9876543210-tp:0-0-1-cpushm_0",
+            "megarl-ba9876543210.lock",
+        ]
         assert sorted(file.name for file in tmp_path.iterdir()) == [
             "-tp:0-[0-1]-cpushm_0",
-            "megarl-living-sockets",
-            "megarl-living-tp:0-0-1-cpushm_0",
-            "megarl-living.lock",
+            "megarl-0123456789ab-sockets",
+            "megarl-0123456789ab-tp:0-0-1-cpushm_0",
+            "megarl-0123456789ab.lock",
         ]
     finally:
         for process in (living, killed):
@@ -67,9 +72,68 @@ def test_a_killed_job_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
             process.communicate()
 
 
+def link(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def of_another_user(path: Path) -> None:
+    path.touch()
+    os.chown(path, 12345, 12345)
+
+
+HOSTILE = {
+    "megarl-x.lock": Path.touch,
+    "megarl-*.lock": Path.touch,
+    "megarl-[0-9a-f]*.lock": Path.touch,
+    "megarl-000000000000.lock\n": Path.touch,
+    "megarl-000000000000-x.lock": Path.touch,
+    "megarl-000000000001.lock": Path.mkdir,
+    "megarl-000000000002.lock": link,
+    "megarl-000000000003.lock": socket_at,
+    "megarl-000000000004.lock": os.mkfifo,
+    "megarl-000000000005.lock": of_another_user,
+}
+
+
+def test_no_name_that_anybody_may_create_stops_or_robs_a_job(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root makes files of another user")
+    living = job(tmp_path, "megarl-0123456789ab")
+    try:
+        for name, make in HOSTILE.items():
+            make(tmp_path / name)  # type: ignore[operator]
+        there = {file.name for file in tmp_path.iterdir()}
+        assert segments.sweep(tmp_path) == []
+        assert {file.name for file in tmp_path.iterdir()} == there
+    finally:
+        living.kill()
+        living.communicate()
+
+
+def test_a_dead_job_takes_nothing_of_others_with_it(tmp_path: Path) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.mkdir()
+    (treasure / "gold").touch()
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    dead = "megarl-ba9876543210"
+    (shared / f"{dead}.lock").touch()
+    (shared / f"{dead}-link").symlink_to(treasure)
+    (shared / f"{dead}-own").touch()
+    (shared / f"{dead}x-other").touch()
+    assert sorted(segments.sweep(shared)) == [f"{dead}-link", f"{dead}-own", f"{dead}.lock"]
+    assert [file.name for file in shared.iterdir()] == [f"{dead}x-other"]
+    assert (treasure / "gold").exists()
+
+
 @pytest.mark.skipif(not segments.SHARED_MEMORY.is_dir(), reason="no /dev/shm")
 def test_a_message_queue_of_a_killed_job_is_swept() -> None:
-    prefix = f"{segments.PREFIX}test-{os.getpid()}"
+    prefix = f"{segments.PREFIX}{os.getpid():012x}"
     command = [sys.executable, "-c", TALKER, prefix]
     name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
     assert name.startswith(f"{prefix}-")
@@ -79,7 +143,7 @@ def test_a_message_queue_of_a_killed_job_is_swept() -> None:
 
 
 def test_a_lock_that_was_swept_while_it_was_waited_for_is_made_again(tmp_path: Path) -> None:
-    lock = tmp_path / "megarl-new.lock"
+    lock = tmp_path / "megarl-00000000000a.lock"
     lock.touch()
     sweeper = segments._take(lock)
     assert sweeper is not None

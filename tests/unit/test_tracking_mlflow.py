@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from megarl.section import flatten
-from megarl.tracking.mlflow import safe_name
 from megarl.tracking.run_id import RUN_ID_FILE
 from megarl.tracking.tracker import Tracker
 from tests.support.mlflow_server import Server, wait_for
@@ -29,6 +28,8 @@ PARAMS = {
     "trainer": {"project_name": "p", "note": "x" * 7000},
     "many": {f"key_{number}": number for number in range(150)},
 }
+
+LITTLE = {"tags": {}, "start": "abc", "time": 5}  # of an opening
 
 
 def tracker(root: Path, **options: Any) -> Tracker:
@@ -210,7 +211,8 @@ def test_a_run_that_begins_anew_and_fails_midway_is_complete_after_the_next_try(
     resume = {"kind": "resume", "step": 3, "same_curve": False, "project": "project", "experiment": "run"}
     resume |= {"artifacts": None, "params": [["a", "1"]], "tags": {}, "start": "abc", "time": 5}
     with closing(sqlite3.connect(tmp_path / "mlflow.db", timeout=60)) as database:
-        database.execute("CREATE TRIGGER no BEFORE INSERT ON params BEGIN SELECT RAISE(ABORT, 'not now'); END")
+        condition = "BEFORE INSERT ON tags WHEN NEW.key = 'mlflow.note.content'"
+        database.execute(f"CREATE TRIGGER no {condition} BEGIN SELECT RAISE(ABORT, 'not now'); END")
         for _ in range(2):
             with pytest.raises(FAILURES, match="not now"):
                 store.send(resume)
@@ -313,7 +315,7 @@ def test_a_record_whose_answer_got_lost_is_not_there_twice(tmp_path: Path) -> No
     tracker(tmp_path, params={}).close()
     uri, id_file = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow_run_id"
     opening = {"kind": "open", "project": "p", "experiment": "e", "artifacts": (tmp_path / "files").as_uri()}
-    opening |= {"params": [["a", "1"]], "tags": {}, "start": "abc", "time": 5}
+    opening |= {"params": [["a", "1"]]} | LITTLE
     metrics = {"kind": "metrics", "step": 1, "time": 7, "values": {"loss": 0.5}}
     table = {"kind": "table", "step": 1, "file": "t.json", "columns": {"text": ["a", "b"]}}
     for _ in range(2):
@@ -330,10 +332,60 @@ def test_a_record_whose_answer_got_lost_is_not_there_twice(tmp_path: Path) -> No
     assert json.loads(Path(table).read_text())["data"] == [[1, "a"], [1, "b"]]
 
 
-def test_names_are_safe_by_construction() -> None:
-    assert safe_name("val-core/openai/gsm8k/acc/mean@4") == "val-core/openai/gsm8k/acc/mean_at_4"
-    assert safe_name("reward (é)%") == "reward ____"
-    assert safe_name("val/test_score/../../x//./y.z/") == "val/test_score/_/_/x/_/_/y.z/_"
+def test_names_of_all_kinds_are_kept_apart(tmp_path: Path) -> None:
+    names = [
+        "acc",
+        "Acc",
+        "ACC",
+        "acc ",
+        "數學",
+        "数学",
+        "a@b",
+        "a_at_b",
+        "x" * 272,
+        "x" * 271,
+        "..",
+        "a//b",
+        "a/b",
+        "é",
+    ]
+    names += ["e\u0301", "\ud800", "\udfff", "\u202eb", "", " ", "\0", "%", "a\nb"]
+    keys = {"a": {"b": 1}, "a.b": 2, "A.B": 3, "k" * 300: 4, "數": 5, "é": 6}
+    first = tracker(tmp_path, params=keys, project="p" * 600, experiment="數" * 600)
+    first.log({name: float(place) for place, name in enumerate(names)}, step=1)
+    first.close()
+    again = tracker(tmp_path, params=keys, project="p" * 600, experiment="數" * 600, resume_step=1)
+    again.log({name: float(-place) for place, name in enumerate(reversed(names), start=1)}, step=2)
+    again.close()
+    store = client(tmp_path)
+    (run,) = store.search_runs([each.experiment_id for each in store.search_experiments()])
+    assert sorted(run.data.params.values()) == ["1", "2", "3", "4", "5", "6"]
+    histories = [store.get_metric_history(run.info.run_id, key) for key in run.data.metrics]
+    seen = {tuple(point.value for point in sorted(points, key=lambda point: point.step)) for points in histories}
+    assert seen == {(float(place), float(place - len(names))) for place in range(len(names))}
+    assert len({key.casefold() for key in run.data.metrics}) == len(names)
+
+
+def test_what_the_store_refuses_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megarl.tracking.mlflow_store import Store
+
+    tracker(tmp_path, params={}).close()
+    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "mlflow_run_id")
+    params = [[f"p{number}", "1"] for number in range(5)] + [["%", "1"]]
+    store.send({"kind": "open", "project": "p", "experiment": "e", "artifacts": None, "params": params} | LITTLE)
+    for step in (1, 2):
+        values = {f"m{number}": 0.5 for number in range(9)} | {"y" * 251: 1.0, "../x": 2.0}
+        store.send({"kind": "metrics", "step": step, "time": 7, "values": values})
+    seen = client(tmp_path)
+    (run,) = seen.search_runs([seen.get_experiment_by_name("p").experiment_id])
+    assert run.data.params.keys() == {f"p{number}" for number in range(5)}
+    assert run.data.metrics.keys() == {f"m{number}" for number in range(9)}
+    assert [len(seen.get_metric_history(run.info.run_id, name)) for name in run.data.metrics] == [2] * 9
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "MLflow refuses % of params",
+        f"MLflow refuses {'y' * 251} of metrics",
+        "MLflow refuses ../x of metrics",
+    ]
 
 
 def test_flatten_by_hand() -> None:

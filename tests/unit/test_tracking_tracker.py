@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -14,10 +15,10 @@ from rich.console import Console as RichConsole
 from megarl.platform import progress
 from megarl.distributed.watchdog import note, watching
 from megarl.tracking.console import Console
-from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.plot import plot_curves
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker, Tracker
+from megarl.tracking.tracker import NullTracker, Tracker, Trackers, recording
 from tests.support.trackers import tracker_of
 
 STEP = {
@@ -144,6 +145,38 @@ def test_null_tracker_is_what_other_ranks_hold(tmp_path: Path) -> None:
     tracker.log_table("t", [{"a": 1}], step=1)
     tracker.close()
     assert not (tmp_path / "run").exists()
+
+
+class Failing(NullTracker):
+    """A tracker whose method `method` fails."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self.fail)
+
+    def fail(self, *args: Any, **options: Any) -> None:
+        raise RuntimeError("unbalanced markup")
+
+
+@pytest.mark.parametrize("method", ["log", "log_table", "close"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tracker_that_fails_costs_its_own_records_and_one_warning(
+    method: str, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = list[str]()
+    file = Jsonl(tmp_path)
+    monitored = NullTracker()
+    monitored.close = lambda *args, ending, **options: closed.append(ending)  # type: ignore[method-assign]
+    both = {"console": Failing(method), "jsonl": file}
+    trackers = Trackers({**(both if is_first else dict(reversed(both.items()))), "monitored": monitored})
+    with recording(trackers), caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            trackers.log({"loss": 1.0 / step}, step=step)
+            trackers.log_table("val/generations", [{"score": step}], step=step)
+    assert closed == ["finished"]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "val_generations.jsonl")] == [1, 2]
+    (warning,) = caplog.messages
+    assert warning == "console accepts no records, training continues: RuntimeError: unbalanced markup"
 
 
 def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:

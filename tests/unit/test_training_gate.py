@@ -1,6 +1,7 @@
 """The gate lets rounding and a few strange tokens pass, and nothing that engine and trainer disagree about."""
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,11 +103,40 @@ def test_a_spoilt_sample_is_left_out_and_many_stop_the_run(dtype: str) -> None:
         judge(rollouts, says, limits, healthy=healthy)
 
 
-def test_what_is_not_finite_is_left_to_the_updates_that_are_skipped() -> None:
+def test_a_token_that_is_not_finite_is_not_compared() -> None:
     rollouts = samples()
-    verdict = judge(rollouts, torch.full(rollouts.mask.shape, float("nan")), healthy=(1e-3,))
+    says = noise(rollouts, 1e-3)
+    says[1:] = float("nan")
+    verdict = judge(rollouts, says, healthy=(1e-3,))
     assert len(verdict.rows) == len(rollouts)
+    assert len(verdict.healthy) == 2
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_gate_that_can_compare_no_token_stops(side: str, number: float) -> None:
+    rollouts = samples()
+    says = noise(rollouts, 1e-3)
+    assert rollouts.rollout_log_probs is not None
+    broken = says if side == "trainer" else rollouts.rollout_log_probs
+    broken.fill_(number)
+    counts = (
+        "0 have no finite log-probability of the engine and 960 none" if side == "trainer" else "960 have no finite"
+    )
+    with pytest.raises(MismatchError, match=f"no token of step 5 can be compared .* of 960 tokens {counts}"):
+        judge(rollouts, says, healthy=(1e-3,))
+
+
+def test_a_step_without_a_token_of_the_current_weights_passes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = samples()
+    assert rollouts.weight_versions is not None
+    rollouts.weight_versions.fill_(STEP - 1)
+    with world_of_one(), caplog.at_level(logging.WARNING):
+        verdict = judge(rollouts, noise(rollouts, 9.0), healthy=(1e-3,))
     assert verdict.healthy == (1e-3,)
+    assert caplog.messages == [
+        "no token of step 5 is compared between engine and trainer: older weights drew all of them"
+    ]
 
 
 def test_tokens_of_older_weights_are_not_compared() -> None:
