@@ -91,7 +91,7 @@ def make_checkpoints(
         is_async=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )
-    if trainer.save_freq > 0:
+    if trainer.save_freq > 0 or trainer.save_last:
         warn_of_space(checkpoints.directory, checkpoints.num_bytes)
     return checkpoints
 
@@ -160,5 +160,5 @@ def finish_records(
         logger.info(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
     run_tracker(config, launch, resume_point, last_step=last_step).close()
     if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
-        mirror.remember(resume_point.checkpoint)
+        mirror.remember(resume_point.checkpoint, best=resume_point.state.best_step)
         mirror.close()

@@ -19,7 +19,7 @@ from megarl.checkpoint.differences import (
     config_differences,
     size_differences,
 )
-from megarl.checkpoint.directory import CONFIG_FILE, saved_steps, set_aside, step_in
+from megarl.checkpoint.directory import CONFIG_FILE, STEP_PREFIX, saved_steps, set_aside, step_in
 from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
@@ -33,6 +33,7 @@ from megarl.distributed.launch import restarted
 from megarl.errors import UserError
 from megarl.learner.learner import Learner
 from megarl.platform.files import write_whole
+from megarl.platform.uri import WAITS_S, persist
 from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.run_id import known_run_ids
@@ -83,6 +84,13 @@ class ResumePoint:
         state = contents.state
         if any(difference.makes_scores_incomparable for difference in found):
             state = replace(state, best=None)
+        elif continues and trainer.save_best and not on_first_rank(lambda: _is_kept(state.best_step, trainer)):
+            if dist.get_rank() == 0:
+                best = f"{STEP_PREFIX}{state.best_step}"
+                logger.info(
+                    "note: the best starts anew: %s, whose validation is the best so far, is not in %s", best, run_dir
+                )
+            state = replace(state, best=None)
         if not same_curve:
             state = replace(state, mismatches=())  # they are of another temperature, dtype or policy
         return cls(checkpoint=checkpoint, state=state, same_curve=same_curve)
@@ -115,6 +123,18 @@ class ResumePoint:
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
+
+
+def _is_kept(step: int | None, trainer: TrainerSection) -> bool:
+    """Return whether the run or its mirror has the checkpoint of `step`; step 0 is the model that it started from."""
+    if not step or step in saved_steps(Path(trainer.default_local_dir)):
+        return True
+    if trainer.default_hdfs_dir is None:
+        return False
+    try:
+        return step in persist(Remote(trainer.default_hdfs_dir).complete_steps, WAITS_S)
+    except Exception:  # each file system has errors of its own; the mirror itself warns when it cannot be reached
+        return True
 
 
 def resumed_checkpoint(trainer: TrainerSection) -> Path | None:

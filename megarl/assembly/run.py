@@ -213,6 +213,8 @@ def make_schedule(
         last_step=first_step if trainer.val_only else last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
+        save_last=trainer.save_last,
+        save_best=trainer.save_best,
         validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
         traces=make_traces(trainer, launch),
     )

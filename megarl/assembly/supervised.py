@@ -79,6 +79,7 @@ def _learn(
         last_step=last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
+        save_last=trainer.save_last,
         traces=make_traces(trainer, launch),
     )
     with graceful_stop(), recording(tracker):

@@ -56,7 +56,8 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     *(
         (f"trainer.{name}", Effect.NONE, _RECORDS)
         for name in (
-            *("logger", "mlflow_tracking_uri", "save_freq", "max_ckpt_to_keep", "async_save", "save_huggingface"),
+            *("logger", "mlflow_tracking_uri", "save_freq", "save_last", "save_best"),
+            *("max_ckpt_to_keep", "async_save", "save_huggingface"),
             *("default_hdfs_dir", "default_local_dir", "resume_mode", "resume_from_path"),
             *("rollout_data_dir", "log_val_generations", "profile_steps", "peak_tflops"),
         )

@@ -298,6 +298,12 @@ PPO_ROWS: tuple[Row, ...] = (
         because=("data.val_files", "trainer.val_before_train", "trainer.test_freq"),
     ),
     Row(
+        keys=("trainer.save_best",),
+        read=lambda config: bool(config.data.val_files) and config.trainer.test_freq > 0,
+        only="the run validates after steps",
+        because=("data.val_files", "trainer.test_freq"),
+    ),
+    Row(
         keys=("trainer.val_before_train",),
         read=lambda config: bool(config.data.val_files),
         only="`data.val_files` is set",
@@ -325,7 +331,14 @@ FILE_ROWS: tuple[Row, ...] = (
     Row(
         keys=tuple(
             f"trainer.{name}"
-            for name in ("critic_warmup", "log_val_generations", "rollout_data_dir", "val_before_train", "val_only")
+            for name in (
+                "critic_warmup",
+                "log_val_generations",
+                "rollout_data_dir",
+                "save_best",
+                "val_before_train",
+                "val_only",
+            )
         ),
         read=lambda config: False,
         why="by a run that learns from files",

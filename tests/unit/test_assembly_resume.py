@@ -87,9 +87,9 @@ def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, cap
     reward, run_dir = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(run_dir, f"custom_reward_function.path={reward}")
-    checkpoint = save(config, step=3, best=Best(0.5, 2))
+    checkpoint = save(config, step=3, best=Best(0.5, 3))
     (moved := tmp_path / "moved.py").write_bytes(reward.read_bytes())
-    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
+    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 3)))
     assert told(caplog) == ""
     reward.write_text("def compute_score(**_): return 2\n")
     assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=False)
@@ -123,14 +123,14 @@ def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_sin
         ("data.val_files=other.parquet", None),
         ("actor_rollout_ref.rollout.val_kwargs={do_sample: true, temperature: 1.0}", None),
         ("reward_model.timeout_s=3", None),
-        ("data.val_batch_size=7", Best(0.5, 2)),
-        ("reward_model.num_workers=3", Best(0.5, 2)),
+        ("data.val_batch_size=7", Best(0.5, 3)),
+        ("reward_model.num_workers=3", Best(0.5, 3)),
     ],
 )
 def test_the_best_begins_anew_where_scores_do_not_compare(
     tmp_path: Path, change: str, best: Best | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 2))
+    save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 3))
     assert ResumePoint.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
     assert ("the best starts anew" in told(caplog)) == (best is None)
 
