@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.assembly.inputs import inputs_of
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
 from megarl.assembly.signposts import signposts
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -80,14 +81,14 @@ def make_checkpoints(
         export: writes the weights in Hugging Face's format into a checkpoint. Collective.
         mirrored: whether to use the mirror that `trainer` may name.
     """
-    trainer, code = config.trainer, own_code(config)
+    trainer, code, inputs = config.trainer, own_code(config), on_first_rank(lambda: inputs_of(config))
     checkpoints = CheckpointStore(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=write_huggingface,
         export=export if trainer.save_huggingface else None,
-        texts=lambda: checkpoint_texts(config, learners, code),
+        texts=lambda: checkpoint_texts(config, learners, code, inputs),
         is_async=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )

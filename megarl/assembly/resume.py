@@ -11,12 +11,14 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from megarl.checkpoint.contents import CODE_FILE, MODELS_FILE, VERSIONS_FILE, Contents
+from megarl.assembly.inputs import Inputs, inputs_of
+from megarl.checkpoint.contents import CODE_FILE, INPUTS_FILE, MODELS_FILE, VERSIONS_FILE, Contents
 from megarl.checkpoint.differences import (
     ConfigDifference,
     Effect,
     code_differences,
     config_differences,
+    input_differences,
     size_differences,
 )
 from megarl.checkpoint.directory import CONFIG_FILE, STEP_PREFIX, saved_steps, set_aside, step_in
@@ -187,17 +189,18 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
 
 
 def checkpoint_texts(
-    config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
+    config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str], inputs: Inputs
 ) -> dict[str, str]:
     """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, tracker runs.
 
-    `code` is the result of `own_code` when the run began: the files may have changed since.
+    `code` and `inputs` are the results of `own_code` and `inputs_of` when the run began: files may have changed since.
     """
     texts = {
         CONFIG_FILE: to_yaml(config),
         VERSIONS_FILE: json.dumps(running(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
+        INPUTS_FILE: json.dumps(inputs, indent=1),
     }
     return texts | known_run_ids(Path(config.trainer.default_local_dir))
 
@@ -212,12 +215,17 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
 def _compare(
     was: Contents, config: Config | SupervisedConfig
 ) -> tuple[list[ConfigDifference], dict[str, tuple[str, str]]]:
-    """Return the keys and the packages that differ from those that the checkpoint records, the user's code included."""
+    """Return what differs from what the checkpoint records: keys, the user's code and files, and packages. Collective.
+
+    Each file is named by its key and its own name.
+    """
     found: list[ConfigDifference] = []
     if was.config is not None:
         found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
     if was.code is not None:
         found = code_differences(was.code, own_code(config), found) + found
+    if was.inputs is not None:
+        found = input_differences(was.inputs, on_first_rank(lambda: inputs_of(config)), found) + found
     old, now = was.versions, running()
     if old is None:
         return found, {}

@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 
 from megarl.assembly.records import make_checkpoints
-from megarl.assembly.resume import ResumePoint, checkpoint_texts
+from megarl.assembly.resume import ResumePoint
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
-from megarl.checkpoint.store import CheckpointStore
-from megarl.config.load import load_config
 from megarl.config.report import own_code
-from megarl.config.root import Config
 from megarl.entry import how_to_resume
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
+from tests.support.resumes import configured, save, told
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,35 +26,9 @@ def alone() -> Iterator[None]:
         yield
 
 
-def configured(run_dir: Path, *arguments: str) -> Config:
-    model = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "critic.model.path=model"]
-    arguments = (*model, f"trainer.default_local_dir={run_dir}", *arguments)
-    return load_config(arguments, world_size=None, check_paths=False)
-
-
-def save(config: Config, *, step: int, best: Best | None = None) -> Path:
-    run_dir, code = Path(config.trainer.default_local_dir), own_code(config)
-    run = CheckpointStore(
-        directory=run_dir,
-        learners={},
-        keep=None,
-        write_huggingface=lambda _: None,
-        texts=lambda: checkpoint_texts(config, {}, code),
-    )
-    run.save(State(step=step, best=best))
-    return run_dir / f"global_step_{step}"
-
-
 @pytest.fixture(autouse=True)
 def shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "megarl")
-
-
-def told(caplog: pytest.LogCaptureFixture) -> str:
-    """Return the lines that were logged since the last call."""
-    lines = [f"{message}\n" for message in caplog.messages]
-    caplog.clear()
-    return "".join(lines)
 
 
 def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

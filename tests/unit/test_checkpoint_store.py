@@ -17,10 +17,9 @@ from megarl.checkpoint.failures import SMALL_BYTES, warn_of_space
 from megarl.checkpoint.find import find_checkpoint
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.occupancy import tidy_up
-from megarl.checkpoint.state import Best, State, best_checkpoint
+from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from megarl.data.order import Position
-from megarl.errors import UserError
 from megarl.export import intact_checkpoint
 from tests.support.disks import small_disk
 from tests.support.ranks import world_of_one
@@ -337,26 +336,6 @@ def test_only_an_intact_checkpoint_is_exported(tmp_path: Path) -> None:
     assert intact_checkpoint(tmp_path) == first
     with pytest.raises(ValueError, match=r"global_step_2 is damaged: "):
         intact_checkpoint(second)
-
-
-def test_the_best_checkpoint_is_that_of_the_best_validation(tmp_path: Path) -> None:
-    def refusal() -> str:
-        with pytest.raises(UserError) as error:
-            best_checkpoint(tmp_path)
-        return str(error.value)
-
-    assert "is no run with checkpoints" in refusal()
-    checkpoints(tmp_path).save(State(step=1))
-    assert "global_step_1 knows no validation" in refusal()
-    checkpoints(tmp_path).save(State(step=2, best=Best(0.5, 0)))
-    assert "is 0.5 at step 0: no checkpoint is better than the model that the run started from" in refusal()
-    run = checkpoints(tmp_path, keep=1)
-    for step, score in ((3, 0.6), (4, 0.6), (5, 0.6)):
-        run.save(State(step=step, best=Best(score, 3)))
-        assert best_checkpoint(tmp_path) == tmp_path / "global_step_3"
-    assert steps(tmp_path) == ["global_step_3", "global_step_5"]
-    shutil.rmtree(tmp_path / "global_step_3")
-    assert "there is no global_step_3: copy it from the mirror" in refusal()
 
 
 @pytest.mark.parametrize("is_async", [False, True])

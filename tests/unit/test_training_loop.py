@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.algorithms.config import AlgorithmSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
 from megarl.algorithms.losses import PolicyOutputs
-from megarl.batch import Experience, Prompts, Rollouts, Scored
+from megarl.batch import Experience, Prompts, Rollouts
 from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
@@ -44,15 +43,8 @@ def run(
     """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
     diary = diary or Diary()
     world, records = changes.get("world", World)(diary), Records(diary)
-    schedule = {
-        "first_step": 0,
-        "last_step": 3,
-        "test_freq": -1,
-        "save_freq": -1,
-        "save_last": False,
-        "save_best": False,
-        "validate_first": False,
-    }
+    schedule = {"first_step": 0, "last_step": 3, "test_freq": -1, "save_freq": -1}
+    schedule |= {"save_best": False, "validate_first": False}
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
         "samples": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
@@ -154,21 +146,18 @@ def test_only_the_critic_learns_during_its_warm_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("test_freq", "save_freq", "save_last", "validate_first", "tested", "saved"),
+    ("test_freq", "save_freq", "validate_first", "tested", "saved"),
     [
-        (2, 3, True, True, [0, 2, 4, 5], [3, 5]),
-        (2, 3, True, False, [2, 4, 5], [3, 5]),
-        (2, 3, False, False, [2, 4, 5], [3]),
-        (5, 1, False, False, [5], [1, 2, 3, 4, 5]),
-        (-1, 0, True, False, [], [5]),
-        (-1, 0, False, False, [], []),
+        (2, 3, True, [0, 2, 4, 5], [3]),
+        (2, 3, False, [2, 4, 5], [3]),  # and a validation at the end
+        (5, 1, False, [5], [1, 2, 3, 4, 5]),
+        (-1, 0, False, [], []),
     ],
 )
 def test_frequencies_count_finished_steps(
-    test_freq: int, save_freq: int, save_last: bool, validate_first: bool, tested: list[int], saved: list[int]
+    test_freq: int, save_freq: int, validate_first: bool, tested: list[int], saved: list[int]
 ) -> None:
-    changes = {"test_freq": test_freq, "save_freq": save_freq, "save_last": save_last}
-    diary = run(last_step=5, validate_first=validate_first, **changes)
+    diary = run(last_step=5, test_freq=test_freq, save_freq=save_freq, validate_first=validate_first)
     assert diary.steps_of("validate") == tested
     assert diary.steps_of("save") == list(diary.saved) == saved
     assert list(diary.logged) == ([0] if validate_first else []) + [1, 2, 3, 4, 5]
@@ -187,29 +176,13 @@ def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> N
     assert best == [(1.5, 0.0)] * 3
 
 
-@pytest.mark.parametrize(("save_best", "saved"), [(True, [1, 2, 4]), (False, [])])
-def test_a_step_whose_validation_is_the_best_so_far_is_saved(save_best: bool, saved: list[int]) -> None:
-    scores = {1: 0.2, 2: 0.9, 3: 0.9, 4: 1.0, 5: 0.1}  # of the samples of each prompt
-
-    class Improves(World):
-        def validate(self, prompts: Prompts, *, step: int) -> Rollouts:
-            self.score_now = scores[step]
-            return super().validate(prompts, step=step)
-
-        def score(self, rollouts: Rollouts) -> tuple[Scored, dict[str, float]]:
-            scored, metrics = super().score(rollouts)
-            return replace(scored, scores=torch.full_like(scored.scores, self.score_now)), metrics
-
-        score_now = 0.0
-
-    diary = run(world=Improves, last_step=5, test_freq=1, save_best=save_best)
-    assert diary.steps_of("save") == saved
-    assert [logged["val/best_step"] for logged in diary.logged.values()] == [1, 2, 2, 4, 4]
-    assert all(state.best_step == step for step, state in diary.saved.items())
+def test_the_first_of_equal_validations_is_saved_as_the_best() -> None:
+    diary = run(last_step=5, test_freq=2, save_best=True)
+    assert [state.best_step for state in diary.saved.values()] == list(diary.saved) == [2]
 
 
 def test_a_resumed_run_goes_on_where_it_stopped() -> None:
-    diary = run(first_step=2, last_step=4, save_freq=2, save_last=True, critic_warmup=3)
+    diary = run(first_step=2, last_step=4, save_freq=2, critic_warmup=3)
     assert diary.steps_of("take") == diary.steps_of("generate") == [2, 3]
     assert diary.steps_of("actor.update") == [3]
     assert list(diary.logged) == [3, 4]
