@@ -229,6 +229,7 @@ def supervised_arguments(models: dict[str, Path], pairs: Path) -> list[str]:
         f"data.train_batch_size={NUM_PROMPTS}",
         f"model.path={models['llama']}",
         "megatron.dtype=float32",
+        "optim.lr_warmup_steps=0",
     ]
 
 
