@@ -1,19 +1,21 @@
-"""Score a checkpoint: `megarl evaluate RUN_DIR|CHECKPOINT|CONFIG.yaml [MORE.yaml] [a.b.c=value ...]`.
+"""Score a checkpoint: `megarl evaluate RUN_DIR|CHECKPOINT|CONFIG.yaml [...] [--best]`.
 
 Takes the configuration that the run kept, or another one. Validates the checkpoint that `trainer.resume_mode` and
-`trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint. Prints one JSON
-line to standard output, and all else to standard error.
+`trainer.resume_from_path` choose, by default the latest, or the model itself if there is no checkpoint; with `--best`
+the checkpoint of the best validation. Prints one JSON line to standard output, and all else to standard error.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import CONFIG_FILE, step_of_name
+from megarl.checkpoint.state import best_checkpoint
 from megarl.cli.command import parse
 from megarl.cli.commands import EVALUATE
 from megarl.cli.kinds import others
@@ -23,6 +25,7 @@ from megarl.config.load import load_config
 from megarl.config.root import Config
 from megarl.distributed.place import Launch
 from megarl.entry import run
+from megarl.errors import UserError
 from megarl.platform.files import similar
 
 
@@ -34,8 +37,27 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config:
     """Parse the command line, and read the configuration as `load_config` does."""
-    typed = parse(EVALUATE, argv)["configuration"]
-    return load_config(list(chain.from_iterable(map(as_configuration, typed))), world_size=world_size)
+    typed = parse(EVALUATE, argv)
+    arguments = list(chain.from_iterable(map(as_configuration, typed["configuration"])))
+    config = load_config(arguments, world_size=world_size)
+    return with_best(config) if typed["best"] else config
+
+
+def with_best(config: Config) -> Config:
+    """Return the configuration that scores the best checkpoint of the run.
+
+    Raises:
+        ConfigError: the configuration names another checkpoint, or there is no best one.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path":
+        message = f"names the best of a run, but {trainer.resume_from_path} is named too: name the run's directory"
+        raise ConfigError([Fault(path="--best", message=message)])
+    try:
+        best = best_checkpoint(Path(trainer.default_local_dir))
+    except UserError as error:
+        raise ConfigError([Fault(path="--best", message=str(error))]) from error
+    return replace(config, trainer=replace(trainer, resume_mode="resume_path", resume_from_path=str(best)))
 
 
 def as_configuration(argument: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT`.
+"""Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best]`.
 
-CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint. Writes the actor, or the reward model of a
+CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
+validation. Writes the actor, or the reward model of a
 run of `megarl.train_reward`. `transformers` and vLLM load the result. Under torchrun, mpirun or srun the model is split
 over all ranks, so it need not fit into one process.
 """
@@ -14,6 +15,7 @@ from textwrap import indent
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE
+from megarl.checkpoint.state import best_checkpoint
 from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
 from megarl.distributed.place import Launch
@@ -30,6 +32,7 @@ class Arguments:
     checkpoint: Path
     out: Path
     world_size: int
+    best: bool = False
     trust_remote_code: bool = False
     trainer: TrainerSection = TrainerSection(n_gpus_per_node=1)
 
@@ -45,7 +48,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
+    """Load the model on all ranks and write it. Raises what `intact_checkpoint` and `best_checkpoint` do."""
     from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection
@@ -54,7 +57,8 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
 
-    checkpoint = intact_checkpoint(arguments.checkpoint)
+    named = arguments.checkpoint
+    checkpoint = intact_checkpoint(best_checkpoint(named) if arguments.best else named)
     source = Source.read(ModelSection(path=str(checkpoint / HUGGINGFACE)))
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False

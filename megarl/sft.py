@@ -11,7 +11,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.cli.command import parse
 from megarl.cli.commands import SFT
 from megarl.config.load import load_sft_config
-from megarl.config.report import unread_keys
+from megarl.config.report import start_remarks
 from megarl.config.root import SFTConfig
 from megarl.config.trial import find_places
 from megarl.distributed.place import Launch
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         argv,
         read_configuration,
         train,
-        remarks=unread_keys,
+        remarks=start_remarks,
         trial=find_places,
         imports=IMPORTS,
         keeps_log=True,

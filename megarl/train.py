@@ -12,7 +12,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import TRAIN
 from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
-from megarl.config.report import show_plan, unread_keys, unwritten_keys
+from megarl.config.report import show_plan, start_remarks, unread_keys, unwritten_keys
 from megarl.config.root import Config
 from megarl.config.trial import find_places, find_sources, try_reward
 from megarl.distributed.place import Launch
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         train,
         trial=try_out,
         remarks=lambda arguments, argv: chain(
-            unread_keys(arguments.config, argv), unwritten_keys(arguments.config, argv)
+            (unread_keys if arguments.replay else start_remarks)(arguments.config, argv),
+            unwritten_keys(arguments.config, argv),
         ),
         imports=IMPORTS,
         keeps_log=True,

@@ -12,7 +12,7 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.cli.command import parse
 from megarl.cli.commands import TRAIN_REWARD
 from megarl.config.load import load_reward_train_config
-from megarl.config.report import unread_keys
+from megarl.config.report import start_remarks
 from megarl.config.root import RewardTrainConfig
 from megarl.config.trial import find_places
 from megarl.distributed.place import Launch
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         argv,
         read_configuration,
         train,
-        remarks=unread_keys,
+        remarks=start_remarks,
         trial=find_places,
         imports=IMPORTS,
         keeps_log=True,

@@ -20,8 +20,9 @@ export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]%:*}} MASTER_PORT=${MASTER_PORT:-$((
 args=(--host "$(IFS=,; echo "${hosts[*]}")" -n $((gpus * ${#hosts[@]})) --bind-to none -x MASTER_ADDR -x MASTER_PORT)
 [[ $EUID -ne 0 ]] || args+=(--allow-run-as-root)
 
-# On Ctrl-C and SIGTERM mpirun would kill the ranks. In its own process group it does not get these signals. This script
-# sends SIGUSR1 for the first signal: the ranks finish their step and save. The second signal ends everything.
+# On Ctrl-C, SIGTERM and SIGHUP mpirun would kill the ranks. In its own process group it does not get these signals. This
+# script sends SIGUSR1 for the first signal: the ranks finish their step and save. A second Ctrl-C or SIGTERM ends
+# everything; a second SIGHUP does not, as a terminal that closes may send several.
 set -m
 own=()
 command -v setpriv >/dev/null && own=(setpriv --pdeathsig KILL) # mpirun does not outlive this script
@@ -32,15 +33,17 @@ mpirun=$!
 told=
 tell() {
     if [[ $told ]]; then
+        (($1 != 1)) || return 0
         kill -KILL "$mpirun"
         exit $((128 + $1))
     fi
     told=yes
-    echo "megarl: the ranks are told to finish their step and to save; a second signal ends the job at once" >&2
+    echo "megarl: the ranks are told to finish their step and to save; a second signal ends the job at once" >&2 || : # no terminal
     kill -USR1 "$mpirun"
 }
 trap 'tell 2' INT
 trap 'tell 15' TERM
+trap 'tell 1' HUP # under nohup bash keeps ignoring it
 # Bash obeys a signal that comes just before `wait` only when `wait` ends, so no wait is long.
 while kill -0 "$mpirun" 2>/dev/null; do
     sleep 0.5 </dev/null >/dev/null 2>&1 &

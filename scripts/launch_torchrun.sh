@@ -21,6 +21,6 @@ if ((nodes > 1)); then
     rendezvous=(--nnodes "$nodes" --node-rank "${NODE_RANK:?number of this host, from 0}"
         --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
 fi
-# The agent is torchrun, except that the ranks finish their step and save on Ctrl-C and SIGTERM.
+# The agent is torchrun, except that the ranks finish their step and save on Ctrl-C, SIGTERM and SIGHUP.
 exec "$python" -m megarl.distributed.agent "${rendezvous[@]}" --nproc-per-node "$gpus" \
     -m "${MODULE:-megarl.train}" "$@" "trainer.nnodes=$nodes" "trainer.n_gpus_per_node=$gpus"

@@ -33,6 +33,8 @@ SLOW = ("transformers", "megatron", "vllm")
 CARELESS = (
     0.55  # share of the demonstrations: imitation learns a habit that only the reward distinguishes from a solution
 )
+MOST_WARM_UP = 20
+"""The steps of warm-up in the configurations of the supervised runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ def main() -> None:
         f"model.path={out}/model",
         f"data.seed={seed}",
         f"trainer.default_local_dir={out}/sft",
-        *([f"trainer.total_training_steps={arguments.sft_steps}"] if arguments.sft_steps else []),
+        *_shortened(arguments.sft_steps),
         *known_to(SFTConfig, keys),
     )
     if arguments.warm_up_only:
@@ -155,6 +157,13 @@ def keys_of_machine(device: str) -> dict[str, str]:
         "actor_rollout_ref.actor.megatron.dtype": "bfloat16",
         "actor_rollout_ref.rollout.dtype": "bfloat16",
     }
+
+
+def _shortened(num_steps: int | None) -> list[str]:
+    """Return the arguments of a supervised run of `num_steps` steps, in which the rate has time to warm up."""
+    if num_steps is None:
+        return []
+    return [f"trainer.total_training_steps={num_steps}", f"optim.lr_warmup_steps={min(MOST_WARM_UP, num_steps // 2)}"]
 
 
 def known_to(root: type, keys: Mapping[str, str]) -> list[str]:

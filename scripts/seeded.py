@@ -65,6 +65,8 @@ def of_one_process(seed: int, seeded: Path, *, steps: int) -> list[str]:
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(1, steps // 10)}",
         "trainer.save_freq=-1",
+        "trainer.save_last=false",
+        "trainer.save_best=false",
         "trainer.logger=[jsonl]",
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.algorithms.config import EXACT, KLEstimator
 from megarl.algorithms.kl import Divergence
+from megarl.config.learning_checks import actor_updates
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
 from megarl.data.config import DataSection, SupervisedDataSection
@@ -87,7 +88,7 @@ def make_actor(
         temperature=policy.rollout.temperature,
         recompute=policy.model.enable_gradient_checkpointing,
         balance=config.trainer.balance_batch,
-        training=(actor.optim, actor.grad_clip, last_step),
+        training=(actor.optim, actor.grad_clip, actor_updates(config, last_step)),
     )
     return Model(
         name="actor",

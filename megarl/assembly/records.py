@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.assembly.inputs import inputs_of
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
 from megarl.assembly.signposts import signposts
 from megarl.checkpoint.directory import CONFIG_FILE
@@ -79,18 +80,18 @@ def make_checkpoints(
         export: writes the weights in Hugging Face's format into a checkpoint. Collective.
         mirrored: whether to use the mirror that `trainer` may name.
     """
-    trainer, code = config.trainer, own_code(config)
+    trainer, code, inputs = config.trainer, own_code(config), on_first_rank(lambda: inputs_of(config))
     checkpoints = CheckpointStore(
         directory=Path(trainer.default_local_dir),
         learners=learners,
         keep=trainer.max_ckpt_to_keep,
         write_huggingface=write_huggingface,
         export=export if trainer.save_huggingface else None,
-        texts=lambda: checkpoint_texts(config, learners, code),
+        texts=lambda: checkpoint_texts(config, learners, code, inputs),
         is_async=trainer.async_save,
         mirror=mirror_of(trainer) if mirrored else None,
     )
-    if trainer.save_freq > 0:
+    if trainer.save_freq > 0 or trainer.save_last:
         warn_of_space(checkpoints.directory, checkpoints.num_bytes)
     return checkpoints
 
@@ -161,5 +162,5 @@ def finish_records(
         logger.info(nothing_left(Path(config.trainer.default_local_dir), resume_point.state.step, last_step))
     run_tracker(config, launch, resume_point, last_step=last_step).close()
     if resume_point.checkpoint and (mirror := mirror_of(config.trainer)):
-        mirror.remember(resume_point.checkpoint)
+        mirror.remember(resume_point.checkpoint, best=resume_point.state.best_step)
         mirror.close()

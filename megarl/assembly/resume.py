@@ -11,15 +11,17 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from megarl.checkpoint.contents import CODE_FILE, MODELS_FILE, VERSIONS_FILE, Contents
+from megarl.assembly.inputs import Inputs, inputs_of
+from megarl.checkpoint.contents import CODE_FILE, INPUTS_FILE, MODELS_FILE, VERSIONS_FILE, Contents
 from megarl.checkpoint.differences import (
     ConfigDifference,
     Effect,
     code_differences,
     config_differences,
+    input_differences,
     size_differences,
 )
-from megarl.checkpoint.directory import CONFIG_FILE, saved_steps, set_aside, step_in
+from megarl.checkpoint.directory import CONFIG_FILE, STEP_PREFIX, saved_steps, set_aside, step_in
 from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
@@ -33,6 +35,7 @@ from megarl.distributed.launch import restarted
 from megarl.errors import UserError
 from megarl.learner.learner import Learner
 from megarl.platform.files import write_whole
+from megarl.platform.uri import WAITS_S, persist
 from megarl.platform.versions import running
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.run_id import known_run_ids
@@ -83,6 +86,13 @@ class ResumePoint:
         state = contents.state
         if any(difference.makes_scores_incomparable for difference in found):
             state = replace(state, best=None)
+        elif continues and trainer.save_best and not on_first_rank(lambda: _is_kept(state.best_step, trainer)):
+            if dist.get_rank() == 0:
+                best = f"{STEP_PREFIX}{state.best_step}"
+                logger.info(
+                    "note: the best starts anew: %s, whose validation is the best so far, is not in %s", best, run_dir
+                )
+            state = replace(state, best=None)
         if not same_curve:
             state = replace(state, mismatches=())  # they are of another temperature, dtype or policy
         return cls(checkpoint=checkpoint, state=state, same_curve=same_curve)
@@ -115,6 +125,18 @@ class ResumePoint:
                 f"{self.checkpoint} was saved by a run of other models, so this run cannot resume from it:{said}\n"
                 "Name the models that the checkpoint was trained from, or start anew with trainer.resume_mode=disable"
             )
+
+
+def _is_kept(step: int | None, trainer: TrainerSection) -> bool:
+    """Return whether the run or its mirror has the checkpoint of `step`; step 0 is the model that it started from."""
+    if not step or step in saved_steps(Path(trainer.default_local_dir)):
+        return True
+    if trainer.default_hdfs_dir is None:
+        return False
+    try:
+        return step in persist(Remote(trainer.default_hdfs_dir).complete_steps, WAITS_S)
+    except Exception:  # each file system has errors of its own; the mirror itself warns when it cannot be reached
+        return True
 
 
 def resumed_checkpoint(trainer: TrainerSection) -> Path | None:
@@ -167,17 +189,18 @@ def mirror_of(trainer: TrainerSection) -> Mirror | None:
 
 
 def checkpoint_texts(
-    config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str]
+    config: Config | SupervisedConfig, learners: Mapping[str, Learner], code: Mapping[str, str], inputs: Inputs
 ) -> dict[str, str]:
     """Return the texts, by file, that describe a run in its checkpoints: configuration, versions, models, tracker runs.
 
-    `code` is the result of `own_code` when the run began: the files may have changed since.
+    `code` and `inputs` are the results of `own_code` and `inputs_of` when the run began: files may have changed since.
     """
     texts = {
         CONFIG_FILE: to_yaml(config),
         VERSIONS_FILE: json.dumps(running(), indent=1),
         MODELS_FILE: json.dumps(_sizes(learners), indent=1),
         CODE_FILE: json.dumps(code, indent=1),
+        INPUTS_FILE: json.dumps(inputs, indent=1),
     }
     return texts | known_run_ids(Path(config.trainer.default_local_dir))
 
@@ -192,12 +215,17 @@ def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:
 def _compare(
     was: Contents, config: Config | SupervisedConfig
 ) -> tuple[list[ConfigDifference], dict[str, tuple[str, str]]]:
-    """Return the keys and the packages that differ from those that the checkpoint records, the user's code included."""
+    """Return what differs from what the checkpoint records: keys, the user's code and files, and packages. Collective.
+
+    Each file is named by its key and its own name.
+    """
     found: list[ConfigDifference] = []
     if was.config is not None:
         found = config_differences(was.config, yaml.safe_load(to_yaml(config)), Schema.of(type(config)).leaves)
     if was.code is not None:
         found = code_differences(was.code, own_code(config), found) + found
+    if was.inputs is not None:
+        found = input_differences(was.inputs, on_first_rank(lambda: inputs_of(config)), found) + found
     old, now = was.versions, running()
     if old is None:
         return found, {}

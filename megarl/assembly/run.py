@@ -36,6 +36,8 @@ from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
+from megarl.config.faults import ConfigError
+from megarl.config.learning_checks import learning_faults
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
@@ -96,6 +98,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
     environments = make_environments(config, tokenizer, prompts.prompt_of(0))
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    if faults := [*learning_faults(config, last_step)]:
+        raise ConfigError(faults)
     resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
     continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
     resume_point = ResumePoint.find(config, continues=continues)
@@ -213,6 +217,8 @@ def make_schedule(
         last_step=first_step if trainer.val_only else last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
+        save_last=trainer.save_last,
+        save_best=trainer.save_best,
         validate_first=trainer.val_only or (trainer.val_before_train and not resumed),
         traces=make_traces(trainer, launch),
     )

@@ -21,12 +21,12 @@ from megarl.environments.episodes import Environments
 from megarl.environments.scoring import EpisodeScorer
 from megarl.learner.learner import Learner
 from megarl.learner.parallel import Mesh
+from megarl.models.hub import stop_token_ids
 from megarl.models.source import Source
 from megarl.reshard.executor import Reshard
 from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.limits import Limits
-from megarl.rollout.sampling import stop_token_ids
 from megarl.rollout.start import start_engine
 from megarl.section import flatten
 from megarl.sync.plan import plan_sync

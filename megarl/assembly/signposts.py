@@ -2,10 +2,13 @@
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, saved_steps
+from megarl.checkpoint.state import best_checkpoint
 from megarl.config.root import Config, RewardTrainConfig, SupervisedConfig
+from megarl.errors import UserError
 from megarl.report.tracker import REPORT_FILE
 from megarl.tracking.jsonl import METRICS_FILE, table_file
 from megarl.tracking.mlflow_place import how_to_open, tracking_uri
@@ -19,8 +22,10 @@ def signposts(config: Config | SupervisedConfig, ending: Ending) -> Iterator[tup
     steps = saved_steps(run_dir)
     if steps:
         yield "checkpoint", str(run_dir / f"{STEP_PREFIX}{max(steps)}")
+        with suppress(UserError):  # of a run that does not validate
+            yield "best", str(best_checkpoint(run_dir))
     elif ending == "finished" and isinstance(config, Config):
-        yield "checkpoint", "none: trainer.save_freq=0 or less saves no checkpoint"
+        yield "checkpoint", "none: trainer.save_freq and save_last save no step"
     yield "report", str(run_dir / REPORT_FILE)
     yield "curves", str(run_dir / METRICS_FILE)
     if (samples := run_dir / table_file(GENERATIONS)).exists():

@@ -9,6 +9,8 @@ from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.store import CheckpointStore
+from megarl.config.faults import ConfigError
+from megarl.config.learning_checks import learning_faults
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import together
@@ -49,6 +51,8 @@ def _learn(
     """Train, and return the model, or None if it was exported after the last step already."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     last_step = trainer.total_training_steps or trainer.total_epochs * lessons.batches.steps_per_epoch
+    if faults := [*learning_faults(config, last_step)]:
+        raise ConfigError(faults)
     resume_point = ResumePoint.find(config)
     if resume_point.is_at(last_step):
         finish_records(config, launch, resume_point, last_step=last_step)
@@ -79,6 +83,7 @@ def _learn(
         last_step=last_step,
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
+        save_last=trainer.save_last,
         traces=make_traces(trainer, launch),
     )
     with graceful_stop(), recording(tracker):

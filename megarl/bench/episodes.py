@@ -97,6 +97,7 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
             "trainer.n_gpus_per_node=1",
             "trainer.logger=[jsonl]",
             "trainer.save_freq=-1",
+            "trainer.save_last=false",
             "trainer.val_before_train=false",
             f"trainer.total_training_steps={WARM_UP + repeats}",
             f"trainer.default_local_dir={directory / 'run'}",

@@ -124,6 +124,7 @@ def train(
         *_split(options),
         "trainer.logger=[jsonl]",
         "trainer.save_freq=-1",
+        "trainer.save_last=false",
         "trainer.val_before_train=false",
         f"trainer.total_training_steps={num_steps + is_traced}",
         f"trainer.default_local_dir={run_dir}",

@@ -3,6 +3,7 @@
 global_step_40/state.json      the state of the run except its models (`State`)
               /config.yaml     its configuration
               /code.json       the user's own code, as digests
+              /inputs.json     the files that it reads, by size and checksum
               /versions.json   the packages that matter
               /models.json     the sizes of its models
               /mlflow_run_id   its run in MLflow
@@ -30,7 +31,7 @@ from megarl.tracking.run_id import RUN_ID_FILES, read_run_id
 
 T = TypeVar("T")
 
-VERSIONS_FILE, MODELS_FILE, CODE_FILE = "versions.json", "models.json", "code.json"
+VERSIONS_FILE, MODELS_FILE, CODE_FILE, INPUTS_FILE = "versions.json", "models.json", "code.json", "inputs.json"
 HUGGINGFACE_FILES = ("huggingface/config.json", "huggingface/model.safetensors.index.json")
 RNG = "rng"
 MAX_CONFIG_BYTES = 1 << 20
@@ -43,6 +44,7 @@ class Contents:
     state: State
     config: Mapping[str, Any] | None
     code: Mapping[str, str] | None
+    inputs: Mapping[str, Mapping[str, str]] | None  # by the key of the configuration and the name of the file
     versions: Mapping[str, str] | None
     models: Mapping[str, dict[str, Any]] | None
     run_ids: Mapping[str, str]  # by the name of the file
@@ -54,6 +56,7 @@ class Contents:
             state=State.read(checkpoint),
             config=_read_config(checkpoint / CONFIG_FILE),
             code=_read_optional(checkpoint / CODE_FILE, dict[str, str]),
+            inputs=_read_optional(checkpoint / INPUTS_FILE, dict[str, dict[str, str]]),
             versions=_read_optional(checkpoint / VERSIONS_FILE, dict[str, str]),
             models=_read_optional(checkpoint / MODELS_FILE, dict[str, dict[str, Any]]),
             run_ids={name: run_id for name in RUN_ID_FILES if (run_id := read_run_id(checkpoint / name))},

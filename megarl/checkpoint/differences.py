@@ -44,6 +44,7 @@ _VALIDATION = "when validation runs, and the size of its batches"
 _SCORES = "validation only: its scores cannot be compared with earlier ones, and the best score starts afresh"
 _REWARD = "the reward"
 _CONTENT = "another file content"
+_DATA = "the training data: another file content"
 _ALGORITHM = "the algorithm: another file content"
 _SPLIT = "another split"
 _MICRO = "other micro-batches"
@@ -56,7 +57,8 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     *(
         (f"trainer.{name}", Effect.NONE, _RECORDS)
         for name in (
-            *("logger", "mlflow_tracking_uri", "save_freq", "max_ckpt_to_keep", "async_save", "save_huggingface"),
+            *("logger", "mlflow_tracking_uri", "save_freq", "save_last", "save_best"),
+            *("max_ckpt_to_keep", "async_save", "save_huggingface"),
             *("default_hdfs_dir", "default_local_dir", "resume_mode", "resume_from_path"),
             *("rollout_data_dir", "log_val_generations", "profile_steps", "peak_tflops"),
         )
@@ -126,6 +128,12 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("environment.*", Effect.CURVE, _REWARD),
     ("center_rewards_coefficient", Effect.CURVE, "the loss"),
 )
+_INPUTS = {
+    "data.train_files": (Effect.CURVE, _DATA),
+    "actor_rollout_ref.actor.ptx_files": (Effect.CURVE, _DATA),
+    "data.val_files": (Effect.NONE, _SCORES),
+}
+"""The effect of another content of the files that a key names. All others decide how a model reads or scores texts."""
 _LEARNING = ("algorithm.", "actor_rollout_ref.actor.")
 _LENGTHS = ("trainer.total_epochs", "trainer.total_training_steps")
 
@@ -169,6 +177,23 @@ def code_differences(
         for key in sorted((was.keys() & now.keys()) - known)
         if was[key].rpartition(DIGEST)[2] != now[key].rpartition(DIGEST)[2]
     ]
+
+
+def input_differences(
+    was: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]], found: Iterable[ConfigDifference]
+) -> list[ConfigDifference]:
+    """Return the files with another content under the same name, by key and name, except those of the keys `found`."""
+    known = {difference.key for difference in found}
+    differences = []
+    for key in sorted((was.keys() & now.keys()) - known):
+        effect, reason = _INPUTS.get(key, (Effect.CURVE, _CONTENT))
+        for name in sorted(was[key].keys() | now[key].keys()):
+            old, new = was[key].get(name, "no such file"), now[key].get(name, "no such file")
+            if old != new:
+                differences.append(
+                    ConfigDifference(key=f"{key}: {name}", was=old, now=new, effect=effect, reason=reason)
+                )
+    return differences
 
 
 def effect_of(key: str) -> tuple[Effect, str]:

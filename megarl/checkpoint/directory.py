@@ -22,6 +22,8 @@ HUGGINGFACE = "huggingface"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
 """Size and checksum of every file, in each complete checkpoint."""
+STATE_FILE = "state.json"
+"""The state of the run except its models, in each checkpoint."""
 STEP_PREFIX = "global_step_"
 
 

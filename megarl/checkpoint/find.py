@@ -9,9 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.contents import find_damage
-from megarl.checkpoint.directory import LATEST_FILE, STEP_PREFIX, latest_step, name_latest, saved_steps
+from megarl.checkpoint.directory import LATEST_FILE, STATE_FILE, STEP_PREFIX, latest_step, name_latest, saved_steps
 from megarl.checkpoint.fetch import fetch
-from megarl.checkpoint.manifest import STATE_FILE
 from megarl.checkpoint.remote import Remote
 from megarl.distributed.agreement import agree
 from megarl.distributed.exchange import on_first_rank

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from pydantic import Field
 
 from megarl.checkpoint.background import Task
-from megarl.checkpoint.directory import MANIFEST_FILE
+from megarl.checkpoint.directory import MANIFEST_FILE, STATE_FILE
 from megarl.distributed.exchange import in_shares, on_first_rank, share
 from megarl.platform.files import inside, sync_directory, write_whole
 from megarl.platform.small_files import Damage, naming, open_file, parse_json, read_bytes
 
-STATE_FILE = "state.json"
 Seal = tuple[Annotated[int, Field(ge=0, lt=1 << 63)], Annotated[int, Field(ge=0, lt=1 << 32)]]
 """Size in bytes and CRC-32 of a file. Of the manifest itself: number and CRC-32 of its other entries."""
 CHUNK_BYTES = 1 << 22

@@ -48,17 +48,19 @@ class Mirror:
         self._num_failures = 0
         self._metrics: dict[str, float] = {}  # since `advance` last returned them
 
-    def remember(self, checkpoint: Path) -> None:
+    def remember(self, checkpoint: Path, *, best: int | None) -> None:
         """Upload the checkpoint that the run resumes from, if the mirror lacks it, after the next save or at the end.
 
-        A checkpoint in another directory, or with another name, is ignored.
+        A checkpoint in another directory, or with another name, is ignored. `best` is the step of the best validation.
         """
+        self._uploader.best = best
         step = step_of_name(checkpoint.name)
         if checkpoint.parent == self._directory and step is not None:
             self._add(step)
 
-    def follow(self, step: int) -> None:
-        """Start to upload the checkpoint of `step`, which has just been published."""
+    def follow(self, step: int, *, best: int | None) -> None:
+        """Start to upload the checkpoint of `step`, which has just been published; `best` as in `remember`."""
+        self._uploader.best = best
         self._add(step)
         self._try_all()
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.checkpoint.manifest import STATE_FILE
+from megarl.checkpoint.directory import STATE_FILE, STEP_PREFIX, latest_step, saved_steps
 from megarl.data.order import Position
+from megarl.errors import UserError
 from megarl.platform.small_files import read_json
 
 
@@ -40,7 +41,39 @@ class State:
     files: Mapping[str, bytes] = field(default_factory=dict)  # what is too large for JSON, as files of the checkpoint
     # by name; `read` does not read them
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best validation; None if nothing was validated."""
+        return self.best.step if self.best else None
+
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
         """Read the state in a checkpoint. Raises Damage."""
         return read_json(checkpoint / STATE_FILE, cls)
+
+
+def best_checkpoint(run_dir: Path) -> Path:
+    """Return the checkpoint of the best validation of a run, as its newest checkpoint knows it.
+
+    Raises:
+        UserError: no validation is known, the best is that of the model before training, or its checkpoint is missing.
+        Damage: the newest checkpoint has no readable state.
+    """
+    steps, latest = saved_steps(run_dir), latest_step(run_dir)
+    if not steps:
+        raise UserError(f"{run_dir} is no run with checkpoints: --best needs the directory of a run that validates")
+    newest = run_dir / f"{STEP_PREFIX}{latest if latest in steps else max(steps)}"
+    best = State.read(newest).best
+    if best is None:
+        raise UserError(f"{newest} knows no validation: validate in the run (data.val_files, trainer.test_freq)")
+    if best.step == 0:
+        raise UserError(
+            f"the best validation of {run_dir} is {best.score:g} at step 0: no checkpoint is better than the model "
+            "that the run started from"
+        )
+    if best.step not in steps:
+        raise UserError(
+            f"the best validation of {run_dir} is {best.score:g} at step {best.step}, but there is no "
+            f"{STEP_PREFIX}{best.step}: copy it from the mirror, if there is one, or name another checkpoint"
+        )
+    return run_dir / f"{STEP_PREFIX}{best.step}"

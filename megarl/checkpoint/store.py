@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: complete or absent, the latest by name, the oldest removed.
+"""A run's checkpoints on disk: complete or absent, the latest by name, the oldest removed, the best kept.
 
     RUN_DIR/global_step_40/{actor,critic}/   Megatron's shards: weights, optimizer, schedule
                           /rng/rank_0.pt     generator states of each rank
@@ -31,9 +31,18 @@ import torch.distributed as dist
 
 from megarl.checkpoint.background import Background, Task, run_blocking
 from megarl.checkpoint.contents import RNG
-from megarl.checkpoint.directory import HUGGINGFACE, STEP_PREFIX, latest_step, name_latest, publish, remove, saved_steps
+from megarl.checkpoint.directory import (
+    HUGGINGFACE,
+    STATE_FILE,
+    STEP_PREFIX,
+    latest_step,
+    name_latest,
+    publish,
+    remove,
+    saved_steps,
+)
 from megarl.checkpoint.failures import Failures, require_space, with_write_errors
-from megarl.checkpoint.manifest import STATE_FILE, sealing
+from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.state import State
 from megarl.distributed import watchdog
@@ -68,7 +77,7 @@ class CheckpointStore:
         Args:
             directory: of the run.
             learners: the models by their names in checkpoints.
-            keep: the number of checkpoints that stay; None: all.
+            keep: the number of newest checkpoints that stay, besides the best; None: all.
             write_huggingface: writes config and tokenizer to a directory.
             export: writes the weights as Hugging Face files into a checkpoint; collective.
             texts: returns further small files, by name.
@@ -80,6 +89,7 @@ class CheckpointStore:
         self.write_huggingface, self._export, self._texts = write_huggingface, export, texts
         self.background, self.failures = Background(), Failures()
         self._needed: set[Path] = set()  # the checkpoint that the run resumed from, until the run has saved its own
+        self._best: int | None = None  # the step of the best validation, as the newest checkpoint has it
 
     @cached_property
     def _staging(self) -> Staging:
@@ -144,10 +154,10 @@ class CheckpointStore:
         if not self._is_async:
             self._staging.release()
         yield from sealing(part)
-        yield lambda: self._publish(part, final, state.step) if dist.get_rank() == 0 else None
+        yield lambda: self._publish(part, final, state) if dist.get_rank() == 0 else None
         self.failures.clear()
         if self.mirror:
-            self.mirror.follow(state.step)
+            self.mirror.follow(state.step, best=state.best_step)
 
     def load(self, checkpoint: Path) -> State:
         """Load learners and random generators from `checkpoint`; return its state. Collective. Raises Damage."""
@@ -156,9 +166,11 @@ class CheckpointStore:
         if states := read_random_states(checkpoint / RNG, rank=dist.get_rank()):
             set_random_states(states)
         self._needed.add(checkpoint)
+        state = State.read(checkpoint)
+        self._best = state.best_step
         if self.mirror:
-            self.mirror.remember(checkpoint)
-        return State.read(checkpoint)
+            self.mirror.remember(checkpoint, best=state.best_step)
+        return state
 
     def _write_small_files(self, part: Path, state: State) -> None:
         with explained(str(part)):
@@ -169,22 +181,23 @@ class CheckpointStore:
             write_whole(part / name, content)
         write_whole(part / STATE_FILE, json.dumps(asdict(replace(state, files={}))).encode())
 
-    def _publish(self, part: Path, final: Path, step: int) -> None:
+    def _publish(self, part: Path, final: Path, state: State) -> None:
         """Give a complete checkpoint its name, and remove the oldest."""
         publish(part, final)
-        name_latest(self.directory, step)
+        name_latest(self.directory, state.step)
+        self._best = state.best_step
         self._needed.clear()
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Delete checkpoints beyond `keep`.
+        """Delete checkpoints beyond `keep`, except that of the best validation.
 
         Checkpoints that are being uploaded, or cannot be deleted now, are tried again after the next save.
         """
         steps, latest = sorted(saved_steps(self.directory)), latest_step(self.directory)
         for step in steps[: -self._keep] if self._keep else []:
             checkpoint = self.directory / f"{STEP_PREFIX}{step}"
-            if step in (latest, self.mirror and self.mirror.uploading) or checkpoint in self._needed:
+            if step in (latest, self._best, self.mirror and self.mirror.uploading) or checkpoint in self._needed:
                 continue
             try:
                 remove(self.directory, step)

@@ -43,6 +43,8 @@ class Uploader:
         self.remote, self.directory = remote, directory
         self._keep, self._waits = keep, waits
         self._uploaded: defaultdict[int, set[str]] = defaultdict(set)  # step -> files that this rank has uploaded
+        self.best: int | None = None  # the step of the best validation
+        self._arrived_best: int | None = None  # the last one that the mirror had
         self.num_bytes = 0  # uploaded by this rank so far
         self.deleted: set[int] = set()  # steps removed locally before the mirror was known to have them
 
@@ -117,8 +119,14 @@ class Uploader:
         return 0
 
     def _remove_old(self) -> None:
-        """Remove checkpoints beyond `keep`, and what was uploaded of deleted checkpoints that are incomplete."""
+        """Remove checkpoints beyond `keep`, and what was uploaded of deleted checkpoints that are incomplete.
+
+        The best stays, and the best before it until this one has arrived.
+        """
+        if self.best is None or self.best in self.remote.complete_steps():
+            self._arrived_best = self.best
         old = self.remote.resumable_steps()[: -self._keep] if self._keep else []
+        old = [step for step in old if step not in (self.best, self._arrived_best)]
         for step in {*old, *self.deleted.difference(self.remote.complete_steps())}:
             self.remote.remove(step)
         self.deleted.clear()

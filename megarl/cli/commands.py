@@ -52,6 +52,7 @@ def _log_level() -> click.Option:
     )
 
 
+BEST = click.Option(["--best"], is_flag=True, help="Take the run's checkpoint with the best validation.")
 TRAIN = Command(
     "train",
     configuration("train"),
@@ -95,11 +96,13 @@ EVALUATE = Command(
     "evaluate",
     configuration("train", first="RUN_DIR|CHECKPOINT|CONFIG.yaml"),
     _log_level(),
+    BEST,
     module="megarl.evaluate",
     section=USES,
     text="Score a checkpoint on the validation files. Prints one JSON line to standard output.\n\nTakes the directory "
     "of a run, which keeps its configuration, or a checkpoint in it, or the configuration of the training run. Scores "
-    "the latest checkpoint unless a checkpoint is named; without any checkpoint, the model that the run starts from.",
+    "the latest checkpoint unless a checkpoint or --best is named; without any checkpoint, the model that the run "
+    "starts from.",
     example="megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b\n"
     "megarl evaluate checkpoints/countdown/ppo-qwen2.5-3b/global_step_100 data.val_files=test.parquet",
     free=True,
@@ -108,15 +111,16 @@ EXPORT = Command(
     "export",
     click.Argument(["checkpoint"], type=Checkpoint()),
     click.Argument(["out"], type=PATH),
+    BEST,
     click.Option(["--trust-remote-code"], is_flag=True, help="Let a tokenizer's own Python code run."),
     _log_level(),
     module="megarl.export",
     section=USES,
     text="Write a checkpoint as a Hugging Face directory, which transformers and vLLM load.\n\nCHECKPOINT is "
-    "RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint. Writes the actor, or the reward model of a run of "
-    "train-reward. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one "
-    "process.",
-    example="megarl export checkpoints/countdown/ppo-qwen2.5-3b out/",
+    "RUN_DIR/global_step_N, or RUN_DIR for its latest or best checkpoint. Writes the actor, or the reward model of a "
+    "run of train-reward. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into "
+    "one process.",
+    example="megarl export checkpoints/countdown/ppo-qwen2.5-3b out/ --best",
 )
 PLAN = Command(
     "plan",

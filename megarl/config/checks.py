@@ -13,7 +13,7 @@ from megarl.config.mesh_checks import divisors, override_faults, size_faults, st
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
-from megarl.learner.config import MegatronSection, OptimSection
+from megarl.learner.config import MegatronSection
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
@@ -272,16 +272,6 @@ def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterato
         yield Fault(
             path="trainer.mlflow_tracking_uri",
             message=f"{scheme}:// is no scheme of MLflow's: choose from {', '.join(MLFLOW_SCHEMES)}",
-        )
-
-
-def schedule_faults(optim: OptimSection, where: str) -> Iterator[Fault]:
-    """Check that the warm-up is no longer than the schedule."""
-    if 0 < optim.total_training_steps < (optim.lr_warmup_steps or 0):
-        yield Fault(
-            path=f"{where}.lr_warmup_steps",
-            message=f"{optim.lr_warmup_steps} steps of warm-up exceed {where}.total_training_steps="
-            f"{optim.total_training_steps}: shorten it",
         )
 
 

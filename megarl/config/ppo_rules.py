@@ -17,11 +17,11 @@ from megarl.config.checks import (
     path_faults,
     replica_faults,
     resume_faults,
-    schedule_faults,
     tracking_faults,
     world_size,
 )
 from megarl.config.faults import Fault
+from megarl.config.learning_checks import CRITIC_WARM_UP, learning_faults
 from megarl.config.mesh_checks import SIZES, data_parallel_size, override_faults
 from megarl.config.model_files import model_faults, read_sizes, tokenizer_faults
 from megarl.config.root import Config
@@ -345,10 +345,9 @@ def _records(config: Config, facts: Facts) -> Iterator[Fault]:
     yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
 
 
-@rule(f"{ACTOR}.optim", "critic.optim")
+@rule(f"{ACTOR}.optim", "critic.optim", CRITIC_WARM_UP, "trainer.total_training_steps")
 def _schedules(config: Config, facts: Facts) -> Iterator[Fault]:
-    yield from schedule_faults(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
-    yield from schedule_faults(config.critic.optim, "critic.optim")
+    yield from learning_faults(config, config.trainer.total_training_steps)
 
 
 PPO_RULES: tuple[Rule[Config], ...] = (

@@ -185,6 +185,37 @@ def unread_keys(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[s
     return unread(config, written_keys(type(config), argv))
 
 
+def unsaved(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[str]:
+    """Yield a sentence for each way in which a run can lose what it has learnt."""
+    trainer, learns_from_rewards = config.trainer, isinstance(config, Config)
+    if trainer.val_only:
+        return
+    names_best = learns_from_rewards and bool(config.data.val_files) and trainer.test_freq > 0
+    saved = ["the last step"] * trainer.save_last
+    saved += ["each step whose validation is the best so far"] * (names_best and trainer.save_best)
+    if trainer.save_freq <= 0 and saved:
+        yield (
+            f"trainer.save_freq={trainer.save_freq}: only {' and '.join(saved)} is saved, so a job that is killed "
+            "repeats all steps since then"
+        )
+    elif trainer.save_freq <= 0:
+        yield (
+            f"trainer.save_freq={trainer.save_freq}: no step is saved, so a job that is killed starts again with its "
+            "first step"
+        )
+    if learns_from_rewards and not trainer.save_last:
+        yield (
+            "trainer.save_last=false: the model of the last step is lost when the run ends, unless save_freq or "
+            "save_best saves that step"
+        )
+
+
+def start_remarks(config: Config | SFTConfig | RewardTrainConfig, argv: Sequence[str]) -> Iterator[str]:
+    """Yield what every kind of run says about its configuration, read from `argv`, when it starts."""
+    yield from unread_keys(config, argv)
+    yield from unsaved(config)
+
+
 def unwritten_keys(config: Config, argv: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each key that `argv` leaves out and whose default differs from that of other trainers."""
     if config.kl_of_reward and "algorithm.use_kl_in_reward" not in written_keys(Config, argv):

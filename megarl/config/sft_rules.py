@@ -11,11 +11,11 @@ from megarl.config.checks import (
     offload_faults,
     partition_faults,
     resume_faults,
-    schedule_faults,
     tracking_faults,
     world_size,
 )
 from megarl.config.faults import Fault
+from megarl.config.learning_checks import learning_faults
 from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.model_files import model_faults, read_sizes
 from megarl.config.root import RewardTrainConfig, SFTConfig
@@ -76,7 +76,7 @@ def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
     yield from tracking_faults(config.trainer, check_packages=facts.check_paths)
-    yield from schedule_faults(config.optim, "optim")
+    yield from learning_faults(config, config.trainer.total_training_steps)
 
 
 SFT_RULES: tuple[Rule[LearnsFromFiles], ...] = (_files, _ranks, _work_for_all, _lengths, _schedule)

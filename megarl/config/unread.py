@@ -97,10 +97,6 @@ def _reference_computes(config: Config) -> bool:
     return bool(config.divergence_kinds - {*EXACT})
 
 
-def _decays(optim: OptimSection) -> bool:
-    return optim.warmup_style != "constant"
-
-
 def _warms_by_ratio(optim: OptimSection) -> bool:
     return optim.lr_warmup_steps is None and optim.lr_warmup_steps_ratio > 0.0
 
@@ -109,14 +105,14 @@ def _optim_rows(where: str, optim: Callable[[Any], OptimSection]) -> tuple[Row, 
     return (
         Row(
             keys=(f"{where}.min_lr_ratio",),
-            read=lambda config: _decays(optim(config)),
+            read=lambda config: optim(config).decays,
             only="`warmup_style` is not `constant`",
             because=(f"{where}.warmup_style",),
         ),
         _with(f"{where}.lr_warmup_steps_ratio", f"{where}.lr_warmup_steps", None),
         Row(
             keys=(f"{where}.total_training_steps",),
-            read=lambda config: _decays(optim(config)) or _warms_by_ratio(optim(config)),
+            read=lambda config: optim(config).decays or _warms_by_ratio(optim(config)),
             only="the learning rate decays, or warms up by `lr_warmup_steps_ratio`",
             because=(f"{where}.warmup_style", f"{where}.lr_warmup_steps_ratio"),
         ),
@@ -298,6 +294,12 @@ PPO_ROWS: tuple[Row, ...] = (
         because=("data.val_files", "trainer.val_before_train", "trainer.test_freq"),
     ),
     Row(
+        keys=("trainer.save_best",),
+        read=lambda config: bool(config.data.val_files) and config.trainer.test_freq > 0,
+        only="the run validates after steps",
+        because=("data.val_files", "trainer.test_freq"),
+    ),
+    Row(
         keys=("trainer.val_before_train",),
         read=lambda config: bool(config.data.val_files),
         only="`data.val_files` is set",
@@ -325,7 +327,14 @@ FILE_ROWS: tuple[Row, ...] = (
     Row(
         keys=tuple(
             f"trainer.{name}"
-            for name in ("critic_warmup", "log_val_generations", "rollout_data_dir", "val_before_train", "val_only")
+            for name in (
+                "critic_warmup",
+                "log_val_generations",
+                "rollout_data_dir",
+                "save_best",
+                "val_before_train",
+                "val_only",
+            )
         ),
         read=lambda config: False,
         why="by a run that learns from files",

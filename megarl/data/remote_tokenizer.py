@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.platform.hub import matching, small_files, snapshot
-from megarl.platform.remote import RemoteDirectory
+from megarl.platform.remote import RemoteDirectory, split_uri
 from megarl.platform.uri import local_path
 
 TEMPLATE = "chat_template.jinja"
@@ -43,12 +43,8 @@ class RemoteTokenizer:
     @classmethod
     def at(cls, uri: str) -> "RemoteTokenizer":
         """Parse a user's URI, without any access to it."""
-        first, chain, rest = uri.partition("::")
-        path, query, parameters = first.partition("?")
-        parent, _, name = path.rstrip("/").rpartition("/")
-        if not name.endswith(".model"):
-            return cls(uri, None)
-        return cls(f"{parent}{query}{parameters}{chain}{rest}", name)
+        parent, name = split_uri(uri)
+        return cls(parent, name) if name.endswith(".model") else cls(uri, None)
 
     def files(self, remote: RemoteDirectory, *, with_code: bool) -> list[str]:
         """Return the needed files; Python code only if `with_code`.

@@ -2,7 +2,8 @@
 
     python -m megarl.distributed.agent [torchrun's arguments] -m megarl.train ...
 
-Unchanged, the agent kills its ranks 30 s after SIGTERM and SIGINT, dies of SIGUSR1, and always exits with code 1.
+Unchanged, the agent kills its ranks 30 s after SIGTERM, SIGINT and SIGHUP, dies of SIGUSR1, and always exits with
+code 1.
 """
 
 import logging
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 def serve(arguments: Sequence[str]) -> NoReturn:
     """Run torchrun with `arguments`; exit with the code of the first rank that failed, or with 0."""
     if sys.platform == "linux":
-        arguments = ["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]
+        arguments = ["--signals-to-handle", "SIGQUIT", *arguments]
         forward()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # reported below
     options = parse_args(arguments)

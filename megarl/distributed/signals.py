@@ -1,8 +1,9 @@
-"""SIGTERM, SIGUSR1 and SIGINT request a stop: the job finishes its step, saves, and can be resumed.
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP request a stop: the job finishes its step, saves, and can be resumed.
 
-Slurm sends them before an allocation ends, a container runtime when it stops the container, a person with Ctrl-C. A
-rank only notes the signal. After each step the ranks agree whether any of them got one, so that all stop after the same
-step. Outside of the steps there is nothing to save: there, and on a second SIGTERM or SIGINT, a rank ends at once.
+Slurm sends them before an allocation ends, a container runtime when it stops the container, a person with Ctrl-C, a
+terminal when it is closed. A job under `nohup` ignores SIGHUP. A rank only notes the signal. After each step the ranks
+agree whether any of them got one, so that all stop after the same step. Outside of the steps there is nothing to save:
+there, and on a second SIGTERM or SIGINT, a rank ends at once.
 """
 
 import os
@@ -25,6 +26,7 @@ __all__ = ["EXIT_CODE", "SIGNALS", "Stopped", "forward", "graceful_stop", "liste
 ECHO_S = 5.0
 """Signals within these seconds count as one: some senders signal both a launcher and its ranks."""
 _IMMEDIATE = (signal.SIGTERM, signal.SIGINT)
+"""Signals whose repetition ends the job at once. A terminal that closes may send several SIGHUP."""
 
 
 class Stopped(Exception):  # noqa: N818 - nothing is wrong
@@ -141,7 +143,7 @@ def _listen(read_end: int) -> None:
         if not (_is_graceful or _is_requested):
             _end(number[0])
         if not has_said and local_rank() == "0":
-            hint = "" if number[0] == signal.SIGUSR1 else "; a second one ends the job at once"
+            hint = "; a second one ends the job at once" if number[0] in _IMMEDIATE else ""
             say(f"{signal.Signals(number[0]).name}: the job ends when this step is saved{hint}")
             has_said = True
         if number[0] in _IMMEDIATE:

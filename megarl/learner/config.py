@@ -55,16 +55,37 @@ class OptimSection:
     lr: Annotated[float, Field(gt=0.0, le=10.0)] = 1e-6
     """Peak learning rate, at most 10."""
     lr_warmup_steps: Annotated[CountFromZero | None, BeforeValidator(_none_if_negative)] = None
-    """Steps of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
+    """Updates of linear warm-up; null or -1 = lr_warmup_steps_ratio of the schedule's length."""
     lr_warmup_steps_ratio: Fraction = 0.0
     """Linear warm-up as a share of the schedule's length."""
     min_lr_ratio: Fraction | None = None
-    """Final learning rate as a share of the peak, for a cosine or linear decay; null = 0."""
+    """Learning rate of the last update as a share of the peak, for a cosine or linear decay, and of any update after
+    the schedule; null = the decay would reach 0 one update later, so the last update learns too."""
     warmup_style: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or a cosine or linear decay."""
     total_training_steps: Interval = -1
-    """Length of the schedule in steps; -1 or 0 = the length of the run."""
+    """Length of the schedule in steps in which the model learns, for the actor those after trainer.critic_warmup; -1 or
+    0 = all of the run."""
     weight_decay: Weight = 0.01
     """Decoupled weight decay. Norms and biases do not decay."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Adam's decay rates of the first and the second moment, each less than 1."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether the learning rate falls after the warm-up."""
+        return self.warmup_style != "constant"
+
+    def length(self, num_updates: int) -> int:
+        """Return the length of the schedule of a model that takes `num_updates` updates in the run."""
+        return self.total_training_steps if self.total_training_steps > 0 else num_updates
+
+    def num_warm_up(self, num_updates: int) -> int:
+        """Return the updates of the warm-up; the last of them has the peak rate."""
+        if self.lr_warmup_steps is not None:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_steps_ratio * self.length(num_updates))
+
+    def last_decay(self, num_updates: int) -> int:
+        """Return the update, counted from 1, that has the final rate."""
+        return self.length(num_updates) + (self.min_lr_ratio is None)

@@ -67,8 +67,8 @@ def wait_for_slowest(device: torch.device) -> None:
     wait_for_all()
 
 
-def any_rank(here: bool, device: torch.device) -> bool:
-    """Return True on all ranks if `here` is True on any rank."""
+def largest(here: int, device: torch.device) -> int:
+    """Return on all ranks the largest of their small numbers `here`."""
     found = torch.full((), float(here), device=device)
-    dist.all_reduce(found)
-    return bool(found)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)

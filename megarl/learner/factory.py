@@ -42,7 +42,8 @@ def make_learner(
         temperature: of the sampler whose log-probabilities a policy reports.
         recompute: compute activations again in the backward pass: all, or those inside of the feed-forward layers.
         balance: spread samples by length over data-parallel ranks.
-        training: optimizer section, gradient clip and number of schedule steps; None for a model that never learns.
+        training: optimizer section, gradient clip, and number of steps in which the model learns; None if it never
+            does.
 
     Raises:
         UserError: the checkpoint lacks a parameter, or a policy is asked of a checkpoint without an LM head.
@@ -62,8 +63,8 @@ def make_learner(
     models: tuple[Any, ...] = modules
     optimizer: Optimizer | None = None
     if training:
-        optim, grad_clip, num_steps = training
-        models, optimizer = make_trainable(modules, section, optim, grad_clip=grad_clip, num_schedule_steps=num_steps)
+        optim, grad_clip, num_updates = training
+        models, optimizer = make_trainable(modules, section, optim, grad_clip=grad_clip, num_updates=num_updates)
     offload = Offload(models, optimizer and optimizer.megatron, section)
     offload.park()
     return Learner(

@@ -1,10 +1,12 @@
-"""Mini-batches whose loss or gradient is not finite: their description, and the removal of their traces.
+"""Mini-batches without a finite, non-zero gradient: the verdict, their description, and the removal of their traces.
 
 Invariant: numbers of all ranks decide whether a mini-batch is finite, so all ranks decide alike.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,21 @@ from torch import nn
 from megarl.distributed.exchange import together
 
 MOST_NAMED = 8  # parameters of one rank
+
+
+class Verdict(IntEnum):
+    """What to do with a mini-batch after its backward pass; the largest verdict of a rank holds for all ranks."""
+
+    IDLE = 0  # the gradient is exactly 0: there is nothing to learn
+    LEARN = 1
+    NOT_FINITE = 2
+
+    @classmethod
+    def of(cls, loss: float, grad_norm: float) -> "Verdict":
+        """Return the verdict of this rank on a mini-batch with this loss and this norm of the gradient."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return cls.NOT_FINITE
+        return cls.LEARN if grad_norm else cls.IDLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ over data-parallel ranks and micro-batches. No split changes a result: objective
 batch, and the learner only adds them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +17,9 @@ from torch import Tensor
 from megarl.batch import Rollouts
 from megarl.learner.against import Against
 from megarl.learner.batching import Batching, Budget
-from megarl.learner.contributions import add_metrics, any_rank
+from megarl.learner.contributions import add_metrics, largest
 from megarl.learner.experts import share_batch_size
-from megarl.learner.finite import Buffers, NotFinite, explain_not_finite
+from megarl.learner.finite import Buffers, NotFinite, Verdict, explain_not_finite
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
@@ -113,7 +112,8 @@ class Learner:
         """Take one optimizer step on each global mini-batch; one call is one step of the learning-rate schedule.
 
         A mini-batch without a response token is left out, together with its extra term. A mini-batch whose loss or
-        gradient is not finite is skipped on all ranks: weights, optimizer and routers stay as they were before it.
+        gradient is not finite is skipped on all ranks, and so is one whose gradient is exactly 0, which has nothing to
+        teach: weights, optimizer and routers stay as they were before it.
 
         Args:
             against: the exact divergence that the objective receives.
@@ -124,8 +124,8 @@ class Learner:
                 a review.
 
         Returns:
-            The mean of each metric and of `grad_norm` (before clipping) over the steps that were taken, if any, and
-            always `skipped_updates`, `empty_minibatches` and `lr`.
+            The mean of each metric and of `grad_norm` (before clipping) over the mini-batches with a finite gradient,
+            if any, and always `skipped_updates`, `empty_minibatches`, `idle_minibatches` (gradient 0) and `lr`.
         """
         assert self.optimizer is not None, "this model does not learn"
         self.optimizer.advance_schedule()
@@ -180,19 +180,27 @@ class Learner:
         self.offload.await_optimizer()
         with megatron_platform():
             grad_norm = self.optimizer.grad_norm()
-        if any_rank(not (math.isfinite(loss) and math.isfinite(grad_norm)), self.device):
+        verdict = Verdict(largest(Verdict.of(loss, grad_norm), self.device))
+        if verdict is not Verdict.LEARN:
             buffers.restore()
+        if verdict is Verdict.NOT_FINITE:
             bad = [(micro.term, micro.samples.tolist()) for micro in losses if not bool(micro.loss.isfinite())]
             reason = explain_not_finite(self.modules, bad, num_terms=len(terms), loss=loss, grad_norm=grad_norm)
             return terms, reason
-        with megatron_platform():
-            self.optimizer.step(grad_norm)
+        if verdict is Verdict.LEARN:  # from a gradient of 0, momentum and weight decay would move the weights
+            with megatron_platform():
+                self.optimizer.step(grad_norm)
         return terms, metrics | {"grad_norm": grad_norm}
 
 
 def _summary(results: Sequence[dict[str, float] | NotFinite | None]) -> dict[str, float]:
-    """Average the metrics of the steps that were taken; count the mini-batches that were skipped or empty (None)."""
+    """Average the metrics of finite mini-batches; count those that were skipped, empty (None) or idle (gradient 0)."""
     steps = [result for result in results if isinstance(result, dict)]
     means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else ())}
     skipped = sum(isinstance(result, NotFinite) for result in results)
-    return means | {"skipped_updates": float(skipped), "empty_minibatches": float(results.count(None))}
+    counts = {
+        "skipped_updates": skipped,
+        "empty_minibatches": results.count(None),
+        "idle_minibatches": sum(step["grad_norm"] == 0.0 for step in steps),
+    }
+    return means | {name: float(count) for name, count in counts.items()}

@@ -56,11 +56,11 @@ class Optimizer:
 
 
 def make_trainable(
-    models: Sequence[Any], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_schedule_steps: int
+    models: Sequence[Any], megatron: MegatronSection, optim: OptimSection, *, grad_clip: float, num_updates: int
 ) -> tuple[tuple[DistributedDataParallel, ...], Optimizer]:
     """Wrap the chunks of a model, so that gradients are summed over ranks with other tokens, and build its optimizer.
 
-    `num_schedule_steps` is the length of the schedule: the number of steps in the run.
+    `num_updates` is the number of steps of the run in which the model learns.
     """
     dtype = getattr(torch, megatron.dtype)
     with megatron_platform():
@@ -90,7 +90,7 @@ def make_trainable(
         )
     for part in _parts(optimizer):
         _prepare(part)
-    return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_schedule_steps), wrapped)
+    return wrapped, Optimizer(optimizer, make_schedule(optimizer, optim, num_updates), wrapped)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -126,26 +126,24 @@ def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> N
     finalize_model_grads(models, None, **kwargs)
 
 
-def make_schedule(optimizer: Any, optim: OptimSection, num_steps: int) -> OptimizerParamScheduler:
-    """Build the schedule: linear warm-up, then a constant rate, or cosine or linear decay to `min_lr_ratio * lr`.
+def make_schedule(optimizer: Any, optim: OptimSection, num_updates: int) -> OptimizerParamScheduler:
+    """Build the schedule of a model that takes `num_updates` updates: a warm-up, then a constant or falling rate.
 
-    The decay ends at the last step. `num_steps` is the length of the schedule if `optim` has none.
+    Update k of the warm-up has the share k / num_warm_up of the peak. A linear or cosine decay follows, which has
+    `min_lr_ratio` of the peak in the last update, or reaches 0 one update later if that is None.
     """
-    num_steps = optim.total_training_steps if optim.total_training_steps > 0 else num_steps
-    warmup = optim.lr_warmup_steps
-    if warmup is None:
-        warmup = int(optim.lr_warmup_steps_ratio * num_steps)
+    warm_up = optim.num_warm_up(num_updates)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=_min_lr(optim),
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(num_steps, warmup + 1),
+        lr_warmup_steps=warm_up,
+        lr_decay_steps=max(optim.last_decay(num_updates), warm_up + 1),
         lr_decay_style=optim.warmup_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=num_steps,
+        wd_incr_steps=max(1, num_updates),
         wd_incr_style="constant",
     )
 

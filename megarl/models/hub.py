@@ -125,3 +125,14 @@ def read_model(directory: ModelDirectory, overrides: Mapping[str, Any]) -> tuple
         except UserError as error:
             raise UserError(f"{generation}: {str(error).removeprefix('config.json: ')}") from error
     return config, architecture
+
+
+def stop_token_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
+    """Return every token that ends a response: of generation_config.json, else config.json, and of the tokenizer."""
+    ids = set() if tokenizer_eos is None else {tokenizer_eos}
+    for file in (directory / GENERATION, directory / CONFIG):
+        declared = read_json(file).get("eos_token_id") if file.exists() else None
+        if declared is not None:
+            ids.update([declared] if isinstance(declared, int) else declared)
+            break
+    return sorted(ids)

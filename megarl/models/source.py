@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from megarl.errors import UserError
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture
 from megarl.models.claims import weight_faults
 from megarl.models.config import CheckpointSection
-from megarl.models.hub import local_directory, place_of, read_config, read_model
+from megarl.models.hub import GENERATION, local_directory, place_of, read_config, read_json, read_model, stop_token_ids
 from megarl.models.overrides import unread_overrides
 from megarl.platform.uri import is_uri
 from megarl.reshard.files import CheckpointFiles
-from megarl.reshard.headers import has_weights
+from megarl.reshard.headers import CONFIG, has_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +108,21 @@ class Source:
         """Write all files of a Hugging Face checkpoint except weights: config, generation config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(directory)
-        generation = self.directory / "generation_config.json"
-        if generation.exists() and not self.architecture.scalar_head:
-            shutil.copy(generation, directory)
-        (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
+        if not self.architecture.scalar_head:
+            generation = json.dumps(self._generation_config(tokenizer), indent=2)
+            (directory / GENERATION).write_text(generation)
+        config = {key: value for key, value in self.hf_config.items() if key != "dtype"}  # a newer name of torch_dtype
+        (directory / CONFIG).write_text(json.dumps(config | {"torch_dtype": dtype}, indent=2))
+
+    def _generation_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the checkpoint's own generation config; every token that ends a response in training ends it."""
+        file = self.directory / GENERATION
+        special = {name: self.hf_config.get(name) for name in ("bos_token_id", "pad_token_id")}
+        own = (
+            read_json(file) if file.exists() else {name: token for name, token in special.items() if token is not None}
+        )
+        stops = stop_token_ids(self.directory, tokenizer.eos_token_id)
+        return own | {"eos_token_id": stops if len(stops) > 1 else stops[0]}
 
 
 def _check_weights(directory: Path, architecture: Architecture) -> None:

@@ -14,7 +14,9 @@ from typing import NoReturn
 
 EXIT_CODE = 75
 """The exit code of a job that a signal stopped and that can be resumed: EX_TEMPFAIL of sysexits.h."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+"""SIGHUP, which a closed terminal sends; nothing if this process was started to outlive it, as `nohup` does."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *HANG_UP)
 
 
 def say(line: str) -> None:

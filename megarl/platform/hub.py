@@ -45,6 +45,20 @@ def snapshot(name: str, patterns: Sequence[str], kind: Kind = "model") -> Path:
         ) from error
 
 
+def downloaded(name: str, files: Sequence[str]) -> Path | None:
+    """Return the newest snapshot of a Hugging Face id on this machine that has one of `files`. Asks no host."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in files:
+        try:
+            found = try_to_load_from_cache(name, file)
+        except ValueError:  # no id of the hub
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
 @cache
 def _download(name: str, patterns: tuple[str, ...], kind: Kind) -> Path:
     from huggingface_hub import snapshot_download

@@ -162,6 +162,14 @@ class RemoteDirectory:
         return str(info.mtime_ns or "")
 
 
+def split_uri(uri: str) -> tuple[str, str]:
+    """Return the URI of the directory of a file, and the name of the file in it."""
+    first, chain, rest = uri.partition("::")
+    path, query, parameters = first.partition("?")
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return f"{parent}{query}{parameters}{chain}{rest}", name
+
+
 @lru_cache(maxsize=64)
 def remote_directory(uri: str) -> RemoteDirectory:
     """Return the directory at a URI; the same object for the same URI while this process runs."""

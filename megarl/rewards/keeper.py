@@ -29,9 +29,9 @@ from megarl.rewards.calls import Callee
 from megarl.rewards.results import is_number
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import Inbox, encode
-from megarl.rewards.worker import serve
+from megarl.rewards.worker import RANK_ENDED, serve
 
-UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that a keeper and its worker ignore; programs that a reward starts receive them."""
 START_S = 120.0
 """Seconds that a worker may take to load its rules, and the modules that built-in rules import at their first call."""
@@ -298,8 +298,8 @@ def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Ru
             keeper.end()
         os._exit(0)
 
-    signal.signal(signal.SIGHUP, leave)  # an exception here could interrupt the clean-up after a hang-up
-    die_with_parent(signal.SIGHUP, parent=int(argv[1]))
+    signal.signal(RANK_ENDED, leave)  # an exception here could interrupt the clean-up after a hang-up
+    die_with_parent(RANK_ENDED, parent=int(argv[1]))
     for number in UNHEARD:  # launchers signal every process of a job; the rank decides when it ends
         signal.signal(number, lambda *_: None)  # programs that a reward starts would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # the rank has blocked them until here

@@ -21,6 +21,8 @@ from megarl.platform.secrets import beginning
 from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
 from megarl.rewards.wire import Inbox, encode, unpack
 
+RANK_ENDED = signal.SIGUSR2
+"""The signal that a keeper gets when its rank ends."""
 _SHOWN_CHARACTERS = 500
 
 
@@ -30,7 +32,7 @@ def serve(
     """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(RANK_ENDED, signal.SIG_DFL)
     os.register_at_fork(after_in_child=_restore_signals)
     _redirect(output)
     bound_memory(max_memory)
@@ -58,8 +60,8 @@ def serve(
 
 def _restore_signals() -> None:
     """Make a process that a reward forks end by the signals that this worker ignores."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -11,9 +11,7 @@ request follows, and all have the step in which the sample began: with the seed 
 others would repeat those of its first tokens.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.batch import Generation
@@ -30,18 +28,6 @@ def request_seed(seed: int, *, step: int, prompt_index: int, sample: int, num_be
     `num_begun` is the number of the response's tokens that earlier steps drew.
     """
     return seed_of(seed, step, prompt_index, sample, *((num_begun,) if num_begun else ()))
-
-
-def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
-    """Return every token that ends a response: of generation_config.json, else config.json, and of the tokenizer."""
-    ids = set() if tokenizer_eos is None else {tokenizer_eos}
-    for name in ("generation_config.json", "config.json"):
-        file = model_dir / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if declared is not None:
-            ids.update([declared] if isinstance(declared, int) else declared)
-            break
-    return sorted(ids)
 
 
 def request_params(

@@ -51,7 +51,12 @@ class TrainerSection:
     n_gpus_per_node: Count = 8
     """Processes per machine, on CPU too."""
     save_freq: Interval = -1
-    """Steps between checkpoints; -1 or 0 = none."""
+    """Steps between checkpoints; -1 or 0 = none but those of save_last and save_best."""
+    save_last: bool = True
+    """Save the last step, whatever save_freq is."""
+    save_best: bool = True
+    """Save each step whose validation is the best so far, and keep it until a better one is saved. false =
+    val/best_step may name a step without a checkpoint."""
     test_freq: Interval = -1
     """Steps between validations; -1 or 0 = none."""
     val_before_train: bool = True
@@ -74,7 +79,7 @@ class TrainerSection:
     resume_from_path: str | None = None
     """Checkpoint to resume from, with resume_mode=resume_path: a directory, or a URI that ends in global_step_N."""
     max_ckpt_to_keep: Count | None = 3
-    """Checkpoints kept; null = all."""
+    """Newest checkpoints kept, besides that of the best validation; null = all."""
     save_huggingface: bool = False
     """Write Hugging Face weights into each checkpoint: huggingface/, and huggingface_critic/ for a critic."""
     async_save: bool = False

@@ -43,6 +43,7 @@ def _learning(prefix: str, model: str) -> list[Metric]:
             f"{prefix}skipped_updates", "mini-batches", "Updates skipped because loss or gradient was NaN or infinite"
         ),
         Metric(f"{prefix}empty_minibatches", "mini-batches", "Mini-batches without a response token, left out"),
+        Metric(f"{prefix}idle_minibatches", "mini-batches", "Mini-batches whose gradient is 0, which change nothing"),
     ]
 
 

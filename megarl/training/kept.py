@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.batch import Group, Prompt
-from megarl.checkpoint.manifest import STATE_FILE
+from megarl.checkpoint.directory import STATE_FILE
 from megarl.distributed.exchange import on_first_rank
 from megarl.errors import UserError
 from megarl.platform.files import write_whole

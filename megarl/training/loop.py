@@ -146,6 +146,7 @@ def train(job: Job, progress: Progress) -> None:
         state=lambda finished, metrics: progress.state(finished, metrics),
         tracker=job.tracker,
         checkpoints=job.checkpoints,
+        is_best=lambda finished: progress.best is not None and progress.best.step == finished,
         summarize=throughput,
     )
 

@@ -29,6 +29,8 @@ def replaying(config: Config) -> Config:
         experiment_name=f"{trainer.experiment_name}-replay",
         rollout_data_dir=None,
         save_freq=-1,
+        save_last=False,
+        save_best=False,
         test_freq=-1,
         val_before_train=False,
         val_only=False,

@@ -31,12 +31,19 @@ class Schedule:
     last_step: int
     test_freq: int
     save_freq: int
+    save_last: bool = False  # whatever `save_freq` is
+    save_best: bool = False  # a step whose validation is the best so far, too
     validate_first: bool = False
     traces: Traces | None = None  # of chosen steps; None: no step is traced
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Return True every `frequency` finished steps and after the last step."""
         return frequency > 0 and (step % frequency == 0 or step == self.last_step)
+
+    def saves(self, step: int, *, is_best: bool) -> bool:
+        """Return whether to save after `step` finished steps; `is_best`: its validation is the best so far."""
+        is_due = self.save_freq > 0 and step % self.save_freq == 0
+        return is_due or (self.save_last and step == self.last_step) or (self.save_best and is_best)
 
 
 def run_steps(
@@ -47,6 +54,7 @@ def run_steps(
     state: Callable[[int, Metrics], State],
     tracker: Tracker,
     checkpoints: Checkpoints,
+    is_best: Callable[[int], bool] = lambda finished: False,
     summarize: Callable[[Metrics, float], Metrics] = lambda metrics, seconds: {},
 ) -> None:
     """Run the steps of the schedule.
@@ -58,10 +66,11 @@ def run_steps(
         state: returns the state to save, given the number of finished steps and the metrics so far.
         tracker: receives the metrics of each step.
         checkpoints: saves the state.
+        is_best: tells whether the validation after so many finished steps is the best so far.
         summarize: computes further metrics from those of a step and its duration in seconds.
 
     Raises:
-        Stopped: the job received a signal to end. The last finished step is saved, whatever `save_freq` is.
+        Stopped: the job received a signal to end. The last finished step is saved, whatever the schedule says.
     """
     for number in range(schedule.first_step, schedule.last_step):
         watchdog.note(step=number, phase="step")
@@ -71,7 +80,7 @@ def run_steps(
         if validate and schedule.is_due(schedule.test_freq, finished):
             metrics |= validate(finished, timers)
         is_stopping = stop_requested() and finished < schedule.last_step
-        if is_stopping or schedule.is_due(schedule.save_freq, finished):
+        if is_stopping or schedule.saves(finished, is_best=is_best(finished)):
             with timers("save_checkpoint"):
                 checkpoints.save(state(finished, metrics))
         metrics |= checkpoints.advance()

@@ -215,6 +215,8 @@ def trainer_arguments(run_dir: Path) -> list[str]:
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.save_freq=-1",
+        "trainer.save_last=false",
+        "trainer.save_best=false",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={run_dir}",
     ]
@@ -227,6 +229,7 @@ def supervised_arguments(models: dict[str, Path], pairs: Path) -> list[str]:
         f"data.train_batch_size={NUM_PROMPTS}",
         f"model.path={models['llama']}",
         "megatron.dtype=float32",
+        "optim.lr_warmup_steps=0",
     ]
 
 

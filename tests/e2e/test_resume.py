@@ -150,6 +150,7 @@ def runs(request: pytest.FixtureRequest, workspace: Workspace, tmp_path_factory:
         *SPLITS[split],
         "trainer.logger=[jsonl,mlflow]",
         "trainer.save_freq=3",
+        "trainer.save_best=false",
         "trainer.test_freq=2",
         f"trainer.total_training_steps={NUM_STEPS}",
     ]

@@ -166,15 +166,49 @@ def test_a_second_ctrl_c_does_not_wait(
         time.sleep(0.05)  # until the time limit of the test
 
 
-def obeys(pid: int, number: int) -> bool:
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+@AT_TERMINAL
+def test_a_closed_terminal_lets_the_step_finish(
+    tmp_path: Path, command: list[str], environ: dict[str, str], expected: int
+) -> None:
+    job = AtTerminal([*command, tmp_path], outside_launchers() | environ)
+    ranks = [began(tmp_path, rank) for rank in (0, 1)]
+    assert job.hang_up() == expected
+    first, second = saved(tmp_path)
+    assert first == second
+    while any(map(runs, ranks)):
+        time.sleep(0.05)  # until the time limit of the test
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@AT_TERMINAL
+def test_a_job_under_nohup_outlives_its_terminal(
+    tmp_path: Path, command: list[str], environ: dict[str, str], expected: int
+) -> None:
+    shell = f"nohup {shlex.join([*command, str(tmp_path)])} > {tmp_path}/output 2>&1 & echo $! > {tmp_path}/job; wait"
+    terminal = AtTerminal(["bash", "-c", shell], outside_launchers() | environ)
+    ranks = [began(tmp_path, rank) for rank in (0, 1)]
+    assert terminal.hang_up() == 128 + signal.SIGHUP  # the shell
+    job = int((tmp_path / "job").read_text())
+    assert handles(job, signal.SIGHUP, "SigIgn")
+    os.kill(job, signal.SIGHUP)
+    assert all(map(runs, (job, *ranks)))
+    os.kill(job, signal.SIGTERM)
+    while any(map(runs, (job, *ranks))):
+        time.sleep(0.05)  # until the time limit of the test
+    first, second = saved(tmp_path)
+    assert first == second
+    assert "SIGHUP" not in (tmp_path / "output").read_text()
+
+
+def handles(pid: int, number: int, how: str) -> bool:
+    """Return whether a process ignores (`SigIgn`) or catches (`SigCgt`) a signal."""
+    mask = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(how))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_program_that_is_still_imported_ends_with_a_line(number: signal.Signals) -> None:
     process = start([sys.executable, "-m", "megarl.train"], "--check")
-    while not obeys(process.pid, signal.SIGUSR1):
+    while not handles(process.pid, signal.SIGHUP, "SigCgt"):
         time.sleep(0.001)
     process.send_signal(number)
     _, errors = process.communicate(timeout=240)

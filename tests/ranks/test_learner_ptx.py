@@ -67,7 +67,7 @@ def expected_metrics(checkpoint: Path) -> dict[str, float]:
 def test_it_is_one_step_on_the_sum_of_both_losses_under_every_split(
     pool: RankPool, checkpoints: dict[str, Path]
 ) -> None:
-    learner = {"lr": 1e-3, "skipped_updates": 0.0, "empty_minibatches": 0.0}
+    learner = {"lr": 1e-3, "skipped_updates": 0.0, "empty_minibatches": 0.0, "idle_minibatches": 0.0}
     expected = expected_metrics(checkpoints["dense"]) | learner
     first: Tensor | None = None
     for name, (world_size, split, max_tokens) in SPLITS.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.algorithms.losses import PolicyOutputs, Totals
 from megarl.batch import Experience
 from megarl.data.parquet import write_rows
+from megarl.learner.config import OptimSection
 from megarl.tracking.jsonl import read_jsonl
 from tests.support.learners import ACTOR, make_test_learner
 from tests.support.ranks import RankPool
@@ -99,6 +100,7 @@ def learnt(checkpoint: Path, split: dict[str, Any]) -> dict[str, list[str]]:
         assert learner.update([bad], partial(spoilt, fault=fault), budget).keys() == {
             "skipped_updates",
             "empty_minibatches",
+            "idle_minibatches",
             "lr",
         }
     return differs
@@ -109,6 +111,39 @@ def test_a_skipped_mini_batch_might_never_have_been(pool: RankPool, checkpoints:
     variant, split = SPLITS[name]
     for differs in pool.run(2, learnt, checkpoints[variant], split):
         assert differs == {"loss": [], "gradient": [], "both": []}
+
+
+def idled(checkpoint: Path, split: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
+    """On one rank: what differs from a learner that never saw a mini-batch without a gradient, and its metrics."""
+    from megarl.learner.batching import Budget
+
+    budget, optim = Budget(max_tokens=1000, max_sequences=1), OptimSection(lr=1e-3, weight_decay=0.5)
+    objective = replace(PLAIN, section=replace(PLAIN.section, use_kl_loss=False))
+    first, second, third = minibatches()
+    idle = replace(second, advantages=torch.zeros_like(second.advantages))
+    undisturbed = make_test_learner(checkpoint, split, optim=optim)
+    undisturbed.update([first, third], objective, budget)
+    learner = make_test_learner(checkpoint, split, optim=optim, mesh=undisturbed.mesh)
+    metrics = learner.update([first, idle, third], objective, budget)
+    before = state_of(learner)
+    alone = learner.update([idle], objective, budget)
+    assert (alone["grad_norm"], alone["idle_minibatches"], alone["skipped_updates"]) == (0.0, 1.0, 0.0)
+    expected = state_of(undisturbed)
+    after = state_of(learner)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    return [name for name, tensor in after.items() if not torch.equal(tensor, expected[name])], metrics
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_mini_batch_without_a_gradient_might_never_have_been(
+    pool: RankPool, checkpoints: dict[str, Path], name: str, optimizer: bool
+) -> None:
+    """Without the rule, momentum and weight decay move the weights."""
+    variant, split = SPLITS[name]
+    for differs, metrics in pool.run(2, idled, checkpoints[variant], split | {"use_distributed_optimizer": optimizer}):
+        assert differs == []
+        assert metrics["idle_minibatches"] == 1.0
 
 
 def stopped(checkpoint: Path, split: dict[str, Any], run_dir: Path) -> tuple[list[float], str]:
@@ -255,6 +290,7 @@ def test_a_run_that_learns_from_files_stops_likewise(
             "data.max_length=32",
             f"model.path={checkpoints['qwen2']}",
             "megatron={dtype: float32}",
+            "center_rewards_coefficient=1",  # saturated losses have no gradient, and nothing is learnt from those
             "optim={lr: 10, weight_decay: 1e6}",  # each step multiplies weights by 1e7 until squares overflow
             f"trainer.default_local_dir={tmp_path / 'run'}",
             "trainer.total_training_steps=12",

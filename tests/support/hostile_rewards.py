@@ -192,7 +192,7 @@ def says_many_numbers() -> dict[str, Any]:
 def ends_what_it_starts() -> float:
     """Return how many of its programs and forks end by the signals that this process ignores."""
     ended = 0
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         with subprocess.Popen(["sleep", "1000"]) as program:
             program.send_signal(number)
             ended += program.wait() == -number

@@ -78,6 +78,15 @@ class AtTerminal:
         os.close(self._terminal)
         return code if code >= 0 else 128 - code, self._output.decode(errors="replace").replace("\r\n", "\n")
 
+    def hang_up(self) -> int:
+        """Close the terminal, as a lost connection does, and return the exit code of the command as a shell counts it.
+
+        What the command shows afterwards is lost.
+        """
+        os.close(self._terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return code if code >= 0 else 128 - code
+
     def _read(self) -> bytes:
         try:
             return os.read(self._terminal, 1 << 16)

@@ -44,6 +44,11 @@ class Objects:
         found = self._client.get_file_info(pyarrow.fs.FileSelector(below, recursive=True))
         return {info.path.removeprefix(f"{below}/"): info.size for info in found if info.is_file}
 
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object."""
+        with self._client.open_output_stream(f"{self._path}/{name}") as file:
+            file.write(content)
+
     def delete(self, name: str) -> None:
         """Delete an object."""
         self._client.delete_file(f"{self._path}/{name}")

@@ -1,4 +1,4 @@
-"""The smallest run that SIGTERM and SIGUSR1 stop: `python -m tests.support.stoppable DIRECTORY [busy|stuck]`.
+"""The smallest run that a signal stops: `python -m tests.support.stoppable DIRECTORY [busy|stuck]`.
 
 Its two ranks run until they get a signal, and record in DIRECTORY what they did. With `busy` and `stuck` its first step
 never ends, in Python or in collectives. A second attempt under torchrun ends at once.

@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 
 from megarl.assembly.records import make_checkpoints
-from megarl.assembly.resume import ResumePoint, checkpoint_texts
+from megarl.assembly.resume import ResumePoint
 from megarl.checkpoint.background import run_blocking
 from megarl.checkpoint.directory import LATEST_FILE
 from megarl.checkpoint.manifest import sealing
 from megarl.checkpoint.state import Best, State
-from megarl.checkpoint.store import CheckpointStore
-from megarl.config.load import load_config
 from megarl.config.report import own_code
-from megarl.config.root import Config
 from megarl.entry import how_to_resume
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
 from tests.support.ranks import world_of_one
+from tests.support.resumes import configured, save, told
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,35 +26,9 @@ def alone() -> Iterator[None]:
         yield
 
 
-def configured(run_dir: Path, *arguments: str) -> Config:
-    model = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "critic.model.path=model"]
-    arguments = (*model, f"trainer.default_local_dir={run_dir}", *arguments)
-    return load_config(arguments, world_size=None, check_paths=False)
-
-
-def save(config: Config, *, step: int, best: Best | None = None) -> Path:
-    run_dir, code = Path(config.trainer.default_local_dir), own_code(config)
-    run = CheckpointStore(
-        directory=run_dir,
-        learners={},
-        keep=None,
-        write_huggingface=lambda _: None,
-        texts=lambda: checkpoint_texts(config, {}, code),
-    )
-    run.save(State(step=step, best=best))
-    return run_dir / f"global_step_{step}"
-
-
 @pytest.fixture(autouse=True)
 def shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "megarl")
-
-
-def told(caplog: pytest.LogCaptureFixture) -> str:
-    """Return the lines that were logged since the last call."""
-    lines = [f"{message}\n" for message in caplog.messages]
-    caplog.clear()
-    return "".join(lines)
 
 
 def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,9 +59,9 @@ def test_another_content_of_the_reward_file_is_another_curve(tmp_path: Path, cap
     reward, run_dir = tmp_path / "reward.py", tmp_path / "run"
     reward.write_text("def compute_score(**_): return 1\n")
     config = configured(run_dir, f"custom_reward_function.path={reward}")
-    checkpoint = save(config, step=3, best=Best(0.5, 2))
+    checkpoint = save(config, step=3, best=Best(0.5, 3))
     (moved := tmp_path / "moved.py").write_bytes(reward.read_bytes())
-    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 2)))
+    assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3, best=Best(0.5, 3)))
     assert told(caplog) == ""
     reward.write_text("def compute_score(**_): return 2\n")
     assert ResumePoint.find(config) == ResumePoint(checkpoint=checkpoint, state=State(step=3), same_curve=False)
@@ -123,14 +95,14 @@ def test_what_a_run_began_with_is_kept_also_when_its_reward_file_has_changed_sin
         ("data.val_files=other.parquet", None),
         ("actor_rollout_ref.rollout.val_kwargs={do_sample: true, temperature: 1.0}", None),
         ("reward_model.timeout_s=3", None),
-        ("data.val_batch_size=7", Best(0.5, 2)),
-        ("reward_model.num_workers=3", Best(0.5, 2)),
+        ("data.val_batch_size=7", Best(0.5, 3)),
+        ("reward_model.num_workers=3", Best(0.5, 3)),
     ],
 )
 def test_the_best_begins_anew_where_scores_do_not_compare(
     tmp_path: Path, change: str, best: Best | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 2))
+    save(configured(tmp_path, "data.val_files=val.parquet"), step=3, best=Best(0.5, 3))
     assert ResumePoint.find(configured(tmp_path, "data.val_files=val.parquet", change)).state.best == best
     assert ("the best starts anew" in told(caplog)) == (best is None)
 

@@ -36,7 +36,16 @@ from tests.support.tiny import write_checkpoint
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
 SHORTENED = {"config.yaml": "trainer: {project_name: x}\n"}  # as the whole takes YAML most of the time
 FILES = (
-    *("state.json", "config.yaml", "code.json", "versions.json", "models.json", RUN_ID_FILE, MANIFEST_FILE),
+    *(
+        "state.json",
+        "config.yaml",
+        "code.json",
+        "inputs.json",
+        "versions.json",
+        "models.json",
+        RUN_ID_FILE,
+        MANIFEST_FILE,
+    ),
     *("actor/.metadata", "actor/common.pt", "actor/metadata.json", "actor/__0_0.distcp", "rng/rank_0.pt"),
     *("huggingface/config.json", "huggingface/model.safetensors.index.json"),
 )
@@ -68,6 +77,9 @@ HOSTILE = {
     "pickle that calls": b"cposix\nsystem\n(S'false'\ntR.",
     "pickle that asks for memory": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",
 }
+
+
+INPUTS = {"data.train_files": {"train.parquet": "3 rows, 12 bytes, CRC-32 01234567"}}
 
 
 def sparse(path: Path) -> None:
@@ -116,7 +128,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             learners=learners,
             keep=None,
             write_huggingface=write_huggingface,
-            texts=lambda: checkpoint_texts(config, learners, {"reward": "f of x.py (0123456789ab)"}) | SHORTENED,
+            texts=lambda: (
+                checkpoint_texts(config, learners, {"reward": "f of x.py (0123456789ab)"}, INPUTS) | SHORTENED
+            ),
         )
         for step in (1, 2):
             checkpoints.save(State(step=step, kl_coef=0.1, position=Position(1, 2), metrics={"a": float("nan")}))

@@ -1,16 +1,19 @@
 """Checkpoints in the mirror: complete or absent, whatever fails, and the local checkpoints untouched."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.checkpoint.contents import find_damage
 from megarl.checkpoint.directory import LATEST_FILE, MANIFEST_FILE
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote, share_of
-from megarl.checkpoint.state import State
+from megarl.checkpoint.state import Best, State
 from megarl.checkpoint.store import CheckpointStore
 from tests.support.faulty_filesystem import FaultyFileSystem
 
@@ -176,9 +179,52 @@ def test_a_stalled_mirror_does_not_delay_the_end_for_ever(tmp_path: Path, caplog
     settle(run)
     FaultyFileSystem.gate.clear()
     (tmp_path / "there" / "global_step_1" / MANIFEST_FILE).unlink()
-    mirror.follow(1)
+    mirror.follow(1, best=None)
     mirror.close()
     assert "lacks global_step_1." in caplog.text
+
+
+@given(
+    scores=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    keep=st.integers(1, 3),
+    restarts=st.sets(st.integers(0, 7)),
+    is_async=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_best_exists_here_and_there_until_a_better_one_does(
+    scores: list[int], keep: int, restarts: set[int], is_async: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        place, best = Path(directory), None
+        run = start(place, keep=keep, is_async=is_async)
+        for step, score in enumerate(scores, start=1):
+            best = Best(float(score), step).or_better(best)
+            run.save(State(step=step, best=best))
+            run.close()
+            newest = {*range(step - keep + 1, step + 1)} & {*range(1, step + 1)}
+            for root in ("here", "there"):
+                expected = sorted(f"global_step_{kept}" for kept in newest | {best.step})
+                assert sorted(intact(place / root)) == expected, root
+            if step in restarts:
+                run = start(place, keep=keep, is_async=is_async)
+                best = run.load(place / "here" / f"global_step_{step}").best
+
+
+def test_the_old_best_stays_in_the_mirror_until_the_new_one_has_arrived(tmp_path: Path) -> None:
+    run, there = start(tmp_path, keep=1), tmp_path / "there"
+    run.save(State(step=1, best=Best(0.5, 1)))
+    settle(run)
+    FaultyFileSystem.arm(faults={"global_step_2/state.json": 3})
+    for state in (State(step=2, best=Best(0.6, 2)), State(step=3, best=Best(0.6, 2))):
+        run.save(state)
+        settle(run)
+    assert intact(there) == ["global_step_2", "global_step_3"]
+    FaultyFileSystem.arm(faults={"global_step_4/state.json": 300})
+    run.save(State(step=4, best=Best(0.7, 4)))
+    settle(run)
+    run.save(State(step=5, best=Best(0.7, 4)))
+    settle(run)
+    assert intact(there) == ["global_step_2", "global_step_5"]
 
 
 def test_the_oldest_are_removed_and_the_last_complete_one_stays(tmp_path: Path) -> None:

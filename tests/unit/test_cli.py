@@ -21,8 +21,9 @@ from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS, EXPORT, PLAN, TRAIN
 from megarl.cli.commands import megarl as megarl_command
 from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
 from megarl.data.prepare.__main__ import TASKS
-from megarl.evaluate import as_configuration
+from megarl.evaluate import as_configuration, with_best
 from megarl.plan import main as plan
 from megarl.platform.terminal import typed
 from tests.support.programs import ROOT, AtTerminal, run_program, succeed
@@ -225,6 +226,23 @@ def test_both_names_of_a_command_report_a_fault_alike(capsys: pytest.CaptureFixt
     assert (plan(faulty), capsys.readouterr().err) == (code, printed)
     assert code == 2
     assert "did you mean trainer.total_training_steps?" in printed
+
+
+def test_the_best_checkpoint_of_a_run_is_scored(tmp_path: Path) -> None:
+    argv = ["data.train_files=a", "actor_rollout_ref.model.path=b", "critic.model.path=b"]
+    argv = [*argv, f"trainer.default_local_dir={tmp_path}"]
+    config = load_config(argv, world_size=None, check_paths=False)
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step}").mkdir()
+        (tmp_path / f"global_step_{step}" / "state.json").write_text('{"step": 4, "best": {"score": 0.5, "step": 2}}')
+    trainer = with_best(config).trainer
+    assert (trainer.resume_mode, trainer.resume_from_path) == ("resume_path", str(tmp_path / "global_step_2"))
+    with pytest.raises(ConfigError, match=r"--best: names the best of a run, but .*global_step_2 is named too"):
+        with_best(with_best(config))
+    (tmp_path / "global_step_2" / "state.json").unlink()
+    (tmp_path / "global_step_2").rmdir()
+    with pytest.raises(ConfigError, match=r"--best: the best validation of .* there is no global_step_2: "):
+        with_best(config)
 
 
 def test_a_run_or_a_checkpoint_is_a_configuration(tmp_path: Path) -> None:

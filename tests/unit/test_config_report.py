@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config, load_reward_train_config, load_sft_config, to_yaml
-from megarl.config.report import batch_table, own_code, remarks
+from megarl.config.report import batch_table, own_code, remarks, unsaved
 from megarl.config.root import Config
 
 LOADERS = {"sft": load_sft_config, "reward_": load_reward_train_config}  # by a part of the name; else load_config
@@ -209,6 +209,27 @@ def test_a_run_says_when_its_engine_is_not_compared_in_every_iteration() -> None
     silent, other = load(f"{ROLLOUT}.top_p=0.9"), load(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.temperature=0.7")
     assert not any("no step compares" in sentence for sentence in remarks(silent))
     assert any("at another temperature than 1" in sentence for sentence in remarks(other))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trainer.save_freq=5"], []),
+        ([], ["only the last step is saved, so a job that is killed repeats"]),
+        (["data.val_files=a", "trainer.val_only=true"], []),
+        (
+            ["data.val_files=a", "trainer.test_freq=5"],
+            ["only the last step and each step whose validation is the best so far is saved"],
+        ),
+        (["data.val_files=a", "trainer.test_freq=5", "trainer.save_best=false"], ["only the last step is saved, so"]),
+        (["trainer.save_last=false"], ["no step is saved, so a job that is killed starts again", "is lost when"]),
+        (["trainer.save_freq=5", "trainer.save_last=false"], ["the model of the last step is lost when the run ends"]),
+    ],
+)
+def test_a_run_says_what_it_will_not_save(arguments: list[str], expected: list[str]) -> None:
+    sentences = list(unsaved(load(*arguments)))
+    assert len(sentences) == len(expected)
+    assert all(part in sentence for part, sentence in zip(expected, sentences, strict=True)), sentences
 
 
 def test_there_is_nothing_to_remark_on_the_defaults() -> None:

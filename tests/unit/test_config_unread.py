@@ -121,6 +121,7 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
         ["reward_model.judge.url=http://h/v1", "reward_model.judge.model=m", "reward_model.timeout_s=100"],
         [],
     ),
+    "trainer.save_best=false": (["data.val_files=a", "trainer.test_freq=2"], ["data.val_files=a"]),
     "data.truncation=left": ([], ["data.filter_overlong_prompts=true"]),
     "data.seed=2": ([], ["data.shuffle=false", f"{ACTOR}.shuffle=false"]),
     "data.val_batch_size=2": ([VAL], []),
@@ -162,8 +163,8 @@ ALWAYS = {
     "reward_model": "weights enable judge.url",
     "custom_reward_function": "path",
     "environment": "name",
-    "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq
-        val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
+    "trainer": """total_training_steps project_name experiment_name logger nnodes n_gpus_per_node save_freq save_last
+        test_freq val_only critic_warmup balance_batch default_hdfs_dir default_local_dir resume_mode resume_from_path
         max_ckpt_to_keep save_huggingface async_save rollout_data_dir profile_steps device deterministic peak_tflops
         phase_timeout_s max_skipped_updates""",
     f"{ACTOR}.optim": "lr lr_warmup_steps warmup_style weight_decay betas",

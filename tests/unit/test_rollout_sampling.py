@@ -1,9 +1,6 @@
-"""Seeds are a pure function of what is asked, and every declared end of a response is known."""
+"""Seeds are a pure function of what is asked."""
 
-import json
-from pathlib import Path
-
-from megarl.rollout.sampling import request_seed, stop_token_ids
+from megarl.rollout.sampling import request_seed
 
 
 def test_a_seed_is_the_same_everywhere_and_for_ever() -> None:
@@ -20,17 +17,3 @@ def test_every_part_of_a_request_changes_its_seed() -> None:
     }
     assert len(seeds) == 2 * 5 * 20 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_stop_tokens_are_those_of_the_generation_config_and_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert stop_token_ids(tmp_path, 2) == [2, 7]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
-    assert stop_token_ids(tmp_path, 2) == [2, 9]
-    assert stop_token_ids(tmp_path, None) == [2, 9]
-
-
-def test_a_generation_config_without_stop_tokens_leaves_the_models_own(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
-    assert stop_token_ids(tmp_path, None) == [7]

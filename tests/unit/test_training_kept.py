@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.batch import Generation, Group, Prompt
-from megarl.checkpoint.manifest import STATE_FILE
+from megarl.checkpoint.directory import STATE_FILE
 from megarl.training.kept import KEPT, Kept
 
 

@@ -43,13 +43,8 @@ def run(
     """Train PPO for three steps, or as `changes` of the schedule and the job say; `exact`: the actor knows its KL."""
     diary = diary or Diary()
     world, records = changes.get("world", World)(diary), Records(diary)
-    schedule = {
-        "first_step": 0,
-        "last_step": 3,
-        "test_freq": -1,
-        "save_freq": -1,
-        "validate_first": False,
-    }
+    schedule = {"first_step": 0, "last_step": 3, "test_freq": -1, "save_freq": -1}
+    schedule |= {"save_best": False, "validate_first": False}
     algorithm = changes.get("algorithm", AlgorithmSection(use_kl_in_reward=True))
     job = {
         "samples": Collector(prompts=world, sampler=world, scorer=world, algorithm=algorithm),
@@ -153,8 +148,8 @@ def test_only_the_critic_learns_during_its_warm_up() -> None:
 @pytest.mark.parametrize(
     ("test_freq", "save_freq", "validate_first", "tested", "saved"),
     [
-        (2, 3, True, [0, 2, 4, 5], [3, 5]),  # and always at the end
-        (2, 3, False, [2, 4, 5], [3, 5]),
+        (2, 3, True, [0, 2, 4, 5], [3]),
+        (2, 3, False, [2, 4, 5], [3]),  # and a validation at the end
         (5, 1, False, [5], [1, 2, 3, 4, 5]),
         (-1, 0, False, [], []),
     ],
@@ -179,6 +174,11 @@ def test_a_checkpoint_has_the_metrics_of_its_step_and_the_best_validation() -> N
         (logged["val/best_score"], logged["val/best_step"]) for step, logged in diary.logged.items() if step % 2 == 0
     ]
     assert best == [(1.5, 0.0)] * 3
+
+
+def test_the_first_of_equal_validations_is_saved_as_the_best() -> None:
+    diary = run(last_step=5, test_freq=2, save_best=True)
+    assert [state.best_step for state in diary.saved.values()] == list(diary.saved) == [2]
 
 
 def test_a_resumed_run_goes_on_where_it_stopped() -> None:
