@@ -21,7 +21,7 @@ OF_RULES = tuple(
     f"reward_model.{name}"
     for name in (
         *("num_workers", "timeout_s", "max_memory_gb", "on_failure", "default_score"),
-        *("concurrency", "trial_rows"),
+        *("concurrency", "trial_rows", "isolation", "canary_every"),
     )
 )
 """The keys of rewards that are rules."""
@@ -258,6 +258,7 @@ PPO_ROWS: tuple[Row, ...] = (
         why="as the reward model scores alone",
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
+    _with("reward_model.canary_every", "reward_model.isolation", "process"),
     Row(
         keys=OF_RULES,
         read=lambda config: config.environment.name is None,

@@ -94,7 +94,12 @@ class Environments:
         assert section.name, "no environment is configured"
         host = Host(name=section.name, path=section.path, kwargs=section.kwargs)
         host.load()  # only to find its faults before anything else starts
-        limits = WorkerLimits(num_workers=1, timeout_s=section.timeout_s, max_memory=int(section.max_memory_gb * 1e9))
+        limits = WorkerLimits(
+            num_workers=1,
+            timeout_s=section.timeout_s,
+            max_memory=int(section.max_memory_gb * 1e9),
+            isolation="process",  # it keeps the episode between two turns
+        )
         self.section, self.tokenizer, self.observer = section, tokenizer, observer
         self._pools = [Pool(host, limits) for _ in range(section.num_workers)]
         self._numbers, self._seed = count(), seed

@@ -56,6 +56,10 @@ class Host:
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""
 
+    def canaries(self, sample: Any) -> Sequence[Any]:
+        """Return nothing: an episode has a process and a state of its own."""
+        return ()
+
     def _built_in(self) -> Callable[..., Environment]:
         if self.name not in BUILT_IN:
             known = ", ".join(BUILT_IN)

@@ -35,6 +35,9 @@ class Callee(Protocol):
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""
 
+    def canaries(self, sample: Any) -> Sequence[Any]:
+        """Return packed arguments like `sample`, of responses that are wrong; none if no response runs in a call."""
+
 
 def each(judge: Callable[..., RuleResult]) -> GroupReward:
     """Call a function with one set of arguments after another. The caller keeps the deadline."""

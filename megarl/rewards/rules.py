@@ -17,10 +17,12 @@ from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.results import RuleResult, is_number
 from megarl.rewards.signature import Form
+from megarl.rewards.wire import with_values
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
 
+WRONG = ("This text is no response to the question.", "")
 DATA_SOURCE, CUSTOM, JUDGE = "data_source", "custom", "judge"
 
 
@@ -73,6 +75,15 @@ class Rules:
                 math_rule.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
+
+    def canaries(self, sample: Any) -> list[Any]:
+        """Return the arguments of wrong responses to the row of `sample`; none if the custom function is not called.
+
+        A judge is not asked: that may cost money.
+        """
+        if self.path is None or self.judge:
+            return []
+        return [with_values(sample, solution_str=text) for text in WRONG]
 
     def reads_data_source(self) -> bool:
         """Return whether the row's data source picks a rule."""

@@ -15,12 +15,17 @@ class Counter:
     def __init__(self, first: int, step: int = 1) -> None:
         """Begin at `first`."""
         CONSTRUCTED.append(first)
-        self.next, self.step = first, step
+        self.next, self.step, self.constructor = first, step, os.getpid()
 
     def compute_score(self, solution_str: str, **_: Any) -> dict[str, float]:
-        """Return the number of the call, the process, and how many objects it has."""
+        """Return the number of the call, the processes of call and constructor, and how many objects there are."""
         self.next += self.step
-        return {"score": self.next - self.step, "process": os.getpid(), "objects": len(CONSTRUCTED)}
+        return {
+            "score": self.next - self.step,
+            "process": os.getpid(),
+            "constructor": self.constructor,
+            "objects": len(CONSTRUCTED),
+        }
 
 
 class Meeting:

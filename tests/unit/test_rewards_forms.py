@@ -41,11 +41,15 @@ def scores(results: Sequence[ScoringResult]) -> list[float | None]:
     return [result.numbers.get("score") for result in results]
 
 
-def test_a_class_is_constructed_once_in_each_process_and_keeps_its_state() -> None:
-    with pool_of("Counter", kwargs={"first": 5, "step": 2}) as pool:
+@pytest.mark.parametrize(("isolation", "expected"), [("response", [5.0, 5.0, 5.0]), ("process", [5.0, 7.0, 9.0])])
+def test_a_class_is_constructed_once_and_each_response_finds_its_state_if_it_may(
+    isolation: str, expected: list[float]
+) -> None:
+    with pool_of("Counter", kwargs={"first": 5, "step": 2}, isolation=isolation, canary_every=0) as pool:
         found = results_of(pool, "a", "b", "c")
-    assert scores(found) == [5.0, 7.0, 9.0]
-    assert len({result.numbers["process"] for result in found}) == 1
+    assert scores(found) == expected
+    assert len({result.numbers["process"] for result in found}) == (3 if isolation == "response" else 1)
+    assert len({result.numbers["constructor"] for result in found}) == 1
     assert {result.numbers["objects"] for result in found} == {1.0}
 
 
