@@ -34,6 +34,7 @@ class Prompt:
     extra_info: dict[str, Any]
     raw_prompt: Any = None  # the column as it was read, a text or messages, for models with another chat template
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
+    fault: str | None = None  # why its environment did not begin; each of its episodes fails with its first turn
 
 
 class StopReason(StrEnum):
