@@ -1,10 +1,12 @@
-"""`megarl bench rewards`: how many responses a second one process scores, by rule and by isolation.
+"""`megarl bench rewards`: how many responses a second a rank scores, by rule and by isolation.
 
 The responses are scored as in a run: by the keepers of a rank, which get them one by one. A custom function is measured
-in both ways, because `reward_model.isolation` applies to it alone.
+in both ways, because `reward_model.isolation` applies to it alone. Processor time does not depend on other work of
+the machine, as the responses a second do.
 """
 
 import json
+import resource
 import shlex
 import tempfile
 import time
@@ -69,14 +71,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(case: Case, *, num: int, num_workers: int) -> dict[str, Any]:
-    """Return the responses a second, and the milliseconds between two of them."""
+    """Return the responses a second, and the milliseconds of processor time that each takes."""
+    _, cpu_of_start_s = _score(case, num=0, num_workers=num_workers)
+    seconds, cpu_s = _score(case, num=num, num_workers=num_workers)
+    cpu_ms = 1000 * (cpu_s - cpu_of_start_s) / num
+    return {"rule": case.rule, "isolation": case.isolation, "per_s": num / seconds, "cpu_ms": cpu_ms}
+
+
+def _score(case: Case, *, num: int, num_workers: int) -> tuple[float, float]:
+    """Score `num` responses after a first one; return their seconds, and the processor time of all processes."""
     texts = [case.responses[number % len(case.responses)] for number in range(num)]
+    before_s = _cpu_s()
     with _pool_of(case, num_workers) as pool:
-        pool.wait(_submit(pool, case, texts[:1]))  # loads the rule
+        pool.wait(_submit(pool, case, case.responses[:1]))  # loads the rule
         start = time.perf_counter()
         pool.wait(_submit(pool, case, texts))
         seconds = time.perf_counter() - start
-    return {"rule": case.rule, "isolation": case.isolation, "per_s": num / seconds, "ms": 1000 * seconds / num}
+    return seconds, _cpu_s() - before_s
+
+
+def _cpu_s() -> float:
+    """Return the processor time of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @contextmanager
@@ -99,9 +116,9 @@ def _submit(pool: Pool, case: Case, texts: Sequence[str]) -> Any:
 
 def _show(found: Mapping[str, Any], console: Console) -> None:
     """Print the results as a table."""
-    table = Table("rule", "isolation", "responses a second", "ms for one")
+    table = Table("rule", "isolation", "responses a second", "CPU ms of one")
     for case in found["cases"]:
-        table.add_row(case["rule"], case["isolation"], f"{case['per_s']:.0f}", f"{case['ms']:.2f}")
+        table.add_row(case["rule"], case["isolation"], f"{case['per_s']:.0f}", f"{case['cpu_ms']:.2f}")
     console.print(table)
     for title in ("machine", "versions", "command"):
         console.print(f"{title}: {found[title]}", highlight=False, soft_wrap=True)

@@ -37,7 +37,7 @@ class Helper:
     connection: socket.socket
     inbox: Inbox
     output: int  # the pipe with what it prints
-    pid: int = 0  # 0: it is still to be forked
+    pid: int = 0  # 0: not known yet
     lender: "Helper | None" = None  # the process that forked it, and reaps it; None: the keeper did
     loaded: frozenset[int] = frozenset()  # itself and its processes after it loaded the rules
     num_threads: int = 1  # after it loaded the rules
@@ -97,8 +97,9 @@ class Helper:
 
     def kill(self) -> None:
         """Kill the process and its group, even while it forks, and close what belongs to it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.hang_up()
 
     def hang_up(self) -> None:

@@ -126,6 +126,8 @@ class Keeper:
         if worker is None or worker.lender is None:
             return False
         worker.kill()
+        if not worker.pid:  # it may still be to be forked
+            return False
         worker.lender.drain()
         try:
             return worker.has_ended(within_s=CLEAN_S)
@@ -170,11 +172,9 @@ class Keeper:
         try:
             socket.send_fds(lender.connection, [b"\0"], [theirs.fileno(), printed])
             lender.connection.sendall(encode({"data_sources": data_sources}))
-            late = WorkerLost("error", f"no process started for it in {START_S:g} s")
-            worker.pid = self._wait(lender, late, START_S)["pid"]
-        except (WorkerLost, OSError) as error:
+        except OSError:
             worker.hang_up()
-            raise error if isinstance(error, WorkerLost) else WorkerLost("error", lender.how_it_ended()) from None
+            raise WorkerLost("error", lender.how_it_ended()) from None
         finally:
             theirs.close()
             os.close(printed)
@@ -204,7 +204,8 @@ class Keeper:
         late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
         if worker.lender and worker.lender.num_threads > 1:
             late_detail += _THREADS
-        if reply == {"id": number, "begun": True}:
+        if reply.get("id") == number and isinstance(pid := reply.get("begun"), int):
+            worker.pid = pid
             self._begun = time.monotonic()
             limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)
             reply = self._wait(worker, WorkerLost("timeout", late_detail), limit_s)

@@ -29,7 +29,7 @@ _KEPT = os.O_RDONLY | os.O_WRONLY | os.O_RDWR | os.O_APPEND  # other flags belon
 def lend(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> NoReturn:
     """Load the rules, and fork a worker for each socket and pipe that the process `keeper` sends.
 
-    The keeper learns the number of each worker, and how it ended, before it asks for the next.
+    The keeper learns how each worker ended before it asks for the next. The worker itself tells its number.
     """
     reward = load(connection, output, rules, limits=limits, keeper=keeper)
     inbox = Inbox(connection, max_bytes=sys.maxsize)
@@ -51,7 +51,6 @@ def lend(connection: socket.socket, output: int, rules: Callee, *, limits: Worke
                 _work(theirs, printed, rules, reward, timeout_s=limits.timeout_s, lender=lender)
         os.close(theirs)
         os.close(printed)
-        connection.sendall(encode({"pid": pid}))
         connection.sendall(encode({"ended": _wait(pid)}))
 
 

@@ -64,7 +64,7 @@ def answer(
     process, samples = os.getpid(), unpack(request["samples"])
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
-    connection.sendall(encode({"id": request["id"], "begun": True}))  # its time limit starts now
+    connection.sendall(encode({"id": request["id"], "begun": process}))  # its time limit starts now
     reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
     if os.getpid() != process:  # a reward forked, and this is the copy
         os._exit(0)
