@@ -92,9 +92,9 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
-    rules = make_rules(config, tokenizer)
+    rules = make_rules(config, tokenizer, source)
     estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
-    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
+    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     resources.enter_context(occupy(Path(own_trainer.default_local_dir)))
     continues = not (replay or trainer.val_only)  # otherwise the job leaves the run's directory unchanged
@@ -260,8 +260,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise UserError("data.val_files is not set: name the parquet files to evaluate on")
-    rules = make_rules(config, tokenizer)
-    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
+    rules = make_rules(config, tokenizer, source)
+    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     if launch.rank == 0:
         logger.info(prompts.first_as_read(Position()))
     engine = make_engine(config, source, tokenizer)

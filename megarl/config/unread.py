@@ -21,7 +21,7 @@ OF_RULES = tuple(
     f"reward_model.{name}"
     for name in (
         *("num_workers", "timeout_s", "max_memory_gb", "on_failure", "default_score"),
-        *("concurrency", "trial_rows", "isolation", "canary_every"),
+        *("concurrency", "trial_rows", "isolation", "canary_every", "skip_special_tokens"),
     )
 )
 """The keys of rewards that are rules."""

@@ -5,7 +5,7 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -95,8 +95,23 @@ def _is_sum_finite(said: Generation, reward: float) -> bool:
 class Environments:
     """The environments of a run, in processes of this rank."""
 
-    def __init__(self, section: EnvironmentSection, tokenizer: Tokenizer, observer: Observer, *, seed: int) -> None:
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        tokenizer: Tokenizer,
+        observer: Observer,
+        *,
+        written: Callable[[Sequence[int]], str],
+        seed: int,
+    ) -> None:
         """Check that the environment can be made; processes start with the first episodes.
+
+        Args:
+            section: names it, and has its limits.
+            tokenizer: of the policy.
+            observer: encodes what the environment says.
+            written: returns the text of a turn.
+            seed: of the run.
 
         Raises:
             UserError: it cannot be made; names the key.
@@ -110,7 +125,7 @@ class Environments:
             max_memory=int(section.max_memory_gb * 1e9),
             isolation="process",  # it keeps the episode between two turns
         )
-        self.section, self.tokenizer, self.observer = section, tokenizer, observer
+        self.section, self.tokenizer, self.observer, self.written = section, tokenizer, observer, written
         self._pools = [Pool(host, limits) for _ in range(section.num_workers)]
         self._numbers, self._seed = count(), seed
 
@@ -212,7 +227,7 @@ class Episodes:
             self._playing[key] = self._begin(prompt, said, observations)
         episode = self._playing[key]
         turn = said.token_ids[start_of_turn(said) :]
-        episode.responses.append(self._environments.tokenizer.decode(turn))
+        episode.responses.append(self._environments.written(turn))
         episode.last = turn[-1]
         self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
 
@@ -234,8 +249,8 @@ class Episodes:
         Each of these turns is a request of its own, with a time limit of its own. Nothing waits for the results: if an
         answer differs from the `observations`, or has none, the request for the next turn fails.
         """
-        decode = self._environments.tokenizer.decode
-        responses = [decode(said.token_ids[turn.start : turn.end]) for turn in said.turns]
+        written = self._environments.written
+        responses = [written(said.token_ids[turn.start : turn.end]) for turn in said.turns]
         episode = _Episode(next(self._numbers), prompt, responses)
         for num_turns in range(1, len(responses) + 1):
             self._environments.submit(prompt, episode.number, responses[:num_turns], observations[: num_turns - 1])

@@ -81,6 +81,9 @@ class RulesSection:
     canary_every: CountFromZero = 100
     """Calls after which isolation=process scores a wrong response that it knows: if that earns more than at first, the
     run stops. 0 = never."""
+    skip_special_tokens: bool = True
+    """Leave the end-of-sequence token out of the text of a response. Other special tokens that the policy has written
+    are always part of the text."""
     num_workers: Count = 4
     """Most processes on each rank that call rules; they start when they are needed."""
     concurrency: Count = 64

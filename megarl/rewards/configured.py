@@ -32,4 +32,4 @@ def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
         isolation=isolation,
         canary_every=section.canary_every if isolation == "process" else 0,
     )
-    return Pool(rules, limits)
+    return Pool(rules, limits, takes_ids=form.takes_ids)

@@ -58,7 +58,9 @@ class _Task:
 class Pool:
     """Calls rules in separate processes. Every response gets a result, in bounded time."""
 
-    def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
+    def __init__(self, rules: Callee, limits: WorkerLimits, *, takes_ids: bool = False) -> None:
+        """Call `rules` within `limits`. `takes_ids`: the arguments of each response have its `solution_ids`."""
+        self.takes_ids = takes_ids
         self._rules = rules
         self._limits = limits
         self._waiting = deque[_Task]()

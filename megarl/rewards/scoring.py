@@ -23,6 +23,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.signature import IDS
 from megarl.rewards.wire import pack
 
 SHOWN_CHARACTERS = 120
@@ -105,6 +106,7 @@ class RuleScorer:
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
         text = self._decode(token_ids)
+        ids = {IDS: token_ids} if self.pool.takes_ids else {}
         try:
             arguments = pack(
                 {
@@ -113,6 +115,7 @@ class RuleScorer:
                     "solution_str": text,
                     "ground_truth": prompt.ground_truth,
                     "extra_info": prompt.extra_info,
+                    **ids,
                 }
             )
         except TypeError as error:

@@ -28,6 +28,24 @@ class Counter:
         }
 
 
+def with_ids(solution_str: str, solution_ids: list[int], **others: Any) -> dict[str, float]:
+    """Return the number of tokens."""
+    assert "solution_ids" not in others
+    return {"score": len(solution_ids), "last": solution_ids[-1]}
+
+
+def batch_with_ids(solution_strs: list[str], solution_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return the numbers of tokens."""
+    assert len(solution_strs) == len(solution_ids)
+    return [float(len(ids)) for ids in solution_ids]
+
+
+async def later_with_ids(solution_ids: list[int], **_: Any) -> float:
+    """Return the number of tokens."""
+    await asyncio.sleep(0)
+    return float(len(solution_ids))
+
+
 class Meeting:
     """Lets all calls of a process wait for each other."""
 

@@ -183,7 +183,9 @@ def say(text: str, before: Generation | None = None, *, sample: int = 0) -> Gene
 
 
 def environments(name: str, **changes: Any) -> Environments:
-    return Environments(replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS), seed=1)
+    return Environments(
+        replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS), written=LETTERS.decode, seed=1
+    )
 
 
 PROMPT = replace(prompts([3]).prompts[0], raw_prompt="p")

@@ -125,6 +125,23 @@ def test_forms_are_summed_with_other_rules() -> None:
     assert found[1].detail == "KeyError: 'answer'"
 
 
+@pytest.mark.parametrize(
+    ("name", "takes_ids"),
+    [("with_ids", True), ("batch_with_ids", True), ("later_with_ids", True), ("Counter", False), ("by_batch", False)],
+)
+@pytest.mark.parametrize(("isolation", "canary_every"), [("response", 0), ("process", 1)])
+def test_a_reward_that_names_them_gets_the_tokens(
+    name: str, takes_ids: bool, isolation: str, canary_every: int
+) -> None:
+    kwargs = {"first": 1} if name == "Counter" else None
+    with pool_of(name, kwargs=kwargs, isolation=isolation, canary_every=canary_every) as pool:
+        assert pool.takes_ids == takes_ids
+        row = {"data_source": "own", "ground_truth": None, "extra_info": {}, "solution_str": "a"}
+        found = pool.wait([pool.submit(pack(row | {"solution_ids": ids})) for ids in ([7, 2], [7, 8, 2])])
+    assert scores(found) == [2.0, 3.0] or not takes_ids
+    assert [result.detail for result in found] == ["", ""]
+
+
 def test_arrays_are_lists_of_scores() -> None:
     rows = [{"data_source": "", "solution_str": text, "ground_truth": None, "extra_info": {}} for text in "ab"]
     found = as_batch(lambda **lists: np.array([0.5, 1.5], dtype=np.float32), is_async=False)(rows, 0.0)
