@@ -239,7 +239,7 @@ class Preferences(Rollouts):
 class Scored(Rollouts):
     """Rollouts with their rewards."""
 
-    texts: Sequence[str]  # length B: the decoded responses, special tokens left out
+    texts: Sequence[str]  # length B: the decoded responses, without the tokens that end them
     scores: Tensor  # [B] float32; NaN if the reward failed
     accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score
     answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none

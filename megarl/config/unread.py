@@ -272,7 +272,10 @@ PPO_ROWS: tuple[Row, ...] = (
         because=("environment.name",),
     ),
     Row(
-        keys=("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+        keys=(
+            *("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+            *("reward_model.isolation", "reward_model.canary_every"),
+        ),
         read=lambda config: config.custom_reward_function.path is not None,
         only="`custom_reward_function.path` is set",
         because=("custom_reward_function.path",),

@@ -102,6 +102,26 @@ def test_no_response_changes_the_score_of_another(hostile: str, outcomes: dict[s
     assert [result.numbers for result in outcomes[hostile]] == [result.numbers for result in outcomes["nobody"]]
 
 
+WITH_A_THREAD = """
+import queue, threading
+asked, answered = queue.Queue(), queue.Queue()
+threading.Thread(target=lambda: [answered.put(len(asked.get())) for _ in range(9)], daemon=True).start()
+def compute_score(solution_str, **_):
+    asked.put(solution_str)
+    return answered.get()
+"""
+
+
+def test_a_file_that_starts_a_thread_is_told_to_keep_its_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_A_THREAD)
+    with pool_of(str(tmp_path / "mine.py"), timeout_s=1.0) as pool:
+        (late,) = results_of(pool, ["four"])
+    assert late.fault == "timeout"
+    assert late.detail.endswith("(start them in the call, or set reward_model.isolation=process)")
+    with pool_of(str(tmp_path / "mine.py"), isolation="process", canary_every=0) as pool:
+        assert results_of(pool, ["four"])[0].numbers == {"score": 4.0}
+
+
 CHANGED = "a response has changed the reward: a wrong response earns 1 after 2 requests, and 0 in a new process"
 REWARDS = {
     "a reward that a response changes": (
