@@ -34,6 +34,7 @@ class Prompt:
     extra_info: dict[str, Any]
     raw_prompt: Any = None  # the column as it was read, a text or messages, for models with another chat template
     prompt_id: str | None = None  # names the prompt in logs and dumps, if the data have such a column
+    fault: str | None = None  # why its environment did not begin; each of its episodes fails with its first turn
 
 
 class StopReason(StrEnum):
@@ -238,7 +239,7 @@ class Preferences(Rollouts):
 class Scored(Rollouts):
     """Rollouts with their rewards."""
 
-    texts: Sequence[str]  # length B: the decoded responses, special tokens left out
+    texts: Sequence[str]  # length B: the decoded responses, without the tokens that end them
     scores: Tensor  # [B] float32; NaN if the reward failed
     accuracies: Tensor  # [B] float32: how right each response is: the reward's `acc`, else the score
     answers: Sequence[str | None] | None = None  # length B: the extracted answers, for majority votes; '' if none

@@ -1,6 +1,8 @@
 """Builds the reward of a run as configured: rules, a reward model, both, or an environment."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from megarl.batch import Prompt
 from megarl.config.root import Config, RewardModelSection
@@ -15,6 +17,7 @@ from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
 from megarl.models.source import Source
 from megarl.rewards.scoring import RuleScorer
+from megarl.rollout.sampling import stop_token_ids
 from megarl.training.reward_model import ModelScorer, RewardModel
 
 logger = logging.getLogger(__name__)
@@ -22,12 +25,16 @@ logger = logging.getLogger(__name__)
 Reward = RuleScorer | ModelScorer | EpisodeScorer
 
 
-def make_rules(config: Config, policy: Tokenizer) -> RuleScorer | None:
+def make_rules(config: Config, policy: Tokenizer, source: Source) -> RuleScorer | None:
     """Make the rules. None if a model or an environment scores alone. UserError if the custom function has a fault."""
-    return RuleScorer.make(config.rules, config.custom_reward_function, policy.decode) if config.rules else None
+    if config.rules is None:
+        return None
+    skips = config.rules.skip_special_tokens
+    decode = _written(policy, source) if skips else partial(policy.decode, with_special_tokens=True)
+    return RuleScorer.make(config.rules, config.custom_reward_function, decode)
 
 
-def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Environments | None:
+def make_environments(config: Config, policy: Tokenizer, source: Source, prompt: Prompt) -> Environments | None:
     """Make the environments of the run. None if responses are judged once. `prompt` is any of the data.
 
     Raises:
@@ -38,7 +45,13 @@ def make_environments(config: Config, policy: Tokenizer, prompt: Prompt) -> Envi
     observer = Observer(policy)
     if policy.templates(prompt.raw_prompt):
         observer.require_appending()
-    return Environments(config.environment, policy, observer, seed=config.actor_rollout_ref.rollout.seed)
+    seed = config.actor_rollout_ref.rollout.seed
+    return Environments(config.environment, policy, observer, written=_written(policy, source), seed=seed)
+
+
+def _written(policy: Tokenizer, source: Source) -> Callable[[Sequence[int]], str]:
+    """Return what makes the text of a response: it ends before the token that ends a response of this model."""
+    return partial(policy.written, ends=stop_token_ids(source.directory, policy.eos_token_id))
 
 
 def make_reward(

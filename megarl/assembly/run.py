@@ -94,9 +94,9 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     source = Source.read(policy.model)
     tokenizer = make_tokenizer(config.data, policy.model, source)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
-    rules = make_rules(config, tokenizer)
+    rules = make_rules(config, tokenizer, source)
     estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
-    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
+    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     last_step = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     if faults := [*learning_faults(config, last_step)]:
         raise ConfigError(faults)
@@ -266,8 +266,8 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise UserError("data.val_files is not set: name the parquet files to evaluate on")
-    rules = make_rules(config, tokenizer)
-    environments = make_environments(config, tokenizer, prompts.prompt_of(0))
+    rules = make_rules(config, tokenizer, source)
+    environments = make_environments(config, tokenizer, source, prompts.prompt_of(0))
     if launch.rank == 0:
         logger.info(prompts.first_as_read(Position()))
     engine = make_engine(config, source, tokenizer)

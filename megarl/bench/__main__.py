@@ -1,4 +1,4 @@
-"""Measurements: `megarl bench {step,scaling,episodes,reshard,phases,plan,checkpoint} [...]`.
+"""Measurements: `megarl bench {step,scaling,episodes,reshard,phases,plan,checkpoint,rewards} [...]`.
 
 Each command prints a table for people or, with `--json`, one JSON object.
 """

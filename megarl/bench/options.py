@@ -16,6 +16,7 @@ PHASES = "The time between training and generation: to wake the engine, to sync 
 EPISODES = "The occupancy of the engine while environments of many turns take their time."
 PLAN = "The time that one rank of thousands takes to plan its part of a sync, and the size of the plan."
 CHECKPOINT = "The time of saves and loads of checkpoints, normal and asynchronous."
+REWARDS = "The responses that one rank scores in a second, by rule and by isolation."
 NUM_RANKS = 2048
 """Ranks of the planned jobs."""
 
@@ -169,6 +170,15 @@ def episodes_parser() -> Arguments:
     return parser
 
 
+def rewards_parser() -> Arguments:
+    """Return the options of measured rewards."""
+    parser = Arguments(prog="megarl bench rewards", description=REWARDS, example="megarl bench rewards --workers 2")
+    parser.add_argument("--responses", type=int, default=512, help="for each rule")
+    parser.add_argument("--workers", type=int, default=1, help="reward_model.num_workers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def plan_parser() -> Arguments:
     """Return the options of measured plans."""
     parser = Arguments(prog="megarl bench plan", description=PLAN, example="megarl bench plan --rank 1000")
@@ -212,5 +222,6 @@ PARSERS: Mapping[str, tuple[str, Callable[[], Arguments]]] = {
     "phases": (PHASES, phases_parser),
     "plan": (PLAN, plan_parser),
     "checkpoint": (CHECKPOINT, checkpoint_parser),
+    "rewards": (REWARDS, rewards_parser),
 }
 """Measurement -> its description and its options."""

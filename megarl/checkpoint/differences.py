@@ -118,6 +118,7 @@ EFFECTS: tuple[tuple[str, Effect, str], ...] = (
     ("reward_model.num_workers", Effect.NONE, "how many responses are scored at once"),
     ("reward_model.concurrency", Effect.NONE, "how many responses are scored at once"),
     ("reward_model.trial_rows", Effect.NONE, "how many rows the reward is tried on before the run"),
+    ("reward_model.canary_every", Effect.NONE, "how often a reward is checked, not its scores"),
     ("reward_model.judge.api_key_variable", Effect.NONE, "the variable that holds the judge's key"),
     ("reward_model.judge.cache", Effect.NONE, "the place of the judge's replies"),
     ("reward_model.*", Effect.CURVE, _REWARD),

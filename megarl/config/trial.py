@@ -23,6 +23,7 @@ from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
 from megarl.rewards.pool import Pool, ScoringResult
+from megarl.rewards.signature import IDS
 from megarl.rewards.wire import pack
 
 ROUND_S = 0.5
@@ -121,11 +122,11 @@ def try_reward(config: Config) -> Iterator[str]:
     if section is None or not section.trial_rows:
         return
     key = "custom_reward_function" if custom.path else "reward_model"
-    with _fault_of("data.train_files"):
-        rows = list(_rows(config, section))
     with _fault_of(key):
         pool = make_pool(section, custom)
     try:
+        with _fault_of("data.train_files"):
+            rows = list(_rows(config, section, takes_ids=pool.takes_ids))
         results = _results(pool, section, rows)
     finally:
         pool.close()
@@ -149,8 +150,8 @@ def _fault_of(key: str) -> Iterator[None]:
         raise ConfigError([Fault(path=key, message=str(error))]) from error
 
 
-def _rows(config: Config, section: RulesSection) -> Iterator[_Row]:
-    """Yield the rows with the arguments of a reward."""
+def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:
+    """Yield the rows with the arguments of a reward. Nothing has made tokens of the response."""
     data = config.data
     columns = PromptColumns(section=data, needs=Needs.of(section, config.custom_reward_function))
     rows = columns.open(data.train_files)
@@ -163,6 +164,7 @@ def _rows(config: Config, section: RulesSection) -> Iterator[_Row]:
             "solution_str": response,
             "ground_truth": truth,
             "extra_info": columns.extra_info(row),
+            **({IDS: []} if takes_ids else {}),
         }
         try:
             yield _Row(rows.place(index), response, pack(arguments))

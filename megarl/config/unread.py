@@ -21,7 +21,7 @@ OF_RULES = tuple(
     f"reward_model.{name}"
     for name in (
         *("num_workers", "timeout_s", "max_memory_gb", "on_failure", "default_score"),
-        *("concurrency", "trial_rows"),
+        *("concurrency", "trial_rows", "isolation", "canary_every", "skip_special_tokens"),
     )
 )
 """The keys of rewards that are rules."""
@@ -254,6 +254,7 @@ PPO_ROWS: tuple[Row, ...] = (
         why="as the reward model scores alone",
     ),
     _with("reward_model.default_score", "reward_model.on_failure", "score"),
+    _with("reward_model.canary_every", "reward_model.isolation", "process"),
     Row(
         keys=OF_RULES,
         read=lambda config: config.environment.name is None,
@@ -267,7 +268,10 @@ PPO_ROWS: tuple[Row, ...] = (
         because=("environment.name",),
     ),
     Row(
-        keys=("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+        keys=(
+            *("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+            *("reward_model.isolation", "reward_model.canary_every"),
+        ),
         read=lambda config: config.custom_reward_function.path is not None,
         only="`custom_reward_function.path` is set",
         because=("custom_reward_function.path",),

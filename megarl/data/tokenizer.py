@@ -3,8 +3,8 @@
 The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,22 @@ class Tokenizer:
             ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def written(self, ids: Sequence[int], *, ends: Collection[int]) -> str:
+        """Return the text of a response as it is written, without padding and the tokens of `ends` at its end.
+
+        Any other special token is a part of the text: without it, the texts around it would be joined.
+        """
+        end = len(ids)
+        while end and (ids[end - 1] in ends or ids[end - 1] == self.pad_token_id):
+            end -= 1
+        return self.decode(ids[:end], with_special_tokens=not self._special_ids.isdisjoint(ids[:end]))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out; some tokenizers list only a few of them as special."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(self._tokenizer.all_special_ids) | {number for number, token in added if token.special}
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text that `ids` add to the text of `before`; decoded alone, `ids` might lose a leading space."""

@@ -5,7 +5,7 @@ the session decides by counted engine steps. So what an episode reads, and when,
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.batch import Generation, Prompt, Prompts, StopReason, Turn
 from megarl.data.messages import encode_prompt
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import together
 from megarl.environments.config import EnvironmentSection
 from megarl.environments.encoding import Observer
 from megarl.environments.host import DONE, Host
@@ -22,7 +23,9 @@ from megarl.environments.protocol import Observation
 from megarl.errors import UserError
 from megarl.platform.seeds import seed_of
 from megarl.rewards.collective import gather
-from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
+from megarl.rewards.limits import WorkerLimits
+from megarl.rewards.pool import Pool, ScoringResult
+from megarl.rewards.results import is_number
 from megarl.rewards.wire import pack
 
 Key = tuple[int, int]
@@ -46,16 +49,18 @@ def proceed(said: Generation, answer: Answer, section: EnvironmentSection, *, ma
 
     Args:
         said: the episode up to the last turn, `truncated` if the turn reached the limit of the response.
-        answer: of the environment. It does not matter for a turn that is `truncated`.
+        answer: of the environment. Only its fault matters for a turn that is `truncated`.
         section: the limits.
         max_tokens: of an episode.
     """
     start, end, num_observed = start_of_turn(said), len(said.token_ids), len(answer.observation)
+    if not (answer.fault or said.truncated or _is_sum_finite(said, answer.reward)):
+        answer = _failed(StopReason.FAILED, "the rewards of its turns add up to more than float32 can hold")
     reward, reason = answer.reward, answer.fault
-    if said.truncated:
-        reward, reason = section.default_score, StopReason.TOKENS
-    elif reason:
+    if reason:
         reward = section.default_score if section.on_failure == "score" else 0.0
+    elif said.truncated:
+        reward, reason = section.default_score, StopReason.TOKENS
     elif answer.done:
         reason = StopReason.DONE
     elif len(said.turns) + 1 == section.max_turns:
@@ -82,11 +87,31 @@ def start_of_turn(said: Generation) -> int:
     return said.turns[-1].end + said.turns[-1].num_observed if said.turns else 0
 
 
+def _is_sum_finite(said: Generation, reward: float) -> bool:
+    """Return whether the rewards of an episode can be added in float32 in any order."""
+    return is_number(sum(abs(turn.reward) for turn in said.turns) + abs(reward))
+
+
 class Environments:
     """The environments of a run, in processes of this rank."""
 
-    def __init__(self, section: EnvironmentSection, tokenizer: Tokenizer, observer: Observer, *, seed: int) -> None:
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        tokenizer: Tokenizer,
+        observer: Observer,
+        *,
+        written: Callable[[Sequence[int]], str],
+        seed: int,
+    ) -> None:
         """Check that the environment can be made; processes start with the first episodes.
+
+        Args:
+            section: names it, and has its limits.
+            tokenizer: of the policy.
+            observer: encodes what the environment says.
+            written: returns the text of a turn.
+            seed: of the run.
 
         Raises:
             UserError: it cannot be made; names the key.
@@ -94,16 +119,24 @@ class Environments:
         assert section.name, "no environment is configured"
         host = Host(name=section.name, path=section.path, kwargs=section.kwargs)
         host.load()  # only to find its faults before anything else starts
-        limits = WorkerLimits(num_workers=1, timeout_s=section.timeout_s, max_memory=int(section.max_memory_gb * 1e9))
-        self.section, self.tokenizer, self.observer = section, tokenizer, observer
+        limits = WorkerLimits(
+            num_workers=1,
+            timeout_s=section.timeout_s,
+            max_memory=int(section.max_memory_gb * 1e9),
+            isolation="process",  # it keeps the episode between two turns
+        )
+        self.section, self.tokenizer, self.observer, self.written = section, tokenizer, observer, written
         self._pools = [Pool(host, limits) for _ in range(section.num_workers)]
         self._numbers, self._seed = count(), seed
 
     def open(self, prompts: Prompts, *, max_tokens: int) -> Prompts:
         """Return the prompts that the environment makes of rows, of at most `max_tokens`. Collective.
 
+        If the environment fails for a row, the prompt is the row's own, and has a `fault`.
+
         Raises:
-            UserError: on all ranks alike, if the environment fails, or if a prompt is too long; names the row.
+            UserError: on all ranks alike, if the environment fails and `on_failure` is stop, or if a prompt is too
+                long; names the row.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         futures = {
@@ -142,7 +175,10 @@ class Environments:
 
     def _opened(self, prompt: Prompt, opening: str | None, fault: str) -> Prompt:
         if opening is None:
-            raise UserError(f"data row {prompt.index}: the environment does not begin: {fault}")
+            detail = f"the environment does not begin: {fault}"
+            if self.section.on_failure == "stop":
+                raise UserError(f"data row {prompt.index}: {detail} (environment.on_failure=stop)")
+            return replace(prompt, fault=detail)
         observation: Observation = json.loads(opening)
         if observation == prompt.raw_prompt:
             return prompt
@@ -181,22 +217,27 @@ class Episodes:
     def ask(self, prompt: Prompt, said: Generation) -> None:
         """Ask about the last turn of an episode, on one rank. Never raises."""
         key = (said.prompt, said.sample)
-        if said.truncated:
+        if prompt.fault:
+            unbegun = self._asked[key] = Future[ScoringResult]()
+            unbegun.set_result(ScoringResult(seconds=0.0, fault="error", detail=prompt.fault))
+        if prompt.fault or said.truncated:
             return
         observations = [turn.observation or "" for turn in said.turns]
         if key not in self._playing:
             self._playing[key] = self._begin(prompt, said, observations)
         episode = self._playing[key]
         turn = said.token_ids[start_of_turn(said) :]
-        episode.responses.append(self._environments.tokenizer.decode(turn))
+        episode.responses.append(self._environments.written(turn))
         episode.last = turn[-1]
         self._asked[key] = self._environments.submit(prompt, episode.number, episode.responses, observations)
 
     def answer(self, said: Sequence[Generation]) -> list[Generation]:
         """Wait for the answers to the last turns of these episodes. Return them as `proceed` does. Collective."""
-        keys = [(each.prompt, each.sample) for each in said if not each.truncated]
+        keys = [(each.prompt, each.sample) for each in said]
         mine = {key: self._asked.pop(key) for key in keys if key in self._asked}
-        answers, section = gather(mine, len(keys), self._read), self._environments.section
+        num = sum(together(lambda: len(mine)))
+        assert num >= sum(not each.truncated for each in said), "a turn that no rank has asked about"
+        answers, section = gather(mine, num, self._read), self._environments.section
         return [
             proceed(each, answers.get((each.prompt, each.sample), Answer()), section, max_tokens=self._max_tokens)
             for each in said
@@ -208,8 +249,8 @@ class Episodes:
         Each of these turns is a request of its own, with a time limit of its own. Nothing waits for the results: if an
         answer differs from the `observations`, or has none, the request for the next turn fails.
         """
-        decode = self._environments.tokenizer.decode
-        responses = [decode(said.token_ids[turn.start : turn.end]) for turn in said.turns]
+        written = self._environments.written
+        responses = [written(said.token_ids[turn.start : turn.end]) for turn in said.turns]
         episode = _Episode(next(self._numbers), prompt, responses)
         for num_turns in range(1, len(responses) + 1):
             self._environments.submit(prompt, episode.number, responses[:num_turns], observations[: num_turns - 1])

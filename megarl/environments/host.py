@@ -6,6 +6,7 @@ episode. A worker that does not know the episode plays it again up to the last t
 
 import inspect
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ BUILT_IN: Mapping[str, str] = {
     "reasoning_gym": "ReasoningGym",
 }
 """Name of an environment, which is a module of this package -> its class."""
+NUM_RESETS = 3
+"""Most resets of an episode; each has an instance of its own."""
+FIRST_WAIT_S = 0.2
+"""Seconds before the second reset; each later wait is twice as long."""
 MAX_KEPT = 1024
 """Most episodes that a worker keeps for their next turn; another is played again."""
 DONE = "done"
@@ -55,6 +60,10 @@ class Host:
 
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""
+
+    def canaries(self, sample: Any) -> Sequence[Any]:
+        """Return nothing: an episode has a process and a state of its own."""
+        return ()
 
     def _built_in(self) -> Callable[..., Environment]:
         if self.name not in BUILT_IN:
@@ -120,10 +129,9 @@ class Players:
         start = Row(data_source=data_source, **row)
         playing = self._playing.pop(episode, None)
         if not responses:
-            return RuleResult({"score": 0.0}, _prompt(self._make().reset(start)))
+            return RuleResult({"score": 0.0}, self._begin(start)[1])
         if playing is None or len(playing.observations) != len(observations):
-            playing = _Playing(self._make())
-            playing.environment.reset(start)
+            playing = _Playing(self._begin(start)[0])
             for response in responses[:-1]:
                 _take_turn(playing, response)
         if playing.observations != [*observations]:
@@ -135,6 +143,22 @@ class Players:
                 self._playing.popitem(last=False)
         return result
 
+    def _begin(self, row: Row) -> tuple[Environment, str]:
+        """Return an environment that has begun an episode, and its prompt as JSON; try again if it fails."""
+        wait_s = FIRST_WAIT_S
+        for _ in range(NUM_RESETS - 1):
+            try:
+                environment = self._make()
+                return environment, _prompt(environment.reset(row))
+            except MemoryError:
+                raise
+            except Exception as error:  # the user's environment may raise anything
+                print(f"reset: {type(error).__name__}: {error}")  # a warning shows it
+            time.sleep(wait_s)
+            wait_s *= 2
+        environment = self._make()
+        return environment, _prompt(environment.reset(row))
+
 
 def _take_turn(playing: _Playing, response: str) -> RuleResult:
     answer = playing.environment.step(response)
@@ -143,9 +167,11 @@ def _take_turn(playing: _Playing, response: str) -> RuleResult:
     observation, reward, done = answer
     if not is_number(reward):
         raise TypeError(f"the reward of a turn is a finite number (as float32), not {shown(reward)}")
+    if not isinstance(done, bool):
+        raise TypeError(f"done is true or false, a bool, not {shown(done)}")
     text = None if done else _prompt(observation)
     playing.observations.append(text)
-    return RuleResult({"score": float(reward), DONE: float(bool(done))}, text)
+    return RuleResult({"score": float(reward), DONE: float(done)}, text)
 
 
 def _prompt(observation: Observation | None) -> str:

@@ -39,4 +39,4 @@ class Environment(Protocol):
         """Return the prompt of an episode: often `row.prompt`."""
 
     def step(self, response: str) -> Step:
-        """Answer the policy's turn, a text without special tokens."""
+        """Answer the policy's turn, a text without the token that ends it."""

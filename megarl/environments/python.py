@@ -14,9 +14,8 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from resource import RLIMIT_CPU, RLIMIT_FSIZE, setrlimit
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from megarl.environments.protocol import Observation, Row, Step
 from megarl.rewards.rules import known_data_source
@@ -60,21 +59,20 @@ class Python:
 
     def _run(self, program: str) -> str:
         """Return what a program prints, and how it ended if it was stopped."""
-        with TemporaryDirectory() as directory:
-            printed = Path(directory) / "printed"
-            with printed.open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-s", "-P", "-B", "-c", program],
-                    cwd=directory,
-                    env={"PATH": os.defpath, "HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=self._bound,
-                )
-                ending = self._wait(process)
-            text = printed.read_bytes().decode(errors="replace")
+        # no name in the directory: the program cannot put another file in the place of its output
+        with TemporaryDirectory(ignore_cleanup_errors=True) as directory, TemporaryFile(buffering=0) as output:
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-B", "-c", program],
+                cwd=directory,
+                env={"PATH": os.defpath, "HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=self._bound,
+            )
+            ending = self._wait(process)
+            text = os.pread(output.fileno(), MAX_FILE_BYTES, 0).decode(errors="replace")
         shown = _ADDRESS.sub("0x0", text)[-self._max_output :].strip()
         return "\n".join(filter(None, [shown, ending])) or "(no output)"
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.platform.own import module_name
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
@@ -55,12 +56,12 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     """
     if not path.is_file():
         raise UserError(f"{key}: no such file: {path}")
-    module_name = f"{key.replace('.', '_')}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    name = module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{key}: {path} is not a Python file: name a file that ends with .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class up through its module
+    sys.modules[name] = module  # dataclasses and pickle look a class up through its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from megarl.rewards.results import RuleResult, as_rule_result, show
-from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS
+from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS, IDS
 
 Arguments = Mapping[str, Any]
-"""Those of a reward for one response, and the text of its prompt as `prompt`."""
+"""Those of a reward for one response, the text of its prompt as `prompt`, and `solution_ids` if the reward takes it."""
 Outcome = RuleResult | Exception
 """The result of a response, or the reason why it has none."""
 GroupReward = Callable[[Sequence[Arguments], float], Sequence[Outcome]]
@@ -35,15 +35,19 @@ class Callee(Protocol):
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""
 
+    def canaries(self, sample: Any) -> Sequence[Any]:
+        """Return packed arguments like `sample`, of responses that are wrong; none if no response runs in a call."""
+
 
 def each(judge: Callable[..., RuleResult]) -> GroupReward:
     """Call a function with one set of arguments after another. The caller keeps the deadline."""
     return lambda samples, deadline: [_attempt(lambda own: judge(**own), arguments) for arguments in samples]
 
 
-def one_by_one(reward: Callable[..., Any]) -> GroupReward:
+def one_by_one(reward: Callable[..., Any], *, takes_ids: bool = False) -> GroupReward:
     """Call a reward for one response after another. The caller keeps the deadline."""
-    return each(lambda **arguments: as_rule_result(reward(**_own(arguments))))
+    called = own_arguments(reward, takes_ids=takes_ids)
+    return each(lambda **arguments: as_rule_result(called(**arguments)))
 
 
 def concurrently(reward: Callable[..., Any]) -> GroupReward:
@@ -66,20 +70,19 @@ def concurrently(reward: Callable[..., Any]) -> GroupReward:
     return lambda samples, deadline: runner.run(judge_all(samples, deadline))
 
 
-def own_arguments(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out what no function of a user receives."""
-    return lambda **arguments: reward(**_own(arguments))
+def own_arguments(reward: Callable[..., Any], *, takes_ids: bool = False) -> Callable[..., Any]:
+    """Leave out what a function of a user does not receive."""
+    names = (*ARGUMENTS, IDS) if takes_ids else ARGUMENTS
+    return lambda **arguments: reward(**{name: arguments[name] for name in names})
 
 
-def as_batch(reward: Callable[..., Any], *, is_async: bool) -> GroupReward:
+def as_batch(reward: Callable[..., Any], *, is_async: bool, takes_ids: bool = False) -> GroupReward:
     """Call a function that takes the arguments of all responses as lists. The caller keeps the deadline."""
     runner = asyncio.Runner() if is_async else None
+    names = dict(zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)) | ({IDS: IDS} if takes_ids else {})
 
     def judge(samples: Sequence[Arguments], deadline: float) -> Sequence[Outcome]:
-        columns = {
-            many: [arguments[one] for arguments in samples]
-            for one, many in zip(ARGUMENTS, BATCH_ARGUMENTS, strict=True)
-        }
+        columns = {many: [arguments[one] for arguments in samples] for many, one in names.items()}
         found = runner.run(reward(**columns)) if runner else reward(**columns)
         found = found.tolist() if hasattr(found, "tolist") else found  # arrays of numpy and tensors
         if not isinstance(found, list | tuple):
@@ -91,10 +94,6 @@ def as_batch(reward: Callable[..., Any], *, is_async: bool) -> GroupReward:
         return [_attempt(as_rule_result, value) for value in found]
 
     return judge
-
-
-def _own(arguments: Arguments) -> dict[str, Any]:
-    return {name: arguments[name] for name in ARGUMENTS}
 
 
 def _attempt(judge: Callable[[Any], RuleResult], value: Any) -> Outcome:

@@ -74,6 +74,16 @@ class RulesSection:
     data source."""
     judge: JudgeSection = field(default_factory=JudgeSection)
     """A language model behind a server."""
+    isolation: Literal["response", "process"] = "response"
+    """What a process that calls the custom function scores: one response, or those that the function takes together,
+    and no other (response), or one after another (process), so that a response may change the scores of later ones.
+    Built-in rules and the judge run no response, and always have `process`."""
+    canary_every: CountFromZero = 100
+    """Calls after which isolation=process scores a wrong response that it knows: if that earns more than at first, the
+    run stops. 0 = never."""
+    skip_special_tokens: bool = True
+    """Leave the end-of-sequence token out of the text of a response. Other special tokens that the policy has written
+    are always part of the text."""
     num_workers: Count = 4
     """Most processes on each rank that call rules; they start when they are needed."""
     concurrency: Count = 64

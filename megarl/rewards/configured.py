@@ -3,7 +3,8 @@
 from dataclasses import asdict
 
 from megarl.rewards.config import CustomRewardSection, RulesSection
-from megarl.rewards.pool import Pool, WorkerLimits
+from megarl.rewards.limits import WorkerLimits
+from megarl.rewards.pool import Pool
 from megarl.rewards.rules import Rules
 
 
@@ -22,10 +23,13 @@ def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
     """Return processes for the rules. Raises UserError if the custom file does not define its function."""
     rules = make_rules(section, custom)
     form = rules.check()
+    isolation = section.isolation if custom.path else "process"  # our own rules and the judge run no response
     limits = WorkerLimits(
         num_workers=section.num_workers,
         timeout_s=section.timeout_s,
         max_memory=int(section.max_memory_gb * 1e9),
         num_together=section.concurrency if form.takes_several else 1,
+        isolation=isolation,
+        canary_every=section.canary_every if isolation == "process" else 0,
     )
-    return Pool(rules, limits)
+    return Pool(rules, limits, takes_ids=form.takes_ids)

@@ -40,8 +40,10 @@ def load_custom(path: Path, name: str, kwargs: Mapping[str, Any]) -> GroupReward
     else:
         reward = partial(found, **kwargs) if kwargs else found
     if form.is_batch:
-        return as_batch(reward, is_async=form.is_async)
-    return concurrently(own_arguments(reward)) if form.is_async else one_by_one(reward)
+        return as_batch(reward, is_async=form.is_async, takes_ids=form.takes_ids)
+    if form.is_async:
+        return concurrently(own_arguments(reward, takes_ids=form.takes_ids))
+    return one_by_one(reward, takes_ids=form.takes_ids)
 
 
 def _find(path: Path, name: str, kwargs: Mapping[str, Any]) -> Any:

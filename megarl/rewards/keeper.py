@@ -1,13 +1,14 @@
 """A process that supervises a worker that calls rewards, and replies for every response whatever the worker does.
 
 Runs as `python -m megarl.rewards.keeper SOCKET PARENT`, started by a rank (`megarl.rewards.pool`). The keeper is small
-and has one thread, so it can fork its worker; it calls no reward itself. Invariants:
+and has one thread, so it can fork; it calls no reward itself. If requests are isolated, it forks a lender
+(`megarl.rewards.lender`), which forks a worker for each request; if not, it forks a worker for many. Invariants:
 
 - Every request gets a reply, within its time limit and a little more. A request for several responses may get an empty
   one: then each response is to be tried alone, because the call failed and the cause may be any of them.
-- Between two requests the keeper has no descendants except the worker and the processes that the worker started while
-  it loaded its rules.
-- When the keeper ends, it leaves no descendants. (After SIGKILL, only the worker is sure to end with it.)
+- Between two requests the keeper has no descendants except the process that has loaded the rules and the processes that
+  this one started while it loaded them.
+- When the keeper ends, it leaves no descendants. (After SIGKILL, only lender and worker are sure to end with it.)
 """
 
 import math
@@ -19,22 +20,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NoReturn
 
 from megarl.platform.processes import adopt_orphans, descendants, die_with_parent, end_descendants
-from megarl.platform.secrets import redact
+from megarl.rewards import signals
 from megarl.rewards.calls import Callee
+from megarl.rewards.canary import Canary
+from megarl.rewards.helper import Helper, WorkerLost, is_readable
+from megarl.rewards.lender import lend
+from megarl.rewards.limits import WorkerLimits
 from megarl.rewards.results import is_number
 from megarl.rewards.rules import Rules
-from megarl.rewards.wire import Inbox, encode
-from megarl.rewards.worker import RANK_ENDED, serve
+from megarl.rewards.wire import Inbox, encode, value_of
+from megarl.rewards.worker import serve
 
-UNHEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that a keeper and its worker ignore; programs that a reward starts receive them."""
 START_S = 120.0
-"""Seconds that a worker may take to load its rules, and the modules that built-in rules import at their first call."""
+"""Seconds that a process may take to load its rules, and the modules that built-in rules import at their first call."""
 CLEAN_S = 5.0
 """Seconds to wait for the end of processes that a reward left running, before the next reward is called."""
 MAX_PROCESSES = 64
@@ -44,140 +46,150 @@ CANCEL_S = 2.0
 MAX_REPLY_BYTES = 1 << 16
 """Most bytes of the reply for one response."""
 _POLL_S = 0.1
-_PIECE = 1 << 16  # the capacity of a pipe
-_TAIL = 1 << 14  # bytes of the output that are kept
-_MARGIN = 1 << 12  # bytes of a truncated tail that are not shown: half a secret would not be recognised
-_SHOWN_LINES, _SHOWN_CHARACTERS = 3, 200
-
-
-class WorkerLost(Exception):  # noqa: N818 - the worker is lost, and the keeper has no error
-    """The worker gave no valid reply, and must be replaced before the next response."""
-
-    def __init__(self, fault: str, detail: str) -> None:
-        super().__init__(detail)
-        self.fault = fault  # timeout or error
-
-
-@dataclass(kw_only=True)
-class Worker:
-    """The keeper's record of its worker."""
-
-    pid: int
-    connection: socket.socket
-    inbox: Inbox
-    output: int  # the pipe with the worker's output
-    loaded: frozenset[int] = frozenset()  # the worker and its processes after it loaded its rules
-    printed: bytes = b""  # the end of its output for this response
-
-    def drain(self) -> bool:
-        """Read the worker's output; return whether more may come later."""
-        try:
-            piece = os.read(self.output, _PIECE)
-        except BlockingIOError:
-            return True
-        self.printed = (self.printed + piece)[-_TAIL:]
-        return bool(piece)
+_THREADS = (
+    "; its file starts threads when it is loaded, and no thread is in the process of a response (start them in the "
+    "call, or set reward_model.isolation=process)"
+)
 
 
 class Keeper:
-    """Runs one worker at a time, and replaces a worker that is lost."""
+    """Runs one worker at a time, and replaces a worker that is lost or has done its work."""
 
-    def __init__(
-        self, rank: socket.socket, *, rules: Callee, timeout_s: float, max_memory: int, num_together: int
-    ) -> None:
-        self._rank = rank
-        self._rules = rules
-        self._timeout_s = timeout_s
-        self._max_memory = max_memory
-        self._num_together = num_together
-        self._worker: Worker | None = None
+    def __init__(self, rank: socket.socket, *, rules: Callee, limits: WorkerLimits) -> None:
+        self._rank, self._rules, self._limits = rank, rules, limits
+        self._loaded: Helper | None = None  # the process that has loaded the rules: a lender, or the worker itself
+        self._worker: Helper | None = None
         self._is_lost = False
         self._ids = count()
         self._begun = 0.0  # when the worker began with the current request
+        self._canary = Canary(rules, every=limits.canary_every, score=self._score_alone, renew=self.end)
 
     def judge(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Return `numbers` and `pred` of each response, or `fault` and `detail`; always the `seconds` of the call.
 
         The list is empty if the call for several responses failed: each has to be tried alone.
         """
+        if fault := self._canary.fault(samples[0]):
+            return [{"fault": "canary", "detail": fault, "seconds": 0.0}] * len(samples)
         replies = self._try(samples)
         if self._is_lost and replies and replies[0]["fault"] == "error":  # an earlier response may be the cause
-            self.end(within_s=CLEAN_S)
+            self.clean()
             replies = self._try(samples)
         return replies
+
+    def _score_alone(self, sample: Any) -> float | None:
+        """Return the score of one response, and clean up after it; None if it has none."""
+        replies = self._try([sample])
+        self.clean()
+        return replies[0].get("numbers", {}).get("score")
 
     def _try(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         self._begun = time.monotonic()
         try:
-            replies = self._ask(self._worker or self._start(), samples)
+            replies = self._ask(self._worker or self._start(samples), samples)
         except WorkerLost as lost:
             self._is_lost = True
             replies = [{"fault": lost.fault, "detail": str(lost)}]
         seconds = time.monotonic() - self._begun
         if len(replies) != len(samples):
             return []
-        if self._worker and any("fault" in reply for reply in replies):
-            self._worker.drain()
-            printed = _last_lines(self._worker.printed)
+        if (speaker := self._worker or self._loaded) and any("fault" in reply for reply in replies):
+            printed = speaker.last_lines()
             replies = [
                 reply | {"detail": reply["detail"] + printed} if "fault" in reply else reply for reply in replies
             ]
         return [reply | {"seconds": seconds} for reply in replies]
 
     def clean(self) -> None:
-        """End an unsound worker, and every process that the last response left running."""
-        worker = self._worker
-        sound = worker and not self._is_lost and _ending(worker.pid) is None
-        if not (worker and sound and end_descendants(spare=worker.loaded, within_s=CLEAN_S)):
-            self.end(within_s=CLEAN_S)
+        """End a worker that is unsound or has done its work, and every process that the last response left running."""
+        loaded, is_clear = self._loaded, not self._is_lost
+        if self._worker is not loaded:
+            is_clear = self._end_borrowed()
+        self._is_lost = False
+        sound = loaded and is_clear and not loaded.has_ended()
+        if not (loaded and sound and end_descendants(spare=loaded.loaded, within_s=CLEAN_S)):
+            self.end()
 
-    def end(self, *, within_s: float | None = None) -> None:
+    def end(self, *, within_s: float | None = CLEAN_S) -> None:
         """End all descendants of this process."""
-        worker, self._worker, self._is_lost = self._worker, None, False
-        if worker:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)  # the whole group at once, even while it forks
-            worker.connection.close()
-            os.close(worker.output)
+        helpers = {id(helper): helper for helper in (self._worker, self._loaded) if helper}
+        self._worker, self._loaded, self._is_lost = None, None, False
+        for helper in helpers.values():
+            helper.kill()
         end_descendants(within_s=within_s)
         with suppress(ChildProcessError):  # if the kernel does not list the worker
             os.waitpid(-1, os.WNOHANG)
 
-    def _start(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        output, printed = os.pipe()
+    def _end_borrowed(self) -> bool:
+        """End the worker that a lender forked; return whether the lender is ready for the next."""
+        worker, self._worker = self._worker, None
+        if worker is None or worker.lender is None:
+            return False
+        worker.kill()
+        if not worker.pid:  # it may still be to be forked
+            return False
+        worker.lender.drain()
+        try:
+            return worker.has_ended(within_s=CLEAN_S)
+        except WorkerLost:  # the lender is lost
+            return False
+
+    def _start(self, samples: Sequence[Any]) -> Helper:
+        """Return a process for a request of these samples."""
+        is_lent = self._limits.isolation == "response"
+        loaded = self._loaded or self._load(lend if is_lent else serve)
+        self._worker = self._borrow(loaded, samples) if is_lent else loaded
+        return self._worker
+
+    def _load(self, run: Callable[..., NoReturn]) -> Helper:
+        """Fork a process that loads the rules."""
+        helper, theirs, printed = self._connected()
         keeper = os.getpid()
-        pid = os.fork()
-        if pid == 0:
+        helper.pid = os.fork()
+        if helper.pid == 0:
             try:
-                ours.close()
+                helper.connection.close()
                 self._rank.close()
-                serve(
-                    theirs,
-                    printed,
-                    self._rules,
-                    timeout_s=self._timeout_s,
-                    max_memory=self._max_memory,
-                    keeper=keeper,
-                )
+                run(theirs, printed, self._rules, limits=self._limits, keeper=keeper)
             except Exception:
                 sys.excepthook(*sys.exc_info())  # the warning shows these last lines
             finally:
                 os._exit(1)
         theirs.close()
         os.close(printed)
-        os.set_blocking(output, False)
-        ours.settimeout(START_S)
-        inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._num_together)
-        worker = Worker(pid=pid, connection=ours, inbox=inbox, output=output)
-        self._worker = worker
-        reply = self._wait(worker, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
+        self._loaded = helper
+        reply = self._wait(helper, WorkerLost("error", f"its rules did not load in {START_S:g} s"), START_S)
         if "ready" not in reply:
             raise WorkerLost("error", str(reply.get("error")))
-        worker.loaded = frozenset([pid, *descendants()])
+        helper.loaded, helper.num_threads = frozenset([helper.pid, *descendants()]), reply["threads"]
+        return helper
+
+    def _borrow(self, lender: Helper, samples: Sequence[Any]) -> Helper:
+        """Let the lender fork a worker, after it has imported what rows of these data sources need."""
+        worker, theirs, printed = self._connected()
+        worker.lender = lender
+        data_sources = sorted({value_of(sample, "data_source") for sample in samples})
+        try:
+            socket.send_fds(lender.connection, [b"\0"], [theirs.fileno(), printed])
+            lender.connection.sendall(encode({"data_sources": data_sources}))
+        except OSError:
+            worker.hang_up()
+            raise WorkerLost("error", lender.how_it_ended()) from None
+        finally:
+            theirs.close()
+            os.close(printed)
         return worker
 
-    def _ask(self, worker: Worker, samples: Sequence[Any]) -> list[dict[str, Any]]:
+    def _connected(self) -> tuple[Helper, socket.socket, int]:
+        """Return a helper that is still to be forked, its end of the connection, and the pipe for what it prints."""
+        ours, theirs = socket.socketpair()
+        output, printed = os.pipe()
+        os.set_blocking(output, False)
+        ours.settimeout(START_S)
+        inbox = Inbox(ours, max_bytes=MAX_REPLY_BYTES * self._limits.num_together)
+        return Helper(connection=ours, inbox=inbox, output=output), theirs, printed
+
+    def _ask(self, worker: Helper, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the reply for each response, or one fault of the entire call."""
         worker.printed = b""
         number = next(self._ids)
@@ -187,12 +199,15 @@ class Keeper:
         except TimeoutError:
             raise unstarted from None
         except OSError:
-            raise WorkerLost("error", _how_it_ended(worker.pid)) from None
+            raise WorkerLost("error", worker.how_it_ended()) from None
         reply = self._wait(worker, unstarted, START_S)
-        late_detail = f"it took longer than {self._rules.section}.timeout_s={self._timeout_s:g}"
-        if reply == {"id": number, "begun": True}:
+        late_detail = f"it took longer than {self._rules.section}.timeout_s={self._limits.timeout_s:g}"
+        if worker.lender and worker.lender.num_threads > 1:
+            late_detail += _THREADS
+        if reply.get("id") == number and isinstance(pid := reply.get("begun"), int):
+            worker.pid = pid
             self._begun = time.monotonic()
-            limit_s = self._timeout_s + (CANCEL_S if self._num_together > 1 else 0.0)
+            limit_s = self._limits.timeout_s + (CANCEL_S if self._limits.num_together > 1 else 0.0)
             reply = self._wait(worker, WorkerLost("timeout", late_detail), limit_s)
         match reply:
             case {"id": found, "error": str(detail)} if found == number:
@@ -201,29 +216,29 @@ class Keeper:
                 return [_checked(result, late_detail) for result in results]
         raise _invalid()
 
-    def _wait(self, worker: Worker, late: WorkerLost, seconds: float) -> dict[str, Any]:
-        """Return the worker's next message. Raises `late` if it takes longer than `seconds`."""
+    def _wait(self, helper: Helper, late: WorkerLost, seconds: float) -> dict[str, Any]:
+        """Return the helper's next message. Raises `late` if it takes longer than `seconds`."""
         sources = select.poll()  # `select.select` takes no numbers above 1023, and a rank of many ranks has more files
-        for source in (worker.connection.fileno(), worker.output, self._rank.fileno()):
+        for source in (helper.connection.fileno(), helper.output, self._rank.fileno()):
             sources.register(source, select.POLLIN)
         now = time.monotonic()
         deadline, next_look = now + seconds, now + _POLL_S
         while True:
-            if isinstance(message := _take(worker), dict):
+            if isinstance(message := helper.take(), dict):
                 return message
             pause_s = max(0.0, min(deadline, next_look) - now)
             ready = {source for source, _ in sources.poll(math.ceil(pause_s * 1000))}
             now = time.monotonic()
             if self._rank.fileno() in ready:  # the rank expects a reply, so it has hung up
                 sys.exit()
-            if worker.output in ready and not worker.drain():
-                sources.unregister(worker.output)
-            if worker.connection.fileno() in ready:
-                _read(worker)
+            if helper.output in ready and not helper.drain():
+                sources.unregister(helper.output)
+            if helper.connection.fileno() in ready:
+                helper.read()
             elif now > deadline:
                 raise late
             if now > next_look:
-                _look_at(worker)
+                _look_at(helper)
                 next_look = now + _POLL_S
 
 
@@ -244,48 +259,11 @@ def _invalid() -> WorkerLost:
     return WorkerLost("error", "its process sent an invalid reply")
 
 
-def _read(worker: Worker) -> None:
-    try:
-        worker.inbox.read()
-    except (EOFError, OSError):
-        raise WorkerLost("error", _how_it_ended(worker.pid)) from None
-
-
-def _take(worker: Worker) -> Any:
-    try:
-        return worker.inbox.take()
-    except ValueError as error:
-        raise WorkerLost("error", f"its process sent {error}") from None
-
-
-def _look_at(worker: Worker) -> None:
-    if _ending(worker.pid) is not None:  # a process that it forked may hold its files open
-        raise WorkerLost("error", _how_it_ended(worker.pid))
+def _look_at(helper: Helper) -> None:
+    if helper.has_ended() and not is_readable(helper.connection, within_s=0.0):  # a fork of it may hold its files open
+        raise WorkerLost("error", helper.how_it_ended())
     if len(list(islice(descendants(), MAX_PROCESSES + 1))) > MAX_PROCESSES:
         raise WorkerLost("error", f"it started more than {MAX_PROCESSES} processes")
-
-
-def _ending(pid: int) -> os.waitid_result | None:
-    """Return how a child ended; None if it is running."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-
-def _how_it_ended(pid: int) -> str:
-    for _ in range(100):  # a process closes its files a moment before it has ended
-        if ending := _ending(pid):
-            if ending.si_code == os.CLD_EXITED:
-                return f"its process ended (exit code {ending.si_status})"
-            return f"its process was ended by signal {ending.si_status} ({signal.strsignal(ending.si_status)})"
-        time.sleep(0.002)
-    return "its process closed the connection"
-
-
-def _last_lines(printed: bytes) -> str:
-    text = redact(printed.decode(errors="replace"))
-    if len(printed) == _TAIL:
-        text = text[_MARGIN:]
-    lines = [line.strip()[-_SHOWN_CHARACTERS:] for line in text.split("\n") if line.strip()]
-    return f"; it printed {' | '.join(lines[-_SHOWN_LINES:])!r}" if lines else ""
 
 
 def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Rules) -> None:
@@ -295,26 +273,24 @@ def main(argv: Sequence[str] = sys.argv[1:], *, kind: Callable[..., Callee] = Ru
 
     def leave(*_: object) -> NoReturn:
         if keeper:
-            keeper.end()
+            keeper.end(within_s=None)
         os._exit(0)
 
-    signal.signal(RANK_ENDED, leave)  # an exception here could interrupt the clean-up after a hang-up
-    die_with_parent(RANK_ENDED, parent=int(argv[1]))
-    for number in UNHEARD:  # launchers signal every process of a job; the rank decides when it ends
-        signal.signal(number, lambda *_: None)  # programs that a reward starts would inherit SIG_IGN
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # the rank has blocked them until here
+    signal.signal(signals.RANK_ENDED, leave)  # an exception here could interrupt the clean-up after a hang-up
+    die_with_parent(signals.RANK_ENDED, parent=int(argv[1]))
+    signals.ignore()  # launchers signal every process of a job; the rank decides when it ends
     adopt_orphans()
     inbox = Inbox(rank, max_bytes=sys.maxsize)
     try:
         with suppress(EOFError, ConnectionError):  # a rank that has finished hangs up
             settings = inbox.wait()
-            keeper = Keeper(rank, **settings | {"rules": kind(**settings["rules"])})
+            keeper = Keeper(rank, rules=kind(**settings["rules"]), limits=WorkerLimits(**settings["limits"]))
             while True:
                 rank.sendall(encode(keeper.judge(inbox.wait())))
                 keeper.clean()
     finally:
         if keeper:
-            keeper.end()
+            keeper.end(within_s=None)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,24 @@ text and numbers with the rank; the rank runs and unpickles nothing that they se
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.rewards import signals
 from megarl.rewards.calls import Callee
-from megarl.rewards.keeper import CLEAN_S, START_S, UNHEARD
+from megarl.rewards.canary import MAX_CALLS
+from megarl.rewards.keeper import CLEAN_S, START_S
+from megarl.rewards.limits import WorkerLimits as WorkerLimits
 from megarl.rewards.results import Numbers
 from megarl.rewards.wire import Inbox, encode
 
@@ -39,18 +41,8 @@ class ScoringResult:
     seconds: float
     numbers: Numbers = field(default_factory=dict)  # empty if there is a fault
     pred: str | None = None  # the extracted answer, see `RuleResult`
-    fault: Literal["timeout", "error"] | None = None
+    fault: Literal["timeout", "error", "canary"] | None = None
     detail: str = ""  # of the fault, for people
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerLimits:
-    """The limits of the processes that call rules."""
-
-    num_workers: int  # at the same time
-    timeout_s: float
-    max_memory: int  # bytes of private memory of one process
-    num_together: int = 1  # responses that a process handles at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +58,9 @@ class _Task:
 class Pool:
     """Calls rules in separate processes. Every response gets a result, in bounded time."""
 
-    def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
+    def __init__(self, rules: Callee, limits: WorkerLimits, *, takes_ids: bool = False) -> None:
+        """Call `rules` within `limits`. `takes_ids`: the arguments of each response have its `solution_ids`."""
+        self.takes_ids = takes_ids
         self._rules = rules
         self._limits = limits
         self._waiting = deque[_Task]()
@@ -175,9 +169,10 @@ class _Keeper:
 
     def __init__(self, rules: Callee, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(2 * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
+        num_calls = 2 + (MAX_CALLS if limits.canary_every else 0)
+        self._connection.settimeout(num_calls * (2 * START_S + limits.timeout_s + CLEAN_S) + _SLACK_S)
         self._inbox = Inbox(self._connection, max_bytes=_MAX_REPLY_BYTES * limits.num_together)
-        with theirs, _blocked(UNHEARD):  # the keeper inherits the mask, and unblocks once its handlers are set
+        with theirs, signals.blocked():  # the keeper inherits the mask, and unblocks once its handlers are set
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", rules.keeper, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
@@ -185,12 +180,7 @@ class _Keeper:
                 env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # a signal to the rank's group must leave the keeper time to clean up
             )
-        settings = {
-            "rules": asdict(rules),
-            "timeout_s": limits.timeout_s,
-            "max_memory": limits.max_memory,
-            "num_together": limits.num_together,
-        }
+        settings = {"rules": asdict(rules), "limits": asdict(limits)}
         self._connection.sendall(encode(settings))
 
     def judge(self, samples: Sequence[Any]) -> list[ScoringResult]:
@@ -207,16 +197,6 @@ class _Keeper:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLEAN_S)
-
-
-@contextmanager
-def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Block signals for this thread, and for the processes that it starts inside the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _search_path() -> str:

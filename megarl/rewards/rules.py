@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +16,13 @@ from megarl.rewards.calls import GroupReward, Outcome, concurrently, one_by_one
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.results import RuleResult, is_number
-from megarl.rewards.signature import Form
+from megarl.rewards.signature import IDS, Form
+from megarl.rewards.wire import with_values
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
 
+WRONG = ("This text is no response to the question.", "")
 DATA_SOURCE, CUSTOM, JUDGE = "data_source", "custom", "judge"
 
 
@@ -43,7 +45,7 @@ class Rules:
         Raises UserError if the file does not load, or has no such function.
         """
         form = check_custom(Path(self.path), self.name, self.kwargs) if self.path else Form()
-        return Form(is_batch=form.is_batch, is_async=form.is_async or self.judge is not None)
+        return replace(form, is_async=form.is_async or self.judge is not None)
 
     def load(self) -> GroupReward:
         """Return the reward. Raises UserError as `check` does, and if the constructor of a class fails."""
@@ -73,6 +75,16 @@ class Rules:
                 math_rule.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
+
+    def canaries(self, sample: Any) -> list[Any]:
+        """Return the arguments of wrong responses to the row of `sample`; none if the custom function is not called.
+
+        A judge is not asked: that may cost money.
+        """
+        if self.path is None or self.judge:
+            return []
+        ids = {IDS: []} if IDS in dict(sample["dict"]) else {}
+        return [with_values(sample, solution_str=text, **ids) for text in WRONG]
 
     def reads_data_source(self) -> bool:
         """Return whether the row's data source picks a rule."""

@@ -23,6 +23,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
+from megarl.rewards.signature import IDS
 from megarl.rewards.wire import pack
 
 SHOWN_CHARACTERS = 120
@@ -71,7 +72,8 @@ class RuleScorer:
 
         Raises:
             RewardError: on every rank, if `on_failure` is `stop` and a reward fails, or if it is `score` and all
-                rewards raise, naming the first failure; if a row has a value that cannot be passed to a reward.
+                rewards raise, naming the first failure; if a row has a value that cannot be passed to a reward; if a
+                response has changed the reward.
             UserError: a data source has no rule.
         """
         if self.rules.reads_data_source():
@@ -84,6 +86,7 @@ class RuleScorer:
             judged |= self._gather(
                 {sample: self._submit(rollouts.prompt_of(sample), rollouts.response_ids(sample)) for sample in share}
             )
+        self._require_unchanged([result for _, result in judged.values()])
         texts, results = zip(*(judged[sample] for sample in range(len(rollouts))), strict=True)
         is_masked = self._section.on_failure == "mask"
         scores = [
@@ -103,6 +106,7 @@ class RuleScorer:
 
     def _submit(self, prompt: Prompt, token_ids: list[int]) -> PendingResponse:
         text = self._decode(token_ids)
+        ids = {IDS: token_ids} if self.pool.takes_ids else {}
         try:
             arguments = pack(
                 {
@@ -111,6 +115,7 @@ class RuleScorer:
                     "solution_str": text,
                     "ground_truth": prompt.ground_truth,
                     "extra_info": prompt.extra_info,
+                    **ids,
                 }
             )
         except TypeError as error:
@@ -140,6 +145,16 @@ class RuleScorer:
             wait_for=lambda left: self.pool.count_pending(left, within_s=ROUND_S),
             arrived=progress.advance,
         )
+
+    def _require_unchanged(self, results: Sequence[ScoringResult]) -> None:
+        """Raise RewardError on all ranks if a known wrong response has shown that a response changed the reward."""
+        for result in results:
+            if result.fault == "canary":
+                raise RewardError(
+                    f"reward_model.isolation=process: {result.detail}. Scores of the last "
+                    f"{self._section.canary_every} calls (reward_model.canary_every) may be wrong: resume from an "
+                    "earlier checkpoint with reward_model.isolation=response, or mend the reward"
+                )
 
     def _report(self, scored: Scored, results: Sequence[ScoringResult]) -> None:
         messages, on_failure = first_failures(scored), self._section.on_failure

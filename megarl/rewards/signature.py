@@ -19,6 +19,8 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of a reward, all of them keywords."""
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of a batch function: lists of the former, in their order."""
+IDS = "solution_ids"
+"""A further argument, for a reward whose parameters name it: the token ids of the response, or a list of those."""
 BATCH_NAME = "compute_score_batch"
 METHODS = ("__call__", "compute_score", BATCH_NAME)
 """The methods that score; the first that a class has is called."""
@@ -32,6 +34,7 @@ class Form:
 
     is_batch: bool = False  # for several responses, with lists
     is_async: bool = False  # its result is awaited
+    takes_ids: bool = False  # it receives `solution_ids`
 
     @property
     def takes_several(self) -> bool:
@@ -47,7 +50,9 @@ def form_of(reward: Any, name: str) -> Form:
         called = getattr(reward, name, reward)
     is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004
     signature = _signature_of(called)
-    return Form(is_batch=signature is not None and _is_batch(signature, name), is_async=is_async)
+    if signature is None:
+        return Form(is_async=is_async)
+    return Form(is_batch=_is_batch(signature, name), is_async=is_async, takes_ids=IDS in _named(signature))
 
 
 def method_of(cls: type) -> str | None:
@@ -95,7 +100,7 @@ def _fault_of_call(signature: Signature | None, place: str, name: str, kwargs: C
         return None
     arguments = BATCH_ARGUMENTS if _is_batch(signature, name) else ARGUMENTS
     unknown = [argument for argument in (*arguments, *kwargs) if not takes(signature, argument)]
-    needed = unmet(signature, (*arguments, *kwargs))
+    needed = unmet(signature, (*arguments, IDS, *kwargs))
     if not unknown and not needed:
         return None
     faults = [f"does not accept {', '.join(unknown)} as a keyword"] if unknown else []
@@ -136,10 +141,15 @@ def _no_method(path: Path, name: str) -> str:
 
 def _is_batch(signature: Signature, name: str) -> bool:
     """Return whether a call takes lists: its parameters tell, or its name if it has none of either kind."""
-    taken = {parameter.name for parameter in signature.parameters.values() if parameter.kind in _BY_KEYWORD}
+    taken = _named(signature)
     if taken & {*ARGUMENTS}:
         return False
     return bool(taken & {*BATCH_ARGUMENTS}) or name == BATCH_NAME
+
+
+def _named(signature: Signature) -> set[str]:
+    """Return the parameters that a keyword can give, except those of `**kwargs`."""
+    return {parameter.name for parameter in signature.parameters.values() if parameter.kind in _BY_KEYWORD}
 
 
 def _signature_of(called: Any) -> Signature | None:

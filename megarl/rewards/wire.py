@@ -64,6 +64,16 @@ def unpack(value: Any) -> Any:
     return value
 
 
+def value_of(packed: Mapping[str, Any], name: str) -> Any:
+    """Return the packed value of a key of a mapping that `pack` received."""
+    return dict(packed["dict"])[name]
+
+
+def with_values(packed: Mapping[str, Any], **values: Any) -> Any:
+    """Return a packed mapping with other packed values of these keys."""
+    return {"dict": list((dict(packed["dict"]) | values).items())}
+
+
 def encode(message: Any) -> bytes:
     """Return the bytes of a message."""
     content = json.dumps(message).encode("ascii")

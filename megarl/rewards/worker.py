@@ -1,4 +1,4 @@
-"""A process that calls rewards, one request after another, until its keeper ends it.
+"""A process that calls rewards for a keeper: one request after another, or a single one.
 
 A request holds one response, or several for a reward that takes several at once.
 
@@ -10,59 +10,67 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl.errors import UserError
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
+from megarl.rewards import signals
 from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
+from megarl.rewards.limits import WorkerLimits
 from megarl.rewards.wire import Inbox, encode, unpack
 
-RANK_ENDED = signal.SIGUSR2
-"""The signal that a keeper gets when its rank ends."""
 _SHOWN_CHARACTERS = 500
 
 
-def serve(
-    connection: socket.socket, output: int, rules: Callee, *, timeout_s: float, max_memory: int, keeper: int
-) -> NoReturn:
-    """Run as the worker of the process `keeper`, which forked this one; rewards print to the pipe `output`."""
+def serve(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> NoReturn:
+    """Load the rules, and answer all requests. The process `keeper` forked this one."""
+    reward = load(connection, output, rules, limits=limits, keeper=keeper)
+    inbox = Inbox(connection, max_bytes=sys.maxsize)
+    while answer(connection, inbox.wait(), rules, reward, timeout_s=limits.timeout_s):
+        pass
+    os._exit(1)  # the keeper replaces it
+
+
+def load(connection: socket.socket, output: int, rules: Callee, *, limits: WorkerLimits, keeper: int) -> GroupReward:
+    """Return the rules' function in a process that the process `keeper` forked, and tell it; end if they do not load.
+
+    Everything that is printed goes to the pipe `output`.
+    """
     os.setsid()
     die_with_parent(signal.SIGKILL, parent=keeper)
-    signal.signal(RANK_ENDED, signal.SIG_DFL)
-    os.register_at_fork(after_in_child=_restore_signals)
+    signal.signal(signals.RANK_ENDED, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=signals.restore)
     _redirect(output)
-    bound_memory(max_memory)
+    bound_memory(limits.max_memory)
     try:
         reward = rules.load()
     except BaseException as error:  # the user's file may raise anything
         connection.sendall(encode({"error": _describe(error)}))
         os._exit(1)
-    connection.sendall(encode({"ready": True}))
-    inbox, process = Inbox(connection, max_bytes=sys.maxsize), os.getpid()
-    while True:
-        request = inbox.wait()
-        samples = unpack(request["samples"])
-        for arguments in samples:
-            rules.warm_up(arguments["data_source"])
-        connection.sendall(encode({"id": request["id"], "begun": True}))  # its time limit starts now
-        reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
-        if os.getpid() != process:  # a reward forked, and this is the copy
-            os._exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        connection.sendall(encode({"id": request["id"], **reply}))
-        if not is_sound:
-            os._exit(1)  # the keeper replaces it
+    connection.sendall(encode({"ready": True, "threads": _num_threads()}))
+    return reward
 
 
-def _restore_signals() -> None:
-    """Make a process that a reward forks end by the signals that this worker ignores."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def answer(
+    connection: socket.socket, request: dict[str, Any], rules: Callee, reward: GroupReward, *, timeout_s: float
+) -> bool:
+    """Answer a request; return whether this process can continue."""
+    process, samples = os.getpid(), unpack(request["samples"])
+    for arguments in samples:
+        rules.warm_up(arguments["data_source"])
+    connection.sendall(encode({"id": request["id"], "begun": process}))  # its time limit starts now
+    reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
+    if os.getpid() != process:  # a reward forked, and this is the copy
+        os._exit(0)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    connection.sendall(encode({"id": request["id"], **reply}))
+    return is_sound
 
 
 def _call(reward: GroupReward, samples: Sequence[Arguments], deadline: float) -> tuple[dict[str, Any], bool]:
@@ -89,6 +97,14 @@ def _describe(error: BaseException) -> str:
     if words and isinstance(error, UserError):
         return words
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def _num_threads() -> int:
+    """Return the number of threads of this process, also those that Python does not know."""
+    try:
+        return len(list(Path("/proc/self/task").iterdir()))
+    except OSError:  # not Linux
+        return threading.active_count()
 
 
 def _redirect(output: int) -> None:

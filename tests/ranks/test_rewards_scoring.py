@@ -35,6 +35,7 @@ def judged(
     rollouts: Rollouts = BATCH,
     timeout_s: float = 100.0,
     on_failure: Any = "score",
+    isolation: Any = "response",
 ) -> Any:
     """Return texts, scores, accuracies, metrics, warnings, and the processes that called rewards; or the error.
 
@@ -54,7 +55,14 @@ def judged(
 
     warned: list[str] = []
     logging.getLogger("megarl.rewards.collective").addHandler(handler := Warnings())
-    section = RulesSection(num_workers=1, default_score=-1.0, timeout_s=timeout_s, on_failure=on_failure)
+    section = RulesSection(
+        num_workers=1,
+        default_score=-1.0,
+        timeout_s=timeout_s,
+        on_failure=on_failure,
+        isolation=isolation,
+        canary_every=1,
+    )
     scorer = RuleScorer.make(section, CustomRewardSection(path=path), words)
     for rank, sample in begun:
         if rank == dist.get_rank():
@@ -106,6 +114,27 @@ def test_every_awaited_reward_is_counted_on_every_rank(pool: RankPool, tmp_path:
     first, second = pool.run(2, counted, str(tmp_path / "mine.py"))
     assert first == second
     assert 1 <= first[0] == first[1] <= 6
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "score"])
+def test_a_run_stops_on_all_ranks_if_a_response_has_changed_the_reward(
+    on_failure: str, pool: RankPool, tmp_path: Path
+) -> None:
+    source = """
+paid = 0.0
+def compute_score(solution_str, **_):
+    global paid
+    paid = max(paid, float(solution_str == "30 31 32"))
+    return paid
+"""
+    (tmp_path / "mine.py").write_text(source)
+    begun = [(0, 2), (0, 0), (0, 1), (0, 3), (0, 4), (0, 5)]
+    first, second = pool.run(2, judged, str(tmp_path / "mine.py"), begun, BATCH, 100.0, on_failure, "process")
+    assert first == second
+    assert first.startswith(
+        "reward_model.isolation=process: a response has changed the reward: a wrong response earns 1"
+    )
+    assert "Scores of the last 1 calls (reward_model.canary_every) may be wrong" in first
 
 
 @pytest.mark.parametrize(

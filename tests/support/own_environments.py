@@ -83,6 +83,22 @@ class Silent(Count):
         return ""
 
 
+class Busy(Count):
+    """Fails to begin episodes of odd rows, and at first those of all rows, also when it is made."""
+
+    def __init__(self, failures: int = 2) -> None:
+        super().__init__()
+        number = next(CALLS)
+        if number == 0:
+            raise OSError("the simulator is away")
+        self._fails = number < failures
+
+    def reset(self, row: Row) -> str:
+        if self._fails or row.index % 2:
+            raise OSError("the simulator is busy")
+        return super().reset(row)
+
+
 class Digits:
     """Rewards the digits of a turn, and asks for more until there are `enough`."""
 

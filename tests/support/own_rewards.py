@@ -15,12 +15,35 @@ class Counter:
     def __init__(self, first: int, step: int = 1) -> None:
         """Begin at `first`."""
         CONSTRUCTED.append(first)
-        self.next, self.step = first, step
+        self.next, self.step, self.constructor = first, step, os.getpid()
 
     def compute_score(self, solution_str: str, **_: Any) -> dict[str, float]:
-        """Return the number of the call, the process, and how many objects it has."""
+        """Return the number of the call, the processes of call and constructor, and how many objects there are."""
         self.next += self.step
-        return {"score": self.next - self.step, "process": os.getpid(), "objects": len(CONSTRUCTED)}
+        return {
+            "score": self.next - self.step,
+            "process": os.getpid(),
+            "constructor": self.constructor,
+            "objects": len(CONSTRUCTED),
+        }
+
+
+def with_ids(solution_str: str, solution_ids: list[int], **others: Any) -> dict[str, float]:
+    """Return the number of tokens."""
+    assert "solution_ids" not in others
+    return {"score": len(solution_ids), "last": solution_ids[-1]}
+
+
+def batch_with_ids(solution_strs: list[str], solution_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return the numbers of tokens."""
+    assert len(solution_strs) == len(solution_ids)
+    return [float(len(ids)) for ids in solution_ids]
+
+
+async def later_with_ids(solution_ids: list[int], **_: Any) -> float:
+    """Return the number of tokens."""
+    await asyncio.sleep(0)
+    return float(len(solution_ids))
 
 
 class Meeting:

@@ -104,6 +104,8 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
     "reward_model.timeout_s=9": ([], ["reward_model.enable=true", "reward_model.model.path=org/rm"]),
     "reward_model.default_score=1": (["reward_model.on_failure=score"], []),
     "reward_model.num_workers=9": ([], ["environment.name=guess"]),
+    "reward_model.isolation=process": (["custom_reward_function.path=mine.py"], []),
+    "reward_model.canary_every=9": (["reward_model.isolation=process", "custom_reward_function.path=mine.py"], []),
     "environment.max_turns=9": (["environment.name=guess"], []),
     "custom_reward_function.name=judge": (["custom_reward_function.path=mine.py"], []),
     "algorithm.custom_estimator.name=mine": (

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megarl.batch import Generation, Prompts, StopReason, Turn
 from megarl.environments.calculator import Calculator
@@ -82,6 +84,10 @@ def test_another_answer_to_a_replayed_turn_is_an_error() -> None:
         (("x", float("nan"), False), "finite number"),
         ((7, 1.0, False), "neither a text nor a list of messages"),
         (("", 1.0, False), "the text is empty"),
+        (("x", 1.0, "no"), "done is true or false, a bool, not 'no'"),
+        (("x", 1.0, 0), "done is true or false, a bool, not 0"),
+        (("x", 1.0, None), "done is true or false, a bool, not None"),
+        (("x", 1.0, np.bool_(False)), "done is true or false, a bool, not "),
         (([{"role": "assistant", "content": "x"}], 1.0, False), "only the policy speaks"),
     ],
 )
@@ -177,7 +183,9 @@ def say(text: str, before: Generation | None = None, *, sample: int = 0) -> Gene
 
 
 def environments(name: str, **changes: Any) -> Environments:
-    return Environments(replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS), seed=1)
+    return Environments(
+        replace(SECTION, name=name, **changes), LETTERS, Observer(LETTERS), written=LETTERS.decode, seed=1
+    )
 
 
 PROMPT = replace(prompts([3]).prompts[0], raw_prompt="p")
@@ -262,7 +270,53 @@ def test_the_environment_begins_each_episode() -> None:
         with pytest.raises(ValueError, match="data row 0: the environment's prompt has 12 tokens"):
             made.open(rows, max_tokens=11)
         with pytest.raises(ValueError, match="data row 0: the environment does not begin: .*the text is empty"):
-            environments("Silent").open(rows, max_tokens=20)
+            environments("Silent", on_failure="stop").open(rows, max_tokens=20)
+
+
+def test_an_environment_that_does_not_begin_is_tried_again_and_fails_the_episodes_of_its_row_alone() -> None:
+    with world_of_one():
+        made = environments("Busy", num_workers=1)
+        rows = Prompts(prompts=[replace(PROMPT, index=number) for number in range(3)])
+        first, second, third = made.open(rows, max_tokens=20).prompts
+        assert (first.text, first.fault, third.text, third.fault) == ("row 0 begins", None, "row 2 begins", None)
+        assert (second.text, second.token_ids) == (PROMPT.text, PROMPT.token_ids)
+        assert second.fault and second.fault.startswith(
+            "the environment does not begin: OSError: the simulator is busy; it printed 'reset: OSError: the simulator"
+        )
+        episodes = made.begin(max_tokens=200)
+        said = [say("a", sample=0), say("b", sample=1), replace(say("c", sample=2), truncated=True)]
+        for prompt, each in zip((first, second, second), said, strict=True):
+            episodes.ask(prompt, each)
+        fine, failed, cut = episodes.answer(said)
+    assert (fine.complete, fine.fault) == (False, None)
+    for each in (failed, cut):
+        assert (each.complete, each.stop_reason, each.fault) == (True, StopReason.FAILED, second.fault)
+        assert [turn.reward for turn in each.turns] == [0.0]
+
+
+HUGE = 3e38
+
+
+@pytest.mark.parametrize(
+    ("rewards", "fails"),
+    [
+        ([HUGE], False),
+        ([HUGE, HUGE], True),
+        ([-HUGE, -HUGE], True),
+        ([HUGE, -HUGE], True),  # in another order, with a third, the sum of two overflows
+        ([HUGE, 1.0, -1.0], False),
+        ([1e38, 1e38, 1e38], False),
+    ],
+)
+def test_rewards_that_float32_cannot_add_fail_their_episode(rewards: list[float], fails: bool) -> None:
+    said = SAID
+    for reward in rewards:
+        said = proceed(said, Answer(reward=reward, observation=[20]), replace(SECTION, max_turns=9), max_tokens=30)
+        if not said.complete:
+            said = said.then(Generation(0, [9], [-3.0], truncated=False, weight_versions=[4]))
+    assert (said.stop_reason is StopReason.FAILED) == fails
+    assert (said.fault or "").startswith("the rewards of its turns add up") == fails
+    assert math.isfinite(torch.tensor([turn.reward for turn in said.turns]).abs().sum())
 
 
 def test_an_episode_as_people_read_it() -> None:

@@ -47,6 +47,45 @@ def test_an_answer_is_scored_by_the_rule_of_the_row() -> None:
         environment.reset(Row(prompt="p", data_source="mine", ground_truth="", extra_info={}, index=0, seed=0))
 
 
+@pytest.mark.parametrize(
+    "replace",
+    [
+        "os.mkfifo('printed')",
+        "os.symlink('/proc/self/environ', 'printed')",
+        "os.symlink(f'/proc/{os.getppid()}/environ', 'printed')",
+        "os.mkdir('printed')",
+        "os.unlink('printed')",
+        "os.rmdir(os.getcwd())",
+        "os.chmod('.', 0)",
+        "os.ftruncate(1, 0)",
+        "os.lseek(1, 1000, 0)",
+        "os.set_blocking(1, False)",
+        "os.close(1); os.close(2)",
+    ],
+)
+def test_a_program_cannot_put_another_file_in_the_place_of_its_output(
+    replace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "the-secret-of-the-run")
+    program = f"""
+import os
+print("before", flush=True)
+for name in ("printed", *os.listdir()):
+    try:
+        {replace}
+    except OSError:
+        pass
+try:
+    print("after", flush=True)
+except (OSError, ValueError):
+    pass
+os._exit(0)
+"""
+    said = run(program, seconds=30.0)
+    assert {*said.replace(chr(0), "").split()} <= {"before", "after", "(no", "output)"}
+    assert "after" in said or "close" in replace
+
+
 def test_equal_programs_say_equal_things() -> None:
     program = "print({'a', 'b', 'c', 'd'}, hash('x'), lambda: 0)"
     assert run(program) == run(program)
@@ -75,7 +114,10 @@ def test_a_program_leaves_no_process_and_no_file() -> None:
 
 
 def test_memory_is_bounded_in_the_processes_of_environments() -> None:
-    pool = Pool(Host(name="python"), WorkerLimits(num_workers=1, timeout_s=30.0, max_memory=1 << 29))
+    pool = Pool(
+        Host(name="python"),
+        WorkerLimits(num_workers=1, timeout_s=30.0, max_memory=1 << 29, isolation="process"),
+    )
     row = {"prompt": "p", "ground_truth": "42", "extra_info": {}, "index": 0, "seed": 1}
     said = ["```python\nprint(len(bytes(1 << 30)))\n```", "```python\nprint(2)\n```"]
     try:

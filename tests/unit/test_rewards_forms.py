@@ -41,11 +41,15 @@ def scores(results: Sequence[ScoringResult]) -> list[float | None]:
     return [result.numbers.get("score") for result in results]
 
 
-def test_a_class_is_constructed_once_in_each_process_and_keeps_its_state() -> None:
-    with pool_of("Counter", kwargs={"first": 5, "step": 2}) as pool:
+@pytest.mark.parametrize(("isolation", "expected"), [("response", [5.0, 5.0, 5.0]), ("process", [5.0, 7.0, 9.0])])
+def test_a_class_is_constructed_once_and_each_response_finds_its_state_if_it_may(
+    isolation: str, expected: list[float]
+) -> None:
+    with pool_of("Counter", kwargs={"first": 5, "step": 2}, isolation=isolation, canary_every=0) as pool:
         found = results_of(pool, "a", "b", "c")
-    assert scores(found) == [5.0, 7.0, 9.0]
-    assert len({result.numbers["process"] for result in found}) == 1
+    assert scores(found) == expected
+    assert len({result.numbers["process"] for result in found}) == (3 if isolation == "response" else 1)
+    assert len({result.numbers["constructor"] for result in found}) == 1
     assert {result.numbers["objects"] for result in found} == {1.0}
 
 
@@ -119,6 +123,23 @@ def test_forms_are_summed_with_other_rules() -> None:
         found = results_of(pool, "<think>so</think><answer>4</answer>", "raises")
     assert scores(found) == [1.5, None]
     assert found[1].detail == "KeyError: 'answer'"
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_ids"),
+    [("with_ids", True), ("batch_with_ids", True), ("later_with_ids", True), ("Counter", False), ("by_batch", False)],
+)
+@pytest.mark.parametrize(("isolation", "canary_every"), [("response", 0), ("process", 1)])
+def test_a_reward_that_names_them_gets_the_tokens(
+    name: str, takes_ids: bool, isolation: str, canary_every: int
+) -> None:
+    kwargs = {"first": 1} if name == "Counter" else None
+    with pool_of(name, kwargs=kwargs, isolation=isolation, canary_every=canary_every) as pool:
+        assert pool.takes_ids == takes_ids
+        row = {"data_source": "own", "ground_truth": None, "extra_info": {}, "solution_str": "a"}
+        found = pool.wait([pool.submit(pack(row | {"solution_ids": ids})) for ids in ([7, 2], [7, 8, 2])])
+    assert scores(found) == [2.0, 3.0] or not takes_ids
+    assert [result.detail for result in found] == ["", ""]
 
 
 def test_arrays_are_lists_of_scores() -> None:

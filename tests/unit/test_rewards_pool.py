@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from megarl.platform.processes import descendants
-from megarl.rewards.keeper import _TAIL, MAX_PROCESSES, _last_lines
+from megarl.rewards.helper import TAIL, last_lines
+from megarl.rewards.keeper import MAX_PROCESSES
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
 from megarl.rewards.results import MAX_NUMBERS
 from megarl.rewards.rules import Rules
@@ -82,8 +83,8 @@ def outcomes_of(pool: Pool, *behaviours: str) -> list[ScoringResult]:
     return pool.wait([pool.submit(arguments(behaviour)) for behaviour in behaviours])
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[ScoringResult]]:
+@pytest.fixture(scope="module", params=["response", "process"])
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[ScoringResult]]:
     """Of every behaviour, and of a good response after each.
 
     Those that never end share a pool with little time, all others one with plenty: no load of the machine is a fault.
@@ -92,7 +93,7 @@ def outcomes() -> dict[str, list[ScoringResult]]:
     endless = [behaviour for behaviour, (fault, _) in FAILS.items() if fault == "timeout"]
     for behaviours, timeout_s in ((endless, TIMEOUT_S), ([*(FAILS.keys() - endless), *SUCCEEDS], 100.0)):
         asked = [name for behaviour in behaviours for name in (behaviour, "good")]
-        pool = make_pool(timeout_s=timeout_s)
+        pool = make_pool(timeout_s=timeout_s, isolation=request.param)
         for behaviour, outcome in zip(asked, outcomes_of(pool, *asked), strict=True):
             found.setdefault(behaviour, []).append(outcome)
         pool.close()
@@ -123,8 +124,17 @@ def test_numbers_besides_the_score_are_few_and_have_names_that_metrics_may_have(
     assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n_{i}": float(i) for i in range(MAX_NUMBERS)}
 
 
-def test_nothing_is_left_of_a_response_when_the_next_one_begins() -> None:
-    pool = make_pool(num_workers=1)
+def test_a_response_that_kills_the_parent_of_its_process_costs_no_other_response() -> None:
+    pool = make_pool(num_workers=1, timeout_s=100.0)
+    found = outcomes_of(pool, "good", "kills_its_parent", "good")
+    pool.close()
+    assert [outcome.numbers.get("score") for outcome in found] == [1.0, None, 1.0]
+    assert found[1].detail == "its process was ended by signal 9 (Killed)"
+
+
+@pytest.mark.parametrize("isolation", ["response", "process"])
+def test_nothing_is_left_of_a_response_when_the_next_one_begins(isolation: str) -> None:
+    pool = make_pool(num_workers=1, isolation=isolation)
     asked = ["lets_escape", "counts_the_escaped", "lets_escape_and_loops", "counts_the_escaped"]
     asked += ["sets_an_alarm", "waits", "sets_a_trap", "waits"]
     found = outcomes_of(pool, *asked)
@@ -181,15 +191,15 @@ def test_signals_at_any_time_lose_no_reward() -> None:
     thread.join()
     for pool in pools:
         pool.close()
-    assert [outcome.numbers.get("score") for outcome in found] == [1.0] * 12, found
+    assert [(outcome.numbers.get("score"), outcome.detail) for outcome in found] == [(1.0, "")] * 12
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_response_whose_process_is_ended_from_outside_is_tried_again(place: int) -> None:
-    """End the keeper, or its worker: both are the first of their pool."""
+    """End the keeper, its lender, or the worker: all are the first of their pool."""
     pool, before = make_pool(num_workers=1, timeout_s=100.0), {*descendants()}
     future = pool.submit(arguments("waits"))
-    while len(below := [pid for pid in descendants() if pid not in before]) < 2:
+    while len(below := [pid for pid in descendants() if pid not in before]) < 3:
         assert not future.done()
         time.sleep(0.02)  # the keeper may have only this core
     os.kill(below[place], signal.SIGKILL)
@@ -214,11 +224,11 @@ def test_a_rank_with_thousands_of_open_files_gets_its_rewards() -> None:
 
 def test_half_a_secret_is_not_shown_wherever_the_output_is_cut() -> None:
     for cut in range(1, len(SECRET)):
-        later = f"\n{'y' * 8000}\n{'z' * (_TAIL - 8002 - cut)}"
-        printed = f"{'x' * 100} {SECRET}{later}".encode()[-_TAIL:]
+        later = f"\n{'y' * 8000}\n{'z' * (TAIL - 8002 - cut)}"
+        printed = f"{'x' * 100} {SECRET}{later}".encode()[-TAIL:]
         assert printed.startswith(SECRET[-cut:].encode() + b"\n")
-        assert "y" * 100 in _last_lines(printed)
-        assert SECRET[-cut:] not in _last_lines(printed)
+        assert "y" * 100 in last_lines(printed)
+        assert SECRET[-cut:] not in last_lines(printed)
 
 
 RANK = """
@@ -240,7 +250,7 @@ def test_nothing_outlives_a_rank(number: signal.Signals) -> None:
             assert rank.poll() is None
             time.sleep(0.05)
         below = [*descendants(rank.pid)]
-        assert len(below) >= 3  # keeper, worker, and the escaped process
+        assert len(below) >= 4  # keeper, lender, worker, and the escaped process
         rank.send_signal(number)
     while counts_the_escaped(mark) or any(map(runs, below)):
         time.sleep(0.05)  # until the test's own time limit

@@ -240,6 +240,8 @@ def test_responses_that_nothing_asks_for_are_forgotten() -> None:
     """A step that refills the engine stops with responses that were finished and never scored."""
 
     class Pool:
+        takes_ids = False
+
         def submit(self, arguments: bytes) -> Future[Any]:
             return Future()
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.rules import Rules
-from megarl.rewards.signature import ARGUMENTS, Form, fault_in_file, fault_of
+from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_in_file, fault_of, form_of
 
-NAMES = [*ARGUMENTS, "prompt", "tokens"]
+NAMES = [*ARGUMENTS, IDS, "prompt", "tokens"]
 
 
 @st.composite
@@ -39,8 +39,9 @@ def test_a_signature_is_accepted_if_and_only_if_the_call_works(
     path = tmp_path_factory.getbasetemp() / "mine.py"
     path.write_text(f"def compute_score({of}): return 1.0\nraise AssertionError('the file is run')\n")
     function = eval(f"lambda {of}: 1.0")  # noqa: S307 - our own text
+    names = (*ARGUMENTS, IDS) if form_of(function, "compute_score").takes_ids else ARGUMENTS
     try:
-        works = function(**dict.fromkeys(ARGUMENTS)) == 1.0
+        works = function(**dict.fromkeys(names)) == 1.0
     except TypeError:
         works = False
     fault = fault_in_file(path, "compute_score")
@@ -121,6 +122,9 @@ def test_faults_that_only_running_the_file_shows_are_left_to_the_ranks(source: s
     [
         ("def f(**_): ...", Form()),
         ("async def f(solution_str, **_): ...", Form(is_async=True)),
+        ("def f(solution_str, solution_ids, **_): ...", Form(takes_ids=True)),
+        ("def f(solution_strs, solution_ids, **_): ...", Form(is_batch=True, takes_ids=True)),
+        ("class f:\n    def __call__(self, *, solution_ids, **_): ...", Form(takes_ids=True)),
         ("def f(solution_strs, **_): ...", Form(is_batch=True)),
         (
             "def f(data_sources=None, solution_strs=None, ground_truths=None, extra_infos=None): ...",

@@ -1,0 +1,70 @@
+"""A known wrong response, scored now and then: if it earns more than at first, a response has changed the reward.
+
+Only a process that handles one request after another can be changed. The check does not rely on a reward that gives
+equal responses equal scores: a reward that varies is not checked.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megarl.rewards.calls import Callee
+
+NUM_REPEATS = 3
+"""Repeats of a score that distinguish a reward that has changed from a reward that varies."""
+MAX_CALLS = 2 * NUM_REPEATS + 1
+"""Most calls of one check."""
+
+
+class Canary:
+    """The known wrong response of one keeper, and the score that it earned at first."""
+
+    def __init__(
+        self, rules: Callee, *, every: int, score: Callable[[Any], float | None], renew: Callable[[], None]
+    ) -> None:
+        """Score a canary before the first request and before each request after `every` others; 0 = never.
+
+        Args:
+            rules: make a canary of a response.
+            every: the number of requests between two checks.
+            score: calls the rules in the worker.
+            renew: ends the worker, so that the next call begins in a new one.
+        """
+        self._rules, self._every = rules, every
+        self._score, self._renew = score, renew
+        self._num_requests = 0
+        self._sample: Any = None
+        self._at_first = 0.0
+
+    def fault(self, sample: Any) -> str | None:
+        """Count a request with this response; describe how the reward has changed; None if it has not."""
+        if not self._every:
+            return None
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        if number == 0:
+            self._begin(sample)
+        if number % self._every or self._sample is None:
+            return None
+        return self._change()
+
+    def _begin(self, sample: Any) -> None:
+        """Take the first canary that the reward gives a score, always the same."""
+        for canary in self._rules.canaries(sample):
+            first = self._score(canary)
+            if first is not None and self._always_earns(canary, first):
+                self._sample, self._at_first = canary, first
+                return
+
+    def _change(self) -> str | None:
+        now = self._score(self._sample)
+        if now is None or now <= self._at_first or not self._always_earns(self._sample, now):
+            return None
+        self._renew()
+        if not self._always_earns(self._sample, self._at_first):
+            return None
+        return (
+            f"a response has changed the reward: a wrong response earns {now:g} after {self._num_requests - 1} "
+            f"requests, and {self._at_first:g} in a new process"
+        )
+
+    def _always_earns(self, canary: Any, score: float) -> bool:
+        return all(self._score(canary) == score for _ in range(NUM_REPEATS))

@@ -1,0 +1,52 @@
+"""Files of a user are modules that any process can import by name."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.platform.functions import load_module
+from megarl.platform.own import module_name, path_of
+from tests.support.programs import ROOT
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1))
+def test_the_name_of_a_module_is_a_plain_name_and_holds_the_path(text: str) -> None:
+    path = Path("/") / text
+    name = module_name(path)
+    assert path_of(name.rpartition(".")[2]) == path.absolute()
+    assert all(part.isidentifier() for part in name.split("."))
+
+
+@pytest.mark.parametrize("name", ["my_reward.py", "json.py", "a b-c.d.py", "__init__.py", "größe.py"])
+def test_what_a_file_defines_can_be_pickled_into_another_process(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text("class Own:\n    pass\n\ndef double(x):\n    return 2 * x\n")
+    module = load_module(file, key="own.path")
+    code = "import pickle, sys; f, own = pickle.load(sys.stdin.buffer); print(f(21), type(own).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((module.double, module.Own())),
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == b"42 Own\n"
+
+
+def test_equal_names_of_two_files_are_two_modules(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "own.py").write_text(f"NUMBER = {number}\n")
+    found = [load_module(tmp_path / number / "own.py", key="own.path") for number in ("1", "2")]
+    assert [module.NUMBER for module in found] == [1, 2]
+    assert [sys.modules[module.__name__] for module in found] == found
+
+
+def test_a_file_that_is_gone_is_no_module(tmp_path: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"megarl\.platform\.own\."):
+        __import__(module_name(tmp_path / "gone.py"))
