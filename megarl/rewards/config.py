@@ -91,4 +91,4 @@ class RulesSection:
     """Score of such a response with on_failure=score."""
     trial_rows: CountFromZero = 10
     """Rows that the rules are tried on before a training run starts, each with its ground truth as the response;
-    0 = none."""
+    0 = none, and no look at the ground truths and prompts of all rows."""
