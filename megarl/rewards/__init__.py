@@ -51,7 +51,7 @@ RIGHT_ANSWERS: dict[str, Callable[[Any], str | None]] = {
 }
 """Functions ground truth -> a response that the rule must score 1.0, or None if none is known.
 
-They raise ValueError if no response is right.
+They raise UserError if no response is right.
 """
 
 SOURCES = {

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rewards.arithmetic import MAX_CHARACTERS, Operations, read
 from megarl.rewards.countdown_solver import MAX_NUMBERS, solve
 from megarl.rewards.notation import as_ascii, exact_integer, exact_number
@@ -35,7 +36,7 @@ def compute_score(
 ) -> float:
     """Score the content of the last `<answer>...</answer>` in the last line; 0.0 if there is none.
 
-    Raises ValueError if the ground truth has no target and numbers.
+    Raises UserError if the ground truth has no target and numbers.
     """
     target, given = _read(ground_truth)
     answer = _tagged(solution_str)
@@ -47,7 +48,7 @@ def compute_score_bare(
 ) -> float:
     """Score the last `<answer>...</answer>`, or without tags the last line that is not empty, if it is arithmetic.
 
-    Raises ValueError if the ground truth has no target and numbers.
+    Raises UserError if the ground truth has no target and numbers.
     """
     target, given = _read(ground_truth)
     answer, tagged = answer_of(solution_str)
@@ -57,14 +58,14 @@ def compute_score_bare(
 def right_answer(ground_truth: Any) -> str | None:
     """Return a response that both rules score 1.0; None if there are too many numbers to find it quickly.
 
-    Raises ValueError if the ground truth has no target and numbers, or if no expression of + - * / has this value.
+    Raises UserError if the ground truth has no target and numbers, or if no expression of + - * / has this value.
     """
     target, given = _read(ground_truth)
     if len(given) > MAX_NUMBERS:
         return None
     expression = solve(given, target)
     if expression is None:
-        raise ValueError(f"no expression of the numbers {given} is {target:g}")
+        raise UserError(f"no expression of the numbers {given} is {target:g}")
     return f"<answer>{expression}</answer>"
 
 
@@ -114,13 +115,13 @@ def _plain(text: str) -> str:
 
 
 def _read(truth: Any) -> tuple[float, list[int]]:
-    """Return the target and the sorted numbers of a ground truth. Raises ValueError if it has something else."""
+    """Return the target and the sorted numbers of a ground truth. Raises UserError if it has something else."""
     try:
         target, numbers = float(exact_number(truth["target"])), [exact_integer(number) for number in truth["numbers"]]
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
+        raise UserError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
     if not numbers or min(numbers) < 0:
-        raise ValueError(f"the ground truth {truth!r} has no numbers, or a negative number")
+        raise UserError(f"the ground truth {truth!r} has no numbers, or a negative number")
     return target, sorted(numbers)
 
 

@@ -34,19 +34,19 @@ _FLEXIBLE = re.compile(rf"(?:(?<![0-9.)])-)?\$?{_DIGITS}")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Return 1.0 if the number after the last `####` is correct, else 0.0. ValueError if the truth is no number."""
+    """Return 1.0 if the number after the last `####` is correct, else 0.0. UserError if the truth is no number."""
     return float(exact_number(ground_truth) == extract_strict(solution_str))
 
 
 def compute_score_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Return 1.0 if the last number of the response is correct, else 0.0. ValueError if the truth is no number."""
+    """Return 1.0 if the last number of the response is correct, else 0.0. UserError if the truth is no number."""
     return float(exact_number(ground_truth) == extract_flexible(solution_str))
 
 
 def right_answer(ground_truth: Any) -> str:
-    """Return a response that both rules score 1.0. Raises ValueError if the ground truth is no number."""
+    """Return a response that both rules score 1.0. Raises UserError if the ground truth is no number."""
     return f"{_MARK} {exact_number(ground_truth):f}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from megarl.errors import UserError
 from megarl.rewards.tags import answer_of
 
 CORRECT = 1.0
@@ -43,7 +44,7 @@ def compute_score(
 ) -> float:
     """Score the last `<answer>...</answer>` of a response; without tags, its last line that is not empty.
 
-    Raises ValueError if the ground truth is no list of names with their roles, or no response could state a name.
+    Raises UserError if the ground truth is no list of names with their roles, or no response could state a name.
     """
     names, truth = _read(ground_truth)
     words, tagged = answer_of(solution_str)
@@ -55,7 +56,7 @@ def compute_score(
 
 
 def right_answer(ground_truth: Any) -> str:
-    """Return a response that scores 1.0. Raises ValueError as `compute_score` does."""
+    """Return a response that scores 1.0. Raises UserError as `compute_score` does."""
     _read(ground_truth)
     pairs = zip(ground_truth["names"], ground_truth["is_knight"], strict=True)
     return f"<answer>{_claims(tuple((str(name), bool(knight)) for name, knight in pairs))}</answer>"
@@ -72,15 +73,15 @@ def _claims(roles: Sequence[tuple[str, bool]]) -> str:
 
 
 def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
-    """Return the names as a response states them, and the roles. Raises ValueError for anything else."""
+    """Return the names as a response states them, and the roles. Raises UserError for anything else."""
     try:
         pairs = tuple(zip(truth["names"], truth["is_knight"], strict=True))
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"the ground truth {truth!r} is not {{names, is_knight}}, lists of the same length") from error
+        raise UserError(f"the ground truth {truth!r} is not {{names, is_knight}}, lists of the same length") from error
     if not pairs or any(not isinstance(name, str) for name, _ in pairs):
-        raise ValueError(f"the ground truth {truth!r} has no names, or a name that is no text")
+        raise UserError(f"the ground truth {truth!r} has no names, or a name that is no text")
     if any(not isinstance(knight, bool) and knight not in (0, 1) for _, knight in pairs):
-        raise ValueError(f"the ground truth {truth!r} has a role that is neither true nor false: write no texts")
+        raise UserError(f"the ground truth {truth!r} has a role that is neither true nor false: write no texts")
     return _readable(tuple((name, bool(knight)) for name, knight in pairs))
 
 
@@ -89,7 +90,7 @@ def _readable(roles: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Rol
     names = tuple(_plain(name) for name, _ in roles)
     wanted = frozenset((name.lower(), knight) for name, (_, knight) in zip(names, roles, strict=True))
     if _stated(_claims(roles), names) != wanted or len({name.lower() for name in names}) < len(roles):
-        raise ValueError(
+        raise UserError(
             f"no response can state the roles of {', '.join(name for name, _ in roles)}: give each person another "
             "name, of letters, digits, hyphens and spaces"
         )

@@ -16,6 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
+from megarl.errors import UserError
 from megarl.platform.deadline import computing_at_most
 from megarl.platform.patching import declare, replaced
 from megarl.rewards import math_forms as forms
@@ -86,7 +87,7 @@ def compute_score(
     Neighbouring boxes are one list. A list as the ground truth holds the accepted answers.
 
     Raises:
-        ValueError: the ground truth cannot be read.
+        UserError: the ground truth cannot be read.
         TimeoutError: the comparison takes more than `CPU_S`.
     """
     return _score(last_boxed(solution_str), ground_truth)
@@ -104,7 +105,7 @@ def compute_score_dapo(
 
 
 def right_answer(ground_truth: Any) -> str:
-    """Return a response that both rules score 1.0. Raises ValueError if the ground truth cannot be read."""
+    """Return a response that both rules score 1.0. Raises UserError if the ground truth cannot be read."""
     return f"Answer: \\boxed{{{' '.join(accepted(ground_truth)[0].split())}}}"
 
 
@@ -114,20 +115,20 @@ def reads_as_text(ground_truth: Any) -> bool:
 
 
 def accepted(ground_truth: Any) -> list[str]:
-    """Return the accepted answers. Raises ValueError if there is none, or one that cannot be read."""
+    """Return the accepted answers. Raises UserError if there is none, or one that cannot be read."""
     values = list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [str(value) for value in values]
     for value, text in zip(values, texts, strict=True):
         if not isinstance(value, str | int | float | Decimal) or isinstance(value, bool):
-            raise ValueError(f"the ground truth {value!r} is neither a text nor a number")
+            raise UserError(f"the ground truth {value!r} is neither a text nor a number")
         if forms.plain(text).strip(" {}").lower() in _NO_TRUTHS:
-            raise ValueError(f"the ground truth {value!r} is no answer")
+            raise UserError(f"the ground truth {value!r} is no answer")
         if _STRUCTURE.match(text):
-            raise ValueError(f"the ground truth {value!r} is the text of a list or a mapping: give a list of answers")
+            raise UserError(f"the ground truth {value!r} is the text of a list or a mapping: give a list of answers")
         if not _is_readable(text):
-            raise ValueError(f"the ground truth {value!r} is no complete LaTeX, or math-verify reads nothing in it")
+            raise UserError(f"the ground truth {value!r} is no complete LaTeX, or math-verify reads nothing in it")
     if not texts:
-        raise ValueError("the ground truth is a list without an answer")
+        raise UserError("the ground truth is a list without an answer")
     return texts
 
 

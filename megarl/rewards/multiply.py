@@ -27,7 +27,7 @@ def compute_score(
 ) -> float:
     """Score the last `<answer>...</answer>` of a response; without tags, its last line. Both may be an equation.
 
-    Raises ValueError if the ground truth is no integer.
+    Raises UserError if the ground truth is no integer.
     """
     product = exact_integer(ground_truth)
     number, tagged, is_consistent = _integer(solution_str)
@@ -39,7 +39,7 @@ def compute_score(
 
 
 def right_answer(ground_truth: Any) -> str:
-    """Return a response that scores 1.0. Raises ValueError if the ground truth is no integer."""
+    """Return a response that scores 1.0. Raises UserError if the ground truth is no integer."""
     return f"<answer>{exact_integer(ground_truth)}</answer>"
 
 

@@ -4,6 +4,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from megarl.errors import UserError
+
 _AS_ASCII = str.maketrans(
     {
         **dict.fromkeys("−–‒﹣－", "-"),  # the minus sign, dashes and wide forms
@@ -40,19 +42,19 @@ def without_markup(text: str) -> str:
 def exact_number(value: Any) -> Decimal:
     """Return the number that a ground truth is: a number, or a text that is one number and nothing else.
 
-    Raises ValueError for anything else, also for NaN, for a truth value and for a number with a unit.
+    Raises UserError for anything else, also for NaN, for a truth value and for a number with a unit.
     """
     text = join_thousands(str(value).strip()).removeprefix("$")
     is_text = isinstance(value, str) and _NUMBER.fullmatch(text) and len(text) <= _MAX_DIGITS
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
     if not (is_text or is_number):
-        raise ValueError(f"the ground truth {value!r} is not one number")
+        raise UserError(f"the ground truth {value!r} is not one number")
     return Decimal(text)
 
 
 def exact_integer(value: Any) -> int:
-    """Return the integer that a ground truth is. Raises ValueError for anything else."""
+    """Return the integer that a ground truth is. Raises UserError for anything else."""
     number = exact_number(value)
     if number != number.to_integral_value():
-        raise ValueError(f"the ground truth {value!r} is no integer")
+        raise UserError(f"the ground truth {value!r} is no integer")
     return int(number)

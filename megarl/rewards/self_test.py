@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megarl.errors import UserError
 from megarl.rewards import math, right_answer_of, rule_of
 from megarl.rewards.calls import GroupReward, one_by_one
 from megarl.rewards.keeper import main
@@ -38,14 +39,14 @@ def try_truth(
 ) -> Mapping[str, Any]:
     """Return the score of the right response, which is `pred`; 1.0 if the right response is not known.
 
-    Raises ValueError if the rule cannot read the ground truth, or pays for `solution_str`, which is empty.
+    Raises UserError if the rule cannot read the ground truth, or pays for `solution_str`, which is empty.
     """
     reward = known_data_source(data_source)
     right = right_answer_of(data_source)(ground_truth)
     if right is None:
         return {"score": 1.0}
     if reward(data_source, solution_str, ground_truth, extra_info) >= 1.0:
-        raise ValueError("the rule pays for an empty response")
+        raise UserError("the rule pays for an empty response")
     score = reward(data_source, right, ground_truth, extra_info)
     if data_source.startswith(SOURCE_PREFIX):
         score = float(score > 0.0)  # some tasks pay a part for their own answer

@@ -54,7 +54,7 @@ def test_rows_that_can_teach_are_not_mentioned(looked: Look) -> None:
     ("rows", "expected"),
     [
         ([row("18 dollars")], "line 1, reward_model.ground_truth: '18 dollars' does not fit the reward of 'gsm8k'"),
-        ([row("")], "ground_truth: '' does not fit the reward of 'gsm8k': ValueError: the ground truth '' is not one"),
+        ([row("")], "ground_truth: '' does not fit the reward of 'gsm8k': the ground truth '' is not one"),
         ([row(r"\frac{1}{", source="math")], r"'\\frac{1}{' does not fit the reward of 'math'"),
         ([row(["1", ""], source="math")], "['1', ''] does not fit the reward of 'math'"),
         (
@@ -156,7 +156,7 @@ def test_the_check_of_a_file_names_the_same_rows(looked: Look, tmp_path: Path) -
     report = check.examine(str(tmp_path / "0.jsonl"))
     assert [line.partition("jsonl, ")[2] for line in report.faults] == [
         "line 21, reward_model.ground_truth: 'x' does not fit the reward of 'gsm8k': "
-        "ValueError: the ground truth 'x' is not one number",
+        "the ground truth 'x' is not one number",
         "line 22, the prompt is blank",
     ]
     assert all(any(line in remark for remark in remarks) for line in (report.faults[0], *report.remarks))
