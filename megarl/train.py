@@ -14,6 +14,7 @@ from megarl.config.faults import ConfigError, Fault
 from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_remarks, unread_keys, unwritten_keys
 from megarl.config.root import Config
+from megarl.config.rows_trial import check_rows
 from megarl.config.trial import find_places, find_sources, try_reward
 from megarl.distributed.place import Launch
 from megarl.entry import run
@@ -66,7 +67,7 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def try_out(arguments: Arguments) -> Iterator[str]:
-    """Look for models, directories and data sources, and try the reward; yield its remarks.
+    """Look for models, directories and data sources, at all rows, and try the reward; yield remarks.
 
     Raises:
         ConfigError: as each of these does.
@@ -74,6 +75,7 @@ def try_out(arguments: Arguments) -> Iterator[str]:
     if not arguments.replay:
         find_places(arguments.config)
         find_sources(arguments.config)
+        yield from check_rows(arguments.config)
         yield from try_reward(arguments.config)
 
 

@@ -6,6 +6,7 @@ The process of the tests works on the CPU; tests that need a GPU have ranks of t
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -15,6 +16,7 @@ from tests.support.cores import take_share
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MEGARL_CACHE", tempfile.mkdtemp(prefix="megarl-cache-"))  # not the one of the user
 # A process of pytest-xdist ignores SIGINT, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 take_share()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,12 @@ def _fault_of(key: str) -> Iterator[None]:
 
 
 def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator[_Row]:
-    """Yield the rows with the arguments of a reward. Nothing has made tokens of the response."""
+    """Yield rows of each file, as many of each, with the arguments of a reward, whose response has no tokens."""
     data = config.data
     columns = PromptColumns(section=data, needs=Needs.of(section, config.custom_reward_function))
     rows = columns.open(data.train_files)
-    for index, row in enumerate(rows.scan(range(min(section.trial_rows, len(rows))))):
+    for index in _spread(section.trial_rows, [*rows.file_starts, len(rows)]):
+        row = rows[index]
         truth = columns.ground_truth(row)
         response = "" if truth is None else str(truth)
         arguments = {
@@ -170,6 +172,12 @@ def _rows(config: Config, section: RulesSection, *, takes_ids: bool) -> Iterator
             yield _Row(rows.place(index), response, pack(arguments))
         except TypeError as error:
             raise UserError(f"{rows.place(index)}: {error}") from error
+
+
+def _spread(number: int, starts: Sequence[int]) -> list[int]:
+    """Return the numbers of `number` rows, or of all: of each file the first ones. `starts` has the end of the last."""
+    rounds = zip_longest(*(range(first, end) for first, end in pairwise(starts)))
+    return sorted(islice((index for rows in rounds for index in rows if index is not None), number))
 
 
 def _results(pool: Pool, section: RulesSection, rows: Sequence[_Row]) -> list[ScoringResult | None]:

@@ -32,6 +32,7 @@ class Needs:
 
     source: bool = True  # the data source of the row picks a built-in rule
     ground_truth: bool = True
+    rules: tuple[str, ...] = ()  # built-in rules that score every row
 
     @classmethod
     def of(cls, section: RulesSection | None, custom: CustomRewardSection) -> "Needs":
@@ -39,8 +40,8 @@ class Needs:
         if section is None:
             return cls(source=False, ground_truth=False)
         by_source = make_rules(section, custom).reads_data_source()
-        judges = any(answers_of(name) for name in section.weights or ())
-        return cls(source=by_source, ground_truth=by_source or judges)
+        rules = tuple(name for name in section.weights or () if answers_of(name))
+        return cls(source=by_source, ground_truth=by_source or bool(rules), rules=rules)
 
 
 BY_SOURCE = Needs()
@@ -100,6 +101,11 @@ class PromptColumns:
     def extra_info(self, row: DataRow) -> dict[str, Any]:
         """Return the further values that rewards receive. Raises UserError as `as_mapping` does."""
         return as_mapping(row.get(EXTRA_INFO))
+
+    def rules_of(self, row: DataRow) -> list[str]:
+        """Return the names of the built-in rules that compare a response to a row without faults with its truth."""
+        by_source = [self.source(row)] if self.needs.source else []
+        return [name for name in (*by_source, *self.needs.rules) if answers_of(name)]
 
     def prompt_id(self, row: DataRow) -> str | None:
         """Return the id of a prompt; None if it has none."""

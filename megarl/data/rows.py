@@ -87,6 +87,11 @@ class Rows:
                     yield from self._decode(group, batch, index)
                     index += len(batch)
 
+    @property
+    def file_starts(self) -> Sequence[int]:
+        """The number of the first row of each file."""
+        return self._table_starts[:-1]
+
     def place(self, index: int) -> str:
         """Return the file and the number of a row, for messages."""
         number = self._find(index, self._table_starts)

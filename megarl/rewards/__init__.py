@@ -1,6 +1,7 @@
 """Scores responses: the built-in rules, by data source, and the answer that each rule extracts from a response."""
 
 from collections.abc import Callable
+from typing import Any
 
 from megarl.rewards import countdown, format, gsm8k, knights_knaves, math, multiply, reasoning_gym
 
@@ -33,6 +34,25 @@ ANSWERS = {
     "svamp/flexible": gsm8k.answer_in_flexible,
 }
 """Functions text -> answer: equal for equivalent responses, '' for a response without one. `format` extracts none."""
+
+RIGHT_ANSWERS: dict[str, Callable[[Any], str | None]] = {
+    "countdown": countdown.right_answer,
+    "countdown/bare": countdown.right_answer,
+    "format": format.right_answer,
+    "gsm8k": gsm8k.right_answer,
+    "gsm8k/flexible": gsm8k.right_answer,
+    "knights_knaves": knights_knaves.right_answer,
+    "math": math.right_answer,
+    "math_dapo": math.right_answer,
+    "multiply": multiply.right_answer,
+    "openai/gsm8k": gsm8k.right_answer,
+    "svamp": gsm8k.right_answer,
+    "svamp/flexible": gsm8k.right_answer,
+}
+"""Functions ground truth -> a response that the rule must score 1.0, or None if none is known.
+
+They raise UserError if no response is right.
+"""
 
 SOURCES = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -80,3 +100,10 @@ def answers_of(data_source: str) -> Callable[[str], str] | None:
     if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
         return reasoning_gym.answer_in
     return ANSWERS.get(rule_of(data_source) or "")
+
+
+def right_answer_of(data_source: str) -> Callable[[Any], str | None]:
+    """Return the function that makes a right response from a ground truth. KeyError if there is no rule."""
+    if data_source.startswith(reasoning_gym.SOURCE_PREFIX):
+        return reasoning_gym.right_answer
+    return RIGHT_ANSWERS[rule_of(data_source) or data_source]

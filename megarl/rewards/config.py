@@ -17,7 +17,7 @@ Response:
 {solution_str}
 
 How good is the response, from 0 (useless or wrong) to 1 (complete and right)? Reason briefly. End with a line that
-says `Score: ` and the number."""
+says `Score: ` and one number, and nothing else."""
 
 
 @section
@@ -44,8 +44,9 @@ class JudgeSection:
     template: str = JUDGE_TEMPLATE
     """The question to the judge: a text with {prompt}, {solution_str} (the response), {ground_truth}, {data_source} or
     {extra_info[KEY]}. Write other braces twice."""
-    pattern: str = r"[Ss]core:\W*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group: its last match in the judge's reply is the score."""
+    pattern: str = r"[*_# ]*(?i:score)[*_ ]*:[*_ ]*([^\s*_]+?)[*_. ]*"
+    """Regular expression with one group. It must match the whole last line of the judge's reply that is not empty, and
+    its group must be one number, which is the score."""
     lowest: Score = 0.0
     """Least score; a smaller number is no verdict."""
     highest: Score = 1.0
@@ -100,4 +101,4 @@ class RulesSection:
     """Score of such a response with on_failure=score."""
     trial_rows: CountFromZero = 10
     """Rows that the rules are tried on before a training run starts, each with its ground truth as the response;
-    0 = none."""
+    0 = none, and no look at the ground truths and prompts of all rows."""

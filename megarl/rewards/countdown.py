@@ -9,7 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.arithmetic import Operations, read
+from megarl.errors import UserError
+from megarl.rewards.arithmetic import MAX_CHARACTERS, Operations, read
+from megarl.rewards.countdown_solver import MAX_NUMBERS, solve
+from megarl.rewards.notation import as_ascii, exact_integer, exact_number
 from megarl.rewards.tags import answer_of, last_of_pairs
 
 CORRECT = 1.0
@@ -19,25 +22,51 @@ WELL_FORMED = 0.1
 TOLERANCE = 1e-5
 """A value that misses the target by less is correct: division gives floats."""
 MAX_BITS = 100_000
-"""Most bits of a power; a larger power has no value."""
+"""Most bits of a product and of a power; a larger one has no value, so no operation is slow."""
 
 Number = int | float | complex
+_DECIMALS = re.compile(r"\.[0-9]")
+_SIGNS = re.compile(r"\\(times|cdot|div)(?![a-zA-Z])")
+_AROUND = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))  # mathematics and bold type
+_MOST_AROUND = 3
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score the content of the last `<answer>...</answer>` in the last line; 0.0 if there is none."""
+    """Score the content of the last `<answer>...</answer>` in the last line; 0.0 if there is none.
+
+    Raises UserError if the ground truth has no target and numbers.
+    """
+    target, given = _read(ground_truth)
     answer = _tagged(solution_str)
-    return 0.0 if answer is None else _score(answer, ground_truth)
+    return 0.0 if answer is None else _score(answer, target, given)
 
 
 def compute_score_bare(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
 ) -> float:
-    """Score the last `<answer>...</answer>`, or without tags the last line that is not empty, if it is arithmetic."""
+    """Score the last `<answer>...</answer>`, or without tags the last line that is not empty, if it is arithmetic.
+
+    Raises UserError if the ground truth has no target and numbers.
+    """
+    target, given = _read(ground_truth)
     answer, tagged = answer_of(solution_str)
-    return _score(answer, ground_truth) if tagged or _expression(answer) else 0.0
+    return _score(answer, target, given) if tagged or _expression(answer) else 0.0
+
+
+def right_answer(ground_truth: Any) -> str | None:
+    """Return a response that both rules score 1.0; None if there are too many numbers to find it quickly.
+
+    Raises UserError if the ground truth has no target and numbers, or if no expression of + - * / has this value.
+    """
+    target, given = _read(ground_truth)
+    if len(given) > MAX_NUMBERS:
+        return None
+    expression = solve(given, target)
+    if expression is None:
+        raise UserError(f"no expression of the numbers {given} is {target:g}")
+    return f"<answer>{expression}</answer>"
 
 
 def answer_in(text: str) -> str:
@@ -67,19 +96,43 @@ def _tagged(text: str) -> str | None:
 
 def _expression(text: str) -> str:
     try:
-        evaluate(text)
+        evaluate(_plain(text))
     except ValueError:
         return ""
-    return "".join(text.split())
+    return "".join(_plain(text).split())
 
 
-def _score(answer: str, truth: Any) -> float:
-    target, given = float(truth["target"]), sorted(map(int, truth["numbers"]))
+def _plain(text: str) -> str:
+    """Return an expression with the signs of ASCII, without the marks of mathematics or bold type around it."""
+    if len(text) > MAX_CHARACTERS:
+        return text
+    plain = _SIGNS.sub(lambda sign: "/" if sign[1] == "div" else "*", as_ascii(text)).strip()
+    for _ in range(_MOST_AROUND):
+        for opening, closing in _AROUND:
+            if plain.startswith(opening) and plain.endswith(closing):
+                plain = plain.removeprefix(opening).removesuffix(closing).strip()
+    return plain
+
+
+def _read(truth: Any) -> tuple[float, list[int]]:
+    """Return the target and the sorted numbers of a ground truth. Raises UserError if it has something else."""
     try:
-        value, numbers = evaluate(answer)
+        target, numbers = float(exact_number(truth["target"])), [exact_integer(number) for number in truth["numbers"]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
+    if not numbers or min(numbers) < 0:
+        raise UserError(f"the ground truth {truth!r} has no numbers, or a negative number")
+    return target, sorted(numbers)
+
+
+def _score(answer: str, target: float, given: list[int]) -> float:
+    expression = _plain(answer)
+    try:
+        value, numbers = evaluate(expression)
     except ValueError:
         return WELL_FORMED
-    return CORRECT if sorted(numbers) == given and _is_near(value, target) else WELL_FORMED
+    is_glued = _DECIMALS.search(expression)  # 6.5 would be two of the numbers
+    return CORRECT if not is_glued and sorted(numbers) == given and _is_near(value, target) else WELL_FORMED
 
 
 def _is_near(value: Number, target: float) -> bool:
@@ -93,6 +146,13 @@ def _number(text: str) -> Number:
     if "e" in text or "E" in text:
         raise ValueError(f"{text} is written with an exponent")
     return float(text) if "." in text else int(text)
+
+
+def _product(left: Any, right: Any) -> Number:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+        raise ValueError("a product too large")
+    product: Number = left * right
+    return product
 
 
 def _power(base: Any, exponent: Any) -> Number:
@@ -109,7 +169,7 @@ _PYTHON: Operations[Any] = Operations(
     binary={
         "+": operator.add,
         "-": operator.sub,
-        "*": operator.mul,
+        "*": _product,
         "/": operator.truediv,
         "//": operator.floordiv,
         "**": _power,

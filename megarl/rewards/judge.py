@@ -1,7 +1,7 @@
 """A language model behind an endpoint of OpenAI's form that judges responses: `reward_model.judge`.
 
-A request that fails is sent again while the time of the response lasts. A verdict is the last number that the pattern
-finds in the reply; without one in the range the response has no score.
+A request that fails is sent again while the time of the response lasts. The last line of a reply is the verdict. The
+pattern must match all of it, and its group must be one number in the range; otherwise the response has no score.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ from megarl.rewards.http import PassingError, Server, ServerError
 from megarl.rewards.results import show
 
 KEY = "reward_model.judge"
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_MINUS = "\N{MINUS SIGN}"
 
 
 class VerdictError(Exception):
@@ -68,14 +70,20 @@ class Judge:
         return verdict
 
     def verdict_in(self, reply: str) -> float:
-        """Return the number in a reply. Raises VerdictError if there is none from `lowest` to `highest`."""
-        found = re.findall(self.pattern, reply)
-        text = found[-1] if found else None
-        try:
-            number = float(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            raise VerdictError(f"the judge gave no number that {KEY}.pattern finds: {show(reply)}") from None
-        if not self.lowest <= number <= self.highest:  # NaN is in no range
+        """Return the number in the last line of a reply that is not empty.
+
+        Raises VerdictError if the line is anything but a verdict, or the number is not from `lowest` to `highest`.
+        """
+        lines = _without_thoughts(reply).strip().splitlines()
+        verdict = re.fullmatch(self.pattern, lines[-1].strip()) if lines else None
+        text = (verdict[1] or "").replace(_MINUS, "-") if verdict else ""
+        if not _NUMBER.fullmatch(text):
+            raise VerdictError(
+                f"the last line of the judge's reply is no verdict with one number, as {KEY}.pattern describes it: "
+                f"{show(reply)}"
+            )
+        number = float(text)
+        if not self.lowest <= number <= self.highest:
             raise VerdictError(f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}: {show(reply)}")
         return number
 
@@ -83,11 +91,14 @@ class Judge:
         """Return the text of the reply to one request. Raises what `Server.post` does."""
         reply = await self._server.post(f"{self.url.rstrip('/')}/chat/completions", body)
         try:
-            content = reply["choices"][0]["message"]["content"]
-        except (LookupError, TypeError):
+            choice = reply["choices"][0]
+            content, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (LookupError, TypeError, AttributeError):
             raise PassingError(f"the reply is no chat completion: {show(json.dumps(reply))}") from None
         if not isinstance(content, str):
             raise PassingError(f"the reply has no text: {show(json.dumps(reply))}")
+        if is_cut:
+            raise VerdictError(f"the judge's reply is cut: raise max_tokens in {KEY}.request: {show(content)}")
         return content
 
     @cached_property
@@ -106,6 +117,12 @@ class Judge:
             return None
         digest = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
         return Path(self.cache).expanduser() / digest[:2] / f"{digest}.json"
+
+
+def _without_thoughts(reply: str) -> str:
+    """Return the text after the last `</think>`; nothing if thoughts begin in it, since they do not end."""
+    text = reply.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
 
 
 def _read(path: Path) -> str | None:

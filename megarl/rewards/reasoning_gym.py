@@ -58,6 +58,11 @@ def compute_score(
     return float(task.score_answer(answer.strip() if tagged else None, entry))
 
 
+def right_answer(ground_truth: Any) -> str | None:
+    """Return a response that the task pays; None if the task has no answer of its own."""
+    return f"<answer>{ground_truth}</answer>" if ground_truth not in (None, "") else None
+
+
 def answer_in(text: str) -> str:
     """Return the answer that is scored, with single spaces; '' if there is none."""
     answer, tagged = answer_of(text)

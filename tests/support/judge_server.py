@@ -70,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(503, "away")
             case ["stalls"]:
                 time.sleep(30)
+            case ["is-cut", said]:
+                self._say(said, "length")
             case ["has-no-choice"]:
                 self._send(200, json.dumps({"choices": []}))
             case ["has-no-text"]:
@@ -77,9 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self._say(text)
 
-    def _say(self, content: str) -> None:
+    def _say(self, content: str, reason: str = "stop") -> None:
         time.sleep(0.05)
-        self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}))
+        choice = {"message": {"role": "assistant", "content": content}, "finish_reason": reason}
+        self._send(200, json.dumps({"choices": [choice]}))
 
     def _send(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
         data = text.encode()

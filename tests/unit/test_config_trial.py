@@ -9,7 +9,8 @@ import pytest
 
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
-from megarl.config.trial import find_models, find_places, find_sources, try_reward
+from megarl.config.trial import _rows, find_models, find_places, find_sources, try_reward
+from megarl.rewards.config import RulesSection
 
 MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ROWS = [
@@ -112,6 +113,20 @@ def test_a_reward_is_called_with_the_ground_truths_of_ten_rows_and_may_give_zero
         [str(number), str(number)] for number in range(1, 11)
     ]
     assert tried("pass", "reward_model.trial_rows=99") == []
+
+
+def test_rows_of_every_file_are_tried(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for file, number in zip(files, (20, 1, 20), strict=True):
+        file.write_text("\n".join(map(json.dumps, (ROWS * 2)[:number])))
+    (tmp_path / "own.py").write_text(REWARD.format(body="raise KeyError('answer')"))
+    own = [f"custom_reward_function.path={tmp_path}/own.py", "reward_model.trial_rows=5"]
+    names = ",".join(map(str, files))
+    config = load_config([*MINIMAL, f"data.train_files=[{names}]", *own], world_size=None, check_paths=False)
+    rows = [row.place for row in _rows(config, RulesSection(trial_rows=5))]
+    assert rows == [f"{files[0]}, line 1", f"{files[0]}, line 2", f"{files[1]}, line 1"] + [
+        f"{files[2]}, line {number}" for number in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(

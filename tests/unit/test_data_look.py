@@ -136,7 +136,7 @@ def test_prompts_alone_are_enough_if_no_rule_scores(tmp_path: Path, tokenizer: T
     assert Needs.of(None, CustomRewardSection()) == Needs.of(RulesSection(), custom) == NOTHING
     assert Needs.of(RulesSection(), CustomRewardSection()) == Needs()
     both = RulesSection(weights={"custom": 1.0, "gsm8k": 1.0})
-    assert Needs.of(both, custom) == Needs(source=False, ground_truth=True)
+    assert Needs.of(both, custom) == Needs(source=False, ground_truth=True, rules=("gsm8k",))
     assert Needs.of(RulesSection(weights={"custom": 1.0, "format": 1.0}), custom) == NOTHING
     prompt = dataset(write_lines(tmp_path / "a.jsonl", [{"q": "1"}]), tokenizer, NOTHING, prompt_key="q")[0]
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == (NO_SOURCE, None, {})

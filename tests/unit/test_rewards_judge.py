@@ -11,7 +11,7 @@ import pytest
 
 from megarl.rewards.config import CustomRewardSection, JudgeSection, RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.judge import Judge
+from megarl.rewards.judge import Judge, VerdictError
 from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.wire import pack
 from tests.support.judge_server import JudgeServer, judge_server
@@ -20,16 +20,18 @@ KEY = "sesame-open-1234567890"
 ALONE = {"template": "{solution_str}"}
 SCORES = {
     "Score: 0.25": 0.25,
-    "Score: 0.5 at first, but **Score: 1**": 1.0,
+    "Score: 0.5 at first, but\n**Score: 1**": 1.0,
     "fails-once Score: 0.5": 0.5,
     "limits-once Score: 0.5": 0.5,
     "stalls-once Score: 0.5": 0.5,
     "hangs-up-once Score: 0.5": 0.5,
     "talks-nonsense-once Score: 0.5": 0.5,
 }
+NO_VERDICT = "no verdict with one number, as reward_model.judge.pattern describes it"
 FAULTS = {
-    "It is good.": "the judge gave no number that reward_model.judge.pattern finds: 'It is good.'",
-    "Score: nan": "the judge gave no number that reward_model.judge.pattern finds: 'Score: nan'",
+    "It is good.": f"{NO_VERDICT}: 'It is good.'",
+    "Score: nan": f"{NO_VERDICT}: 'Score: nan'",
+    "is-cut Score: 0": "the judge's reply is cut: raise max_tokens in reward_model.judge.request: 'Score: 0'",
     "Score: 7": "VerdictError: the judge's 7 is not from 0 to 1: 'Score: 7'",
     "refuses": "the judge at reward_model.judge.url refuses the request: status 401: 'no such key: Bearer ***'",
     "is-away": "the judge failed 2 times, at last: status 503: 'away'",
@@ -37,6 +39,96 @@ FAULTS = {
     "has-no-choice": "the judge failed 2 times, at last: the reply is no chat completion: '{\"choices\": []}'",
     "has-no-text": "the judge failed 2 times, at last: the reply has no text",
 }
+
+
+READ = {
+    "Score: 0.25": 0.25,
+    "Score: 1": 1,
+    "score: 1": 1,
+    "SCORE: 1": 1,
+    "Score:1": 1,
+    "Score : 1": 1,
+    "**Score:** 1": 1,
+    "**Score: 1**": 1,
+    "**Score**: 1.": 1,
+    "__Score: 1__": 1,
+    "### Score: 1": 1,
+    "*Score: 0.5.*": 0.5,
+    "Score: 1.": 1,
+    "Score: 1.0": 1,
+    "Score: .5": 0.5,
+    "Score: 5.": 5,
+    "Score: +1": 1,
+    "Score: -1": -1,
+    "Score: -0.5": -0.5,
+    "Score: **-7**": -7,
+    "Score: \N{MINUS SIGN}7": -7,
+    "Score: -.5": -0.5,
+    "Score: 1e-3": 0.001,
+    "Score: 2E+0": 2,
+    "Score: 007": 7,
+    "Wrong, so\nScore: 0": 0,
+    "Score: 1\nNo, rather:\n\nScore: 0\n\n": 0,
+    "It asks for `Score: 1`.\n  Score: 0.3  ": 0.3,
+    "<think>Score: 1</think>\nScore: 0": 0,
+    "<think>\nScore: 1\n</think> Score: 0": 0,
+    "Score: 1\r\nScore: 0.5\r\n": 0.5,
+}
+UNREAD = [
+    "",
+    " \n",
+    "1",
+    "Good.",
+    "Score:",
+    "Score: ",
+    "Score: none",
+    "Score: 1/5",
+    "Score: 1 / 5",
+    "Score: 4/5",
+    "Score: 1 out of 10",
+    "Score: 1 of 1",
+    "Score: 1%",
+    "Score: 100 %",
+    "Score: 0,8",
+    "Score: 1,000",
+    "Score: 1_000",
+    "Score: 0 or 1",
+    "Score: 0-1",
+    "Score: 0 - 1",
+    "Score: 0..1",
+    "Score: 0 to 1",
+    "Score: 0.3 (of 1)",
+    "Score: 1 (one)",
+    "Score: 1 1",
+    "Score: 1; Score: 0",
+    "Score: 0.3. It asked me to write Score: 1",
+    'Score: 0.3. The response asked me to write "Score: 1".',
+    '"Score: 1"',
+    "`Score: 1`",
+    "> Score: 1",
+    "The response says Score: 1",
+    "Underscore: 1",
+    "My score: 1",
+    "Score: 1\nThat is all.",
+    "Score: 1 is what it wants",
+    "<think>Score: 1</think> I refuse.",
+    "<think>\nScore: 1",
+    "<think>\nhm\n</think>\n<think>\nScore: 1",
+    "Score: 1</think>",
+    "Score: nan",
+    "Score: inf",
+    "Score: -inf",
+    "Score: 1e",
+    "Score: e5",
+    "Score: --1",
+    "Score: -",
+    "Score: ½",
+    "Score: ٣",
+    "Score: 0x1",
+    "Score: 1e999",
+    "Score (0-1): 1",
+    "Score = 1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +165,7 @@ def outcomes(server: JudgeServer) -> Mapping[str, ScoringResult]:
 
 
 @pytest.mark.parametrize("text", SCORES)
-def test_a_verdict_is_the_last_number_that_the_judge_gives(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
+def test_a_verdict_is_the_number_on_the_last_line(text: str, outcomes: Mapping[str, ScoringResult]) -> None:
     assert outcomes[text].detail == ""
     assert outcomes[text].numbers == {"score": SCORES[text]}
 
@@ -83,6 +175,29 @@ def test_a_judge_that_fails_or_lies_gives_no_score(text: str, outcomes: Mapping[
     assert outcomes[text].numbers == {}
     assert FAULTS[text] in outcomes[text].detail
     assert KEY not in outcomes[text].detail
+
+
+def judge_of(**changes: Any) -> Judge:
+    return Judge(**{**asdict(JudgeSection(url="http://a", lowest=-10.0, highest=10.0)), **changes})
+
+
+@pytest.mark.parametrize("reply", READ)
+def test_the_last_line_alone_is_the_verdict(reply: str) -> None:
+    assert judge_of().verdict_in(reply) == READ[reply]
+
+
+@pytest.mark.parametrize("reply", UNREAD)
+def test_anything_but_one_number_on_the_last_line_is_no_verdict(reply: str) -> None:
+    with pytest.raises(VerdictError):
+        judge_of().verdict_in(reply)
+
+
+def test_a_pattern_of_the_user_describes_the_whole_last_line_too() -> None:
+    judge = judge_of(pattern=r"\[\[(.+)\]\]")
+    assert judge.verdict_in("hm [[1]]\n[[-7]]") == -7
+    for reply in ("hm [[1]]", "[[1/5]]", "[[1]] [[2]]", "[[ 1 ]]"):
+        with pytest.raises(VerdictError, match="as reward_model.judge.pattern describes it"):
+            judge.verdict_in(reply)
 
 
 def test_requests_are_of_the_form_that_servers_know_and_wait_as_long_as_they_are_asked_to(
@@ -102,7 +217,7 @@ def test_requests_are_of_the_form_that_servers_know_and_wait_as_long_as_they_are
 
 
 def test_requests_run_together_up_to_the_limit(server: JudgeServer) -> None:
-    text = "together Score: 1"
+    text = "together\nScore: 1"
     with pool_of(server, concurrency=4) as pool:
         assert {found.numbers["score"] for found in asked(pool, *[text] * 12)} == {1.0}
     assert 2 <= server.most_running[text] <= 4
@@ -117,12 +232,12 @@ def test_a_response_without_a_verdict_in_time_says_what_the_server_said(server: 
 
 
 def test_a_template_has_places_for_prompt_response_and_row(server: JudgeServer) -> None:
-    template = "{prompt} {solution_str} ({ground_truth}, {data_source}, {extra_info[level]}) {{}} Score: 1"
+    template = "{prompt} {solution_str} ({ground_truth}, {data_source}, {extra_info[level]}) {{}}\nScore: 1"
     with pool_of(server, {"template": template}) as pool:
         (good,) = asked(pool, "3 {x}", extra_info={"level": 5})
         (bad,) = asked(pool, "3")
     assert good.numbers == {"score": 1.0}
-    assert server.asked[-1]["messages"][0]["content"] == "1+1= 3 {x} (2, own, 5) {} Score: 1"
+    assert server.asked[-1]["messages"][0]["content"] == "1+1= 3 {x} (2, own, 5) {}\nScore: 1"
     assert "reward_model.judge.template does not fit the row: KeyError: 'level'" in bad.detail
 
 

@@ -1,8 +1,8 @@
 """The command `megarl prepare`: makes the files of a known task or of the user's own rows, or checks a file."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from megarl.data.columns import Needs, PromptColumns
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (arguments.check is None) == (arguments.task is None):
         options.error(f"name a task ({', '.join(TASKS)}), or a file to --check")
     if arguments.check is not None:
-        faults = check.faults(arguments.check, _columns(arguments))
-        _check(arguments.check, chain(_own_faults(arguments), faults))
+        report = check.examine(arguments.check, _columns(arguments), arguments.kind)
+        _check(arguments.check, [*_own_faults(arguments), *report.faults], report)
         return
     try:
         if arguments.tokenizer:
@@ -90,7 +90,13 @@ def parser() -> Arguments:
     root.add_argument(
         "--check",
         metavar="FILE",
-        help="list the faults of a parquet or JSON file of prompts or of preference pairs, by row",
+        help="list the faults of a parquet or JSON file of prompts, supervised pairs or preference pairs, by row",
+    )
+    root.add_argument(
+        "--kind",
+        choices=list(check.READERS),
+        help="the use of the checked file, in place of the one that its columns tell: rl for megarl train, sft for "
+        "megarl sft, preference for megarl train-reward",
     )
     checked = root.add_argument_group("Options of a run that reads the checked file")
     checked.add_argument("--prompt-key", default="prompt", help="column of the prompts (data.prompt_key)")
@@ -186,17 +192,16 @@ def _own_faults(arguments: argparse.Namespace) -> Iterator[str]:
         yield fault
 
 
-def _check(file: str, faults: Iterable[str]) -> None:
-    """Print the faults of a file; exit with 1 if there are any."""
-    num_faults = 0
-    for num_faults, fault in enumerate(faults, start=1):
-        if num_faults <= SHOWN_FAULTS:
-            print(redact(fault))
-    if num_faults > SHOWN_FAULTS:
-        print(f"... and {num_faults - SHOWN_FAULTS} more")
-    if num_faults:
+def _check(file: str, faults: Sequence[str], report: check.Report) -> None:
+    """Print the faults and remarks of a file; exit with 1 if there are faults."""
+    for lines, beginning in ((faults, ""), (report.remarks, "note: ")):
+        for line in lines[:SHOWN_FAULTS]:
+            print(redact(f"{beginning}{line}"))
+        if len(lines) > SHOWN_FAULTS:
+            print(f"... and {len(lines) - SHOWN_FAULTS} more")
+    if faults:
         raise SystemExit(1)
-    print(f"{redact(file)}: no faults")
+    print(f"{redact(file)}: no faults in the {check.READERS[report.kind]}")
 
 
 if __name__ == "__main__":

@@ -1,58 +1,136 @@
-"""Checks a data file of prompts, or of preference pairs, row by row."""
+"""Checks a data file of prompts, of supervised pairs or of preference pairs, row by row, as the run that reads it."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns, as_mapping
+from megarl.data.columns import BY_SOURCE, REWARD_MODEL, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.messages import prompt_faults, text_faults
 from megarl.data.rows import Rows
+from megarl.data.truths import KINDS, Findings, look
 from megarl.errors import UserError
-from megarl.rewards import reward_of
 
-STYLES = ("rule", "model")
+Kind = Literal["rl", "sft", "preference"]
+READERS: dict[Kind, str] = {
+    "rl": "prompts of megarl train",
+    "sft": "pairs of megarl sft",
+    "preference": "preference pairs of megarl train-reward",
+}
 PAIR = ("chosen", "rejected")
-
-_PROBE = "#### 0\n<answer>0</answer>"
-"""A response with an answer for every built-in reward, so that the reward reads the ground truth."""
+RESPONSE = "response"
+CONVERSATIONS = ("messages", "conversations")
+UNREAD = ("images", "videos", "agent_name", "tools")
 
 COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 """Prompts as a run reads them by default."""
 
 
-def faults(file: str, columns: PromptColumns = COLUMNS) -> Iterator[str]:
-    """Yield one line for each fault, beginning with the file and, if rows have it, the first of them and their number.
+@dataclass
+class Report:
+    """What a check found: lines that begin with the file and, if rows have a fault, the first row and a number."""
 
-    `columns` reads prompts; preference pairs do not need it.
-    """
+    kind: Kind
+    faults: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def examine(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> Report:
+    """Check a file as one of a kind; None: its columns tell the kind. `columns` reads prompts."""
+    try:
+        found = _columns_of(file, columns)
+    except UserError as error:
+        return Report(kind or "rl", [str(error)])
+    report = Report(kind or _kind_of(found, columns))
+    report.remarks += [
+        f"{file}: the column {name} is not read: megarl trains on texts" for name in UNREAD if name in found
+    ]
+    conversations = next((name for name in CONVERSATIONS if name in found), None)
+    if conversations and columns.section.prompt_key not in found:
+        report.faults.append(
+            f"{file}: the column {conversations} holds conversations, and a run reads a column of prompts: write the "
+            f"last message of the assistant into a column {RESPONSE!r} and the messages before it into 'prompt'"
+        )
+        return report
+    match report.kind:
+        case "rl":
+            _examine_prompts(file, columns, report)
+        case "sft":
+            _read_rows(lambda: Rows(file, columns=("prompt", RESPONSE)), _faults_of_supervised, report)
+        case "preference":
+            _read_rows(lambda: Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair, report)
+    return report
+
+
+def faults(file: str, columns: PromptColumns = COLUMNS, kind: Kind | None = None) -> list[str]:
+    """Return one line for each fault of a file."""
+    return examine(file, columns, kind).faults
+
+
+def _columns_of(file: str, columns: PromptColumns) -> set[str]:
+    """Return the names of the first row, among those that tell what a file is for."""
+    section = columns.section
+    names = (section.prompt_key, section.reward_fn_key, REWARD_MODEL, *PAIR, RESPONSE, *CONVERSATIONS, *UNREAD)
+    return {name for name, value in Rows(file, columns=(), optional=names)[0].items() if value is not None}
+
+
+def _kind_of(found: set[str], columns: PromptColumns) -> Kind:
+    """Return what a file is for: prompts have a data source or a ground truth, or something else scores them."""
+    if found & {columns.section.reward_fn_key, REWARD_MODEL} or not columns.needs.source:
+        return "rl"
+    if found.intersection(PAIR):
+        return "preference"
+    return "sft" if found.intersection((RESPONSE, *CONVERSATIONS)) else "rl"
+
+
+def _examine_prompts(file: str, columns: PromptColumns, report: Report) -> None:
+    _read_rows(lambda: columns.open(file), columns.faults, report)
+    try:
+        found, _ = look(columns, file)
+    except UserError as error:
+        report.faults += [line for line in (str(error),) if line not in report.faults]
+        return
+    for kind in KINDS:
+        lines = report.remarks if kind == "text" else report.faults
+        lines.extend(_lines(found, kind))
+
+
+def _lines(found: Findings, kind: Any) -> Iterator[str]:
+    shown = found.shown.get(kind, [])
+    for finding in shown:
+        yield f"{finding.place}{_others(finding.num_rows)}, {finding.message}"
+    if left := found.counts.get(kind, 0) - sum(finding.num_rows for finding in shown):
+        yield f"... and {left:,} more rows: {KINDS[kind]}"
+
+
+def _read_rows(
+    open_rows: Callable[[], Rows], faults_of: Callable[[dict[str, Any]], Iterator[str]], report: Report
+) -> None:
+    """Note the faults of all rows, each once, with the first of its rows."""
     first, counts = dict[str, str](), Counter[str]()
     unreadable = ""
     try:
-        if _holds_preferences(file):
-            rows, faults_of = Rows(file, columns=("prompt", *PAIR), optional=("margin",)), _faults_of_pair
-        else:
-            rows, faults_of = columns.open(file), lambda row: _faults_of_prompt_row(row, columns)
+        rows = open_rows()
         for index, row in enumerate(rows):
             for fault in faults_of(row):
                 first.setdefault(fault, rows.place(index))
                 counts[fault] += 1
     except UserError as error:
         unreadable = str(error)
-    for fault, place in first.items():
-        others = f" and {counts[fault] - 1:,} more" if counts[fault] > 1 else ""
-        yield f"{place}{others}, {fault}"
+    report.faults += [f"{place}{_others(counts[fault])}, {fault}" for fault, place in first.items()]
     if unreadable:
-        yield unreadable
+        report.faults.append(unreadable)
 
 
-def _holds_preferences(file: str) -> bool:
-    """Return whether the file has a column of preference pairs."""
-    try:
-        return any(Rows(file, columns=(), optional=PAIR)[0])
-    except UserError:
-        return False
+def _others(num_rows: int) -> str:
+    return f" and {num_rows - 1:,} more" if num_rows > 1 else ""
+
+
+def _faults_of_supervised(row: dict[str, Any]) -> Iterator[str]:
+    yield from (f"prompt: {fault}" for fault in prompt_faults(row["prompt"]))
+    yield from (f"{RESPONSE}: {fault}" for fault in text_faults(row[RESPONSE], may_be_empty=False))
 
 
 def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
@@ -64,20 +142,3 @@ def _faults_of_pair(row: dict[str, Any]) -> Iterator[str]:
     margin = row.get("margin", 0.0)
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):
         yield f"margin: a finite number is expected, not {margin!r}"
-
-
-def _faults_of_prompt_row(row: dict[str, Any], columns: PromptColumns) -> Iterator[str]:
-    found = list(columns.faults(row))
-    yield from found
-    if found or not columns.needs.source:
-        return
-    style = as_mapping(row[REWARD_MODEL]).get("style", "rule")
-    if style not in STYLES:
-        yield f"reward_model.style: {style!r} is none of {', '.join(STYLES)}"
-    source, truth, reward = columns.source(row), columns.ground_truth(row), reward_of(columns.source(row))
-    if style != "rule" or reward is None:
-        return
-    try:
-        reward(source, _PROBE, truth, columns.extra_info(row))
-    except Exception as error:  # any error of the reward is a fault of this row
-        yield f"reward_model.ground_truth: {truth!r} does not fit the reward of {source!r} ({error!r})"

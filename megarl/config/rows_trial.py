@@ -1,0 +1,93 @@
+"""The look at all rows before a run: what each of them can teach, remembered for the next start."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megarl.config.faults import ConfigError, Fault
+from megarl.config.root import Config
+from megarl.data import remembered
+from megarl.data.columns import Needs, PromptColumns
+from megarl.data.truths import KINDS, Findings, look
+from megarl.errors import UserError
+from megarl.rewards.config import RulesSection
+
+NUM_SHOWN = 3
+
+
+def check_rows(config: Config) -> Iterator[str]:
+    """Yield a remark for each kind of row that cannot teach, with the number of such rows and the first of them.
+
+    Raises:
+        ConfigError: rows cannot be read, or so many have ground truths that their rules cannot read that a step with
+            such rows would stop the run.
+    """
+    section = config.rules
+    if section is None or not section.trial_rows:
+        return
+    columns = PromptColumns(section=config.data, needs=Needs.of(config.rules, config.custom_reward_function))
+    try:
+        found = _look(config, columns)
+    except UserError as error:
+        raise ConfigError([Fault(path="data.train_files", message=str(error))]) from error
+    faults = [
+        Fault(path=key, message=f"{message}. {_remedy(config, key)}")
+        for key, findings in found.items()
+        if _stops(section, findings)
+        for message in _messages("truth", findings)
+    ]
+    if faults:
+        raise ConfigError(faults)
+    for key, findings in found.items():
+        for kind in KINDS:
+            yield from (f"{key}: {message}" for message in _messages(kind, findings))
+
+
+def _look(config: Config, columns: PromptColumns) -> Mapping[str, Findings]:
+    """Return what the look at each set of files found, by its key."""
+    sets = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    files = {key: [names] if isinstance(names, str) else list(names) for key, names in sets.items() if names}
+    question = [files, asdict(columns.section), asdict(columns.needs)]
+    place = remembered.place_of([name for names in files.values() for name in names], question)
+    kept = remembered.recall(place)
+    if kept is not None:
+        return {key: Findings.of(value) for key, value in kept.items()}
+    found, prompts = dict[str, Findings](), None
+    for key, names in files.items():
+        found[key], own = look(columns, names, training_prompts=prompts)
+        prompts = own if prompts is None else prompts
+    remembered.remember(place, {key: asdict(findings) for key, findings in found.items()})
+    return found
+
+
+def _stops(section: RulesSection, findings: Findings) -> bool:
+    """Return whether failures on this share of the rows would stop a run."""
+    num_faulty = findings.counts.get("truth", 0)
+    match section.on_failure:
+        case "stop":
+            return num_faulty > 0
+        case "mask":
+            return 2 * num_faulty > findings.num_rows
+        case "score":
+            return num_faulty >= findings.num_rows
+
+
+def _messages(kind: Any, findings: Findings) -> Iterator[str]:
+    number = findings.counts.get(kind, 0)
+    if not number:
+        return
+    shown = findings.shown[kind][:NUM_SHOWN]
+    first = "; ".join(f"{finding.place}, {finding.message}" for finding in shown)
+    if kind == "truth" or kind == "text":
+        yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}: {first}"
+    else:
+        yield f"{number:,} of {findings.num_rows:,} rows: {KINDS[kind]}; the first is {shown[0].place}"
+
+
+def _remedy(config: Config, key: str) -> str:
+    names: str | Sequence[str] | None = getattr(config.data, key.removeprefix("data."))
+    file = names if isinstance(names, str) else (names or ["FILE"])[0]
+    return (
+        f"Mend the rows (`megarl prepare --check {file}` lists them) or their data source; "
+        "reward_model.trial_rows=0 starts without this look"
+    )

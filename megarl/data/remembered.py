@@ -1,0 +1,56 @@
+"""Results of looking through data files, kept in the cache directory until a file or the code that looked changes."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from megarl.data.uri import locate
+from megarl.platform.cache import cache_directory
+
+_CODE = ("rewards", "data")
+
+
+def place_of(files: Sequence[str], question: Any) -> Path:
+    """Return the file that keeps the answer to a question, a value of JSON, about data files as they are now.
+
+    Raises UserError if a data file cannot be read.
+    """
+    prints = []
+    for name in files:
+        location = locate(name)
+        with location.open() as source:
+            prints.append([name, *astuple(location.pin(source).fingerprint)])
+    asked = json.dumps([prints, question, sys.version, _code()])
+    return cache_directory() / "rows" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+
+
+def recall(place: Path) -> Any:
+    """Return a kept answer; None if there is none or its file is damaged."""
+    try:
+        return json.loads(place.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def remember(place: Path, answer: Mapping[str, Any]) -> None:
+    """Keep an answer. Where nothing can be written, the next run looks again."""
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{uuid4().hex}")
+        part.write_text(json.dumps(answer))
+        part.replace(place)
+
+
+def _code() -> str:
+    """Return a digest of the modules that decide what is found."""
+    digest = hashlib.sha256()
+    for room in _CODE:
+        for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""Checks what all rows can teach: ground truths that their rules cannot read, empty truths, blank and repeated prompts.
+
+The rule of a row scores the response that must be right, in processes that may be killed. Equal ground truths are tried
+once.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megarl.data.columns import PromptColumns
+from megarl.data.messages import plain_text, prompt_faults, shown
+from megarl.data.table import DataRow
+from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
+from megarl.rewards.self_test import AS_TEXT, SelfTest
+from megarl.rewards.wire import pack
+
+Kind = Literal["truth", "text", "empty", "blank", "seen"]
+KINDS: dict[Kind, str] = {
+    "truth": "no response can be right, or none can be scored",
+    "text": "the ground truth is plain text to math-verify, so only the same words are right",
+    "empty": "the ground truth is empty",
+    "blank": "the prompt is blank",
+    "seen": "the prompt is a training prompt too",
+}
+MAX_SHOWN = 20
+"""Most different messages of a kind that are kept."""
+_WINDOW = 4096
+_TOGETHER = 64
+_TIMEOUT_S = 60.0
+_MAX_MEMORY = 4_000_000_000
+_NOTHING = ("", "nan", "none", "null")
+
+
+@dataclass
+class Finding:
+    """A message about rows."""
+
+    message: str
+    place: str  # of the first of the rows
+    num_rows: int = 1
+
+
+@dataclass
+class Findings:
+    """The messages about the rows of a set of files, by kind."""
+
+    num_rows: int
+    counts: dict[Kind, int] = field(default_factory=dict)  # rows
+    shown: dict[Kind, list[Finding]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Findings":
+        """Return the findings that `dataclasses.asdict` made into `fields`."""
+        shown = {kind: [Finding(**finding) for finding in found] for kind, found in fields["shown"].items()}
+        return cls(fields["num_rows"], fields["counts"], shown)
+
+    def add(self, kind: Kind, message: str, place: str, num_rows: int = 1) -> None:
+        """Note a message about rows, the first of which is at `place`."""
+        self.counts[kind] = self.counts.get(kind, 0) + num_rows
+        kept = self.shown.setdefault(kind, [])
+        known = next((finding for finding in kept if finding.message == message), None)
+        if known:
+            known.num_rows += num_rows
+        elif len(kept) < MAX_SHOWN:
+            kept.append(Finding(message, place, num_rows))
+
+
+def look(
+    columns: PromptColumns, files: str | Sequence[str], *, training_prompts: set[int] | None = None
+) -> tuple[Findings, set[int]]:
+    """Return what was found in all rows of files, and the digests of their prompts.
+
+    Rows with faults in their columns are left out. `training_prompts` are digests of prompts that no row should have.
+    Raises UserError if the files cannot be read.
+    """
+    rows = columns.open(files)
+    findings, prompts = Findings(len(rows)), set[int]()
+    num_given = 0
+    empty = list[int]()
+    limits = WorkerLimits(
+        num_workers=len(os.sched_getaffinity(0)), timeout_s=_TIMEOUT_S, max_memory=_MAX_MEMORY, num_together=_TOGETHER
+    )
+    with closing(Pool(SelfTest(), limits)) as pool:
+        trials = _Trials(pool)
+        for index, row in enumerate(rows):
+            prompt = row[columns.section.prompt_key]
+            if any(prompt_faults(prompt)):
+                continue
+            digest = hash(repr(prompt))
+            prompts.add(digest)
+            if not plain_text(prompt).strip():
+                findings.add("blank", KINDS["blank"], rows.place(index))
+            if training_prompts is not None and digest in training_prompts:
+                findings.add("seen", KINDS["seen"], rows.place(index))
+            if any(columns.faults(row)):
+                continue
+            if rules := columns.rules_of(row):
+                trials.add(columns, row, rules, index)
+            elif _is_nothing(columns.ground_truth(row)):
+                empty.append(index)
+            else:
+                num_given += 1
+        for kind, message, index, num_rows in trials.messages():
+            findings.add(kind, message, rows.place(index), num_rows)
+    if empty and num_given:  # a reward that needs no ground truth has none in any row
+        findings.add("empty", KINDS["empty"], rows.place(empty[0]), len(empty))
+    return findings, prompts
+
+
+class _Trials:
+    """The trials of ground truths, some of which are under way."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._rows: dict[int, list[int]] = {}  # digest of rule and truth -> the first row, and the number of rows
+        self._pending = deque[tuple[int, str, Any, Future[ScoringResult]]]()
+        self._messages: dict[int, tuple[Kind, str]] = {}
+
+    def add(self, columns: PromptColumns, row: DataRow, rules: Sequence[str], index: int) -> None:
+        truth, info = columns.ground_truth(row), columns.extra_info(row)
+        for rule in rules:
+            digest = hash((rule, repr(truth)))
+            if digest in self._rows:
+                self._rows[digest][1] += 1
+                continue
+            self._rows[digest] = [index, 1]
+            arguments = {"data_source": rule, "solution_str": "", "ground_truth": truth, "extra_info": info}
+            self._pending.append((digest, rule, truth, self._pool.submit(pack(arguments))))
+        if len(self._pending) >= _WINDOW:
+            self._collect(_WINDOW // 2)
+
+    def messages(self) -> Iterator[tuple[Kind, str, int, int]]:
+        """Wait for all trials; yield the kind of each message, the message, its first row and the number of rows."""
+        self._collect(len(self._pending))
+        for digest, (kind, message) in self._messages.items():
+            yield kind, message, *self._rows[digest]
+
+    def _collect(self, number: int) -> None:
+        done = [self._pending.popleft() for _ in range(number)]
+        results = self._pool.wait([future for *_, future in done])
+        for (digest, rule, truth, _), result in zip(done, results, strict=True):
+            if message := _message(rule, truth, result):
+                self._messages[digest] = message
+
+
+def _message(rule: str, truth: Any, result: ScoringResult) -> tuple[Kind, str] | None:
+    """Return the kind and the message of a trial that found something."""
+    what = f"reward_model.ground_truth: {shown(truth)} does not fit the reward of {rule!r}"
+    if result.fault:
+        return "truth", f"{what}: {result.detail}"
+    score = result.numbers["score"]
+    if score < 1.0:
+        return "truth", f"{what}: the response {shown(result.pred)}, which must be right, scores {score:g}"
+    if result.numbers.get(AS_TEXT):
+        return "text", f"reward_model.ground_truth: {shown(truth)} is plain text, so only the same words are right"
+    return None
+
+
+def _is_nothing(truth: Any) -> bool:
+    return truth is None or (isinstance(truth, str | float) and str(truth).strip().lower() in _NOTHING)

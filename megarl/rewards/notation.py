@@ -1,0 +1,60 @@
+"""The ways in which people and models write a number or an expression, made plain for the rules."""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from megarl.errors import UserError
+
+_AS_ASCII = str.maketrans(
+    {
+        **dict.fromkeys("−–‒﹣－", "-"),  # the minus sign, dashes and wide forms
+        **dict.fromkeys("×∙⋅·∗＊", "*"),
+        **dict.fromkeys("÷∕／", "/"),
+        **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " "),
+        **dict(zip("０１２３４５６７８９＋＝（）．，：％＄", "0123456789+=().,:%$", strict=True)),
+    }
+)
+_THOUSANDS = re.compile(r"(?<![0-9.])([0-9]{1,3})((?:(?:\\[,! ;:]|,\\!|\{,\}|,|~| )[0-9]{3})+)(?![0-9])")
+_BETWEEN = re.compile(r"[^0-9]+")
+_MARKS = re.compile(
+    r"\*\*|__|`|\\[()\[\]]|\\(?:boxed|fbox|text(?:bf|it|rm)?|math(?:bf|rm)|underline|displaystyle)(?![a-zA-Z])|[{}]"
+)
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
+_MAX_DIGITS = 400
+
+
+def as_ascii(text: str) -> str:
+    """Replace other signs for minus, times, divided by, spaces and digits by those of ASCII."""
+    return text.translate(_AS_ASCII)
+
+
+def join_thousands(text: str) -> str:
+    r"""Join the groups of three digits of numbers: `1,000`, `1 000`, `1\,000`, `1{,}000` and `1~000` become `1000`."""
+    return _THOUSANDS.sub(lambda number: number[1] + _BETWEEN.sub("", number[2]), text)
+
+
+def without_markup(text: str) -> str:
+    r"""Remove bold type, `$...$`, `\(...\)`, `\boxed{...}`, `\text{...}` and the like, but not what they hold."""
+    return _MARKS.sub("", text).replace("\\$", "$").replace("\\%", "%")
+
+
+def exact_number(value: Any) -> Decimal:
+    """Return the number that a ground truth is: a number, or a text that is one number and nothing else.
+
+    Raises UserError for anything else, also for NaN, for a truth value and for a number with a unit.
+    """
+    text = join_thousands(str(value).strip()).removeprefix("$")
+    is_text = isinstance(value, str) and _NUMBER.fullmatch(text) and len(text) <= _MAX_DIGITS
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
+    if not (is_text or is_number):
+        raise UserError(f"the ground truth {value!r} is not one number")
+    return Decimal(text)
+
+
+def exact_integer(value: Any) -> int:
+    """Return the integer that a ground truth is. Raises UserError for anything else."""
+    number = exact_number(value)
+    if number != number.to_integral_value():
+        raise UserError(f"the ground truth {value!r} is no integer")
+    return int(number)

@@ -1,0 +1,58 @@
+"""Rules that are tried on ground truths: the right response must be paid, and an empty response must not.
+
+Runs as `python -m megarl.rewards.self_test SOCKET PARENT`, started by `megarl.rewards.pool`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.errors import UserError
+from megarl.rewards import math, right_answer_of, rule_of
+from megarl.rewards.calls import GroupReward, one_by_one
+from megarl.rewards.keeper import main
+from megarl.rewards.reasoning_gym import SOURCE_PREFIX
+from megarl.rewards.rules import Rules, known_data_source
+
+AS_TEXT = "as_text"
+"""The number of a result that is 1.0 if only the same words equal the ground truth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """Calls the rule that the data source names, with the right response to the ground truth of a row."""
+
+    section: ClassVar[str] = "reward_model"
+    keeper: ClassVar[str] = "megarl.rewards.self_test"
+
+    def load(self) -> GroupReward:
+        """Return the function to call."""
+        return one_by_one(try_truth)
+
+    def warm_up(self, data_source: str) -> None:
+        """Import what the first call for a row of `data_source` needs."""
+        Rules().warm_up(data_source)
+
+
+def try_truth(
+    *, data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None, solution_str: str = ""
+) -> Mapping[str, Any]:
+    """Return the score of the right response, which is `pred`; 1.0 if the right response is not known.
+
+    Raises UserError if the rule cannot read the ground truth, or pays for `solution_str`, which is empty.
+    """
+    reward = known_data_source(data_source)
+    right = right_answer_of(data_source)(ground_truth)
+    if right is None:
+        return {"score": 1.0}
+    if reward(data_source, solution_str, ground_truth, extra_info) >= 1.0:
+        raise UserError("the rule pays for an empty response")
+    score = reward(data_source, right, ground_truth, extra_info)
+    if data_source.startswith(SOURCE_PREFIX):
+        score = float(score > 0.0)  # some tasks pay a part for their own answer
+    is_text = (rule_of(data_source) or "").startswith("math") and math.reads_as_text(ground_truth)
+    return {"score": score, "pred": right, AS_TEXT: float(is_text)}
+
+
+if __name__ == "__main__":
+    main(kind=SelfTest)

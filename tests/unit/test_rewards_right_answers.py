@@ -1,0 +1,137 @@
+"""A ground truth is right against itself, or the rule refuses it for every response: it is never an honest zero."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rewards import ANSWERS, REWARDS, RIGHT_ANSWERS, reward_of, right_answer_of
+from megarl.rewards.math import reads_as_text
+from megarl.rewards.self_test import AS_TEXT, try_truth
+
+READ: dict[str, list[Any]] = {
+    "gsm8k": ["18", 18, "1,018", "-5", "3.50", 0.5, " 7 ", "$12", "1 000", "42."],
+    "multiply": [56, "56", 56.0, "56.0", "1,056", "-7", 10**30],
+    "countdown": [
+        {"target": 24, "numbers": [3, 3, 8, 8]},
+        {"target": "13", "numbers": [6.0, 5, 2]},
+        {"target": 0, "numbers": [4, 4]},
+        {"target": 5, "numbers": [5]},
+        {"target": 99, "numbers": [1, 2, 3, 4, 5, 6]},
+    ],
+    "knights_knaves": [
+        {"names": ["Zoey", "Oliver"], "is_knight": [True, False]},
+        {"names": ["Mary Ann", "O'Neil", "Anne-Marie"], "is_knight": [False, False, True]},
+        {"names": ["X1", "José"], "is_knight": [1, 0]},
+    ],
+    "math": ["12", 12, 0.5, "42.", "$12.$", "**12**", r"\frac{1}{2}", r"\text{Monday}", "evil", "(1,2)", "[1,2)", "x=5"]
+    + [
+        "x^2+y^2=1",
+        "1,2",
+        ["12", "13"],
+        (r"\frac12", "0.5"),
+        "1010_2",
+        r"\emptyset",
+        r"\begin{pmatrix}1\\2\end{pmatrix}",
+    ]
+    + [r"30^\circ", r"12.5\%", r"\{1,2\}", "no solution", "ABC", "True", r"\boxed{5}", "½", "10\\,000", "-7"],
+}
+UNREAD: dict[str, list[Any]] = {
+    "gsm8k": ["", " ", "18 dollars", "1/2", "50%", "nan", "None", None, True, [18], {"a": 1}, float("nan"), "1,8", "x"],
+    "multiply": ["", 56.7, "56.7", True, None, "nan", "seven", [56], float("inf")],
+    "countdown": [
+        None,
+        "5",
+        {},
+        {"target": 5},
+        {"target": 5, "numbers": []},
+        {"target": 5, "numbers": ["two"]},
+        {"target": "five", "numbers": [2, 3]},
+        {"target": None, "numbers": [2, 3]},
+        {"target": 5, "numbers": [2.5, 2.5]},
+        {"target": 5, "numbers": [-2, 7]},
+        {"target": float("nan"), "numbers": [2, 3]},
+        {"goal": 5, "numbers": [2, 3]},
+    ],
+    "knights_knaves": [
+        None,
+        {"names": [], "is_knight": []},
+        {"names": ["Zoey"], "is_knight": ["False"]},
+        {"names": ["Zoey"], "is_knight": [True, False]},
+        {"names": ["Dr. Smith", "Bob"], "is_knight": [True, False]},
+        {"names": ["Bob", "bob"], "is_knight": [True, False]},
+        {"names": ["Ann and Bob"], "is_knight": [True]},
+        {"names": [7], "is_knight": [True]},
+        {"names": [""], "is_knight": [True]},
+    ],
+    "math": ["", "   ", r"\boxed{}", "{}", r"\frac{1}{", "}{", '{"a": 1}', "['1', '2']", "NaN", "None", "null"]
+    + [None, True, [], ["12", ""], {"a": 1}, float("nan")],
+}
+SAME = {"gsm8k/flexible": "gsm8k", "svamp": "gsm8k", "math_dapo": "math", "countdown/bare": "countdown"}
+TRUTHS = [(rule, truth) for rule in (*READ, *SAME) for truth in READ[SAME.get(rule, rule)]]
+NO_TRUTHS = [(rule, truth) for rule in (*UNREAD, *SAME) for truth in UNREAD[SAME.get(rule, rule)]]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.floats() | st.text(max_size=8) | st.sampled_from(["18", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["target", "numbers", "names", "is_knight"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(("rule", "truth"), TRUTHS)
+def test_a_truth_is_right_against_itself_and_nothing_is_not(rule: str, truth: Any) -> None:
+    result = try_truth(data_source=rule, ground_truth=truth, extra_info={})
+    assert result["score"] == 1.0
+    assert not result.get(AS_TEXT)
+    assert REWARDS[rule](rule, "I do not know.", truth, {}) == 0.0
+
+
+@pytest.mark.parametrize(("rule", "truth"), NO_TRUTHS)
+@pytest.mark.parametrize("response", ["", "#### 5", "<answer>5</answer>", r"\boxed{nan}", "Answer: None"])
+def test_a_truth_that_no_rule_can_read_fails_for_every_response(rule: str, truth: Any, response: str) -> None:
+    with pytest.raises(ValueError):
+        REWARDS[rule](rule, response, truth, {})
+    with pytest.raises(ValueError):
+        right_answer_of(rule)(truth)
+
+
+@settings(max_examples=300)
+@given(rule=st.sampled_from(["gsm8k", "multiply", "countdown", "knights_knaves"]), truth=ANYTHING)
+def test_any_value_is_right_against_itself_or_refused(rule: str, truth: Any) -> None:
+    try:
+        right = right_answer_of(rule)(truth)
+    except ValueError:
+        return
+    assert right is None or REWARDS[rule](rule, right, truth, {}) == 1.0
+
+
+def test_a_countdown_without_a_solution_is_no_row_to_learn_from() -> None:
+    with pytest.raises(ValueError, match=r"no expression of the numbers \[1, 1\] is 7"):
+        right_answer_of("countdown")({"target": 7, "numbers": [1, 1]})
+
+
+def test_truths_that_are_only_words_are_noticed() -> None:
+    assert reads_as_text("The answer is 12")
+    assert not any(reads_as_text(text) for text in ("12", "evil", "no solution", r"\text{Monday}", "x+y", "3 apples"))
+
+
+def test_any_of_several_accepted_answers_is_right() -> None:
+    math = REWARDS["math"]
+    assert [math("math", rf"\boxed{{{text}}}", ["12", "13"], {}) for text in ("12", "13", "14", "12,13")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+def test_every_rule_has_a_right_answer() -> None:
+    assert RIGHT_ANSWERS.keys() == REWARDS.keys()
+    assert {ANSWERS[name] for name in ANSWERS} == {ANSWERS[name] for name in (*READ, *SAME)}
+    assert (
+        reward_of("reasoning_gym/chain_sum") and right_answer_of("reasoning_gym/chain_sum")("5") == "<answer>5</answer>"
+    )
+    assert right_answer_of("lighteval/MATH") is RIGHT_ANSWERS["math"]
