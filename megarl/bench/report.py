@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from megarl.platform.screen import Screen
 
 COLUMNS = (
     "model",
@@ -83,7 +84,7 @@ def machine(device: str) -> dict[str, Any]:
     return described
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any], console: Screen) -> None:
     """Print the cases as a table."""
     cases = Table(*COLUMNS)
     for case in found["cases"]:
@@ -91,7 +92,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     describe(cases, found, console)
 
 
-def describe(cases: Table, found: dict[str, Any], console: Console) -> None:
+def describe(cases: Table, found: dict[str, Any], console: Screen) -> None:
     """Print a table, and below it how it was measured."""
     console.width = max(console.width, WIDTH)
     console.print(cases)

@@ -18,13 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.bench.options import reshard_parser
 from megarl.errors import UserError
 from megarl.platform.device import decide_device
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     elif options.markdown:
         print(report.markdown(found), end="")
     else:
-        report.show(found, Console())
+        report.show(found, Screen())
     return 0
 
 

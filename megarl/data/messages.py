@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
 from megarl.platform.secrets import beginning, redact
+from megarl.platform.terminal import visible
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer  # prompts are also checked without a tokenizer
@@ -124,7 +125,7 @@ def as_written(what: str, prompt: str | Sequence[Message]) -> str:
 
 
 def _quoted(text: str) -> str:
-    text = redact(text)  # before the cut: half a secret would not be recognised
+    text = visible(redact(text))  # before the cut: half a secret would not be recognised
     if len(text) > 2 * SHOWN_CHARACTERS:
         text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
     return "\n".join(f"  | {line}" for line in text.splitlines())

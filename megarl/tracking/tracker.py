@@ -5,7 +5,7 @@ Only one rank records. The others have a `NullTracker`, so that no caller checks
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from megarl.distributed.signals import Stopped
@@ -63,9 +63,10 @@ class Trackers:
             tracker.log_table(name, rows, step=step)
 
     def close(self, summary_rows: Sequence[Row] = (), *, ending: Ending = "finished") -> None:
-        """Finish the run in all trackers."""
-        for tracker in self._trackers:
-            tracker.close(summary_rows, ending=ending)
+        """Finish the run in all trackers, even if a tracker raises an error."""
+        with ExitStack() as closings:
+            for tracker in reversed(self._trackers):
+                closings.callback(tracker.close, summary_rows, ending=ending)
 
 
 @contextmanager

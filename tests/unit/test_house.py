@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
+SCREEN = Path("megarl/platform/screen.py")
 TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster")
 
 
@@ -83,6 +84,32 @@ def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
         if name.startswith(TESTS)
     }
     assert found == set()
+
+
+def test_no_text_reaches_a_terminal_as_markup(trees: dict[Path, ast.Module]) -> None:
+    """A `Screen` shows strings as they are written, and `plain` makes texts of rich."""
+    makers = {"rich.print", "rich.get_console", "rich.console.Console", "rich.text.Text", "rich.prompt.Prompt"}
+    ours = {path: tree for path, tree in trees.items() if path.parts[0] == "megarl"}
+    assert makers & set(imported(ours[SCREEN])) == {"rich.console.Console", "rich.text.Text"}
+    found = [
+        f"{path}: {name}"
+        for path, tree in ours.items()
+        if path != SCREEN
+        for name in imported(tree)
+        if name in makers - {"rich.text.Text"} or name.startswith("rich.markup")
+    ]
+    for path, tree in ours.items():
+        for node in ast.walk(tree) if path != SCREEN else ():
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            if (name == "Text" and (node.args or node.keywords)) or name.startswith("Text."):
+                found.append(f"{path}:{node.lineno}: {name}(...) instead of plain(...)")
+            if name.endswith("TextColumn") and all(ast.unparse(word) != "markup=False" for word in node.keywords):
+                found.append(f"{path}:{node.lineno}: {name} reads markup")
+            if any(ast.unparse(keyword) == "markup=True" for keyword in node.keywords):
+                found.append(f"{path}:{node.lineno}: markup=True")
+    assert found == []
 
 
 def test_prose_is_plain() -> None:
