@@ -35,6 +35,7 @@ def make_tokenizer(data: DataSection | SupervisedDataSection, model: ModelSectio
         data.tokenizer,
         chat_template=data.chat_template,
         apply_chat_template=data.apply_chat_template,
+        special_tokens_in_text=data.special_tokens_in_text,
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -170,6 +171,7 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
     reader = own and load_tokenizer(
         own,
         apply_chat_template=config.data.apply_chat_template,
+        special_tokens_in_text=config.data.special_tokens_in_text,
         trust_remote_code=critic.model.trust_remote_code,
     )
     logger.info("starting: the critic")

@@ -140,7 +140,8 @@ def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prom
     """Describe for people the prompt that this job reads first."""
     if config.trainer.val_only and val_prompts:
         return val_prompts.first_as_read(Position())
-    return prompts.first_as_read(state.position or prompts.position_of(state.step))
+    remark = f"\nvalidation:{val_prompts.remark}" if val_prompts and val_prompts.remark else ""
+    return prompts.first_as_read(state.position or prompts.position_of(state.step)) + remark
 
 
 def _make_job(

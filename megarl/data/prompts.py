@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megarl.batch import Prompt, Prompts
+from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.look import select_rows
@@ -38,16 +39,19 @@ class PromptDataset:
 
         Raises:
             UserError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
-                is longer than `max_prompt_length` unless the section says to cut or to drop it.
+                is longer than `max_prompt_length` unless the section says to cut or to drop it; a chat template has
+                written most of the prompts already, and the section does not say so.
         """
         self._section = section
         self._tokenizer = tokenizer
         self._columns = PromptColumns(section=section, needs=needs)
         self._rows = self._columns.open(files)
+        self._census = Census(tokenizer)
         self._kept = select_rows(self._rows, self._stays)
         if not len(self._kept):
             raise UserError(f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it")
         self.num_filtered = len(self._rows) - len(self._kept)
+        self.remark = self._census.conclude()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -84,6 +88,7 @@ class PromptDataset:
         if faults := list(self._columns.faults(row)):
             raise UserError("; ".join(f"column {fault}" for fault in faults))
         length, limit = len(self._encode(row)), self._section.max_prompt_length
+        self._census.see(row[self._section.prompt_key])
         if length <= limit or self._section.filter_overlong_prompts:
             return length <= limit
         if self._section.truncation == "error":
@@ -135,10 +140,15 @@ class PromptStream:
         """The number of prompts, and the number of dropped prompts, for a table."""
         return {"prompts": len(self._dataset), "left out": self._dataset.num_filtered}
 
+    @property
+    def remark(self) -> str:
+        """A line about all rows; empty if there is nothing to say."""
+        return self._dataset.remark
+
     def first_as_read(self, position: Position) -> str:
-        """Describe how the model reads the prompt at `position`."""
+        """Describe how the model reads the prompt at `position`, and remark on all rows."""
         prompts, _ = self.take(position, 1)
-        return self._dataset.as_read(prompts.prompts[0])
+        return f"{self._dataset.as_read(prompts.prompts[0])}{self.remark}"
 
     def position_of(self, step: int) -> Position:
         """Return the position after `step` batches."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
 from megarl.errors import UserError
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture
@@ -63,6 +63,7 @@ class Source:
         *,
         chat_template: str | None = None,
         apply_chat_template: bool | None = None,
+        special_tokens_in_text: Spelling = "split",
         trust_remote_code: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
@@ -74,6 +75,7 @@ class Source:
             path or str(self.directory),
             chat_template=chat_template,
             apply_chat_template=apply_chat_template,
+            special_tokens_in_text=special_tokens_in_text,
             trust_remote_code=trust_remote_code,
         )
         if tokenizer.vocab_size > self.architecture.vocab_size:

@@ -19,7 +19,7 @@ from megarl.config.load import load_config
 from megarl.config.report import show_plan
 from megarl.data.messages import as_read, as_written
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor import Finding
+from megarl.platform.finding import Finding
 from megarl.platform.log import keep_in
 from megarl.platform.screen import Screen
 from megarl.platform.terminal import visible
