@@ -27,7 +27,8 @@ class DataSection:
     val_batch_size: Count | None = None
     """Prompts per validation batch, over all ranks; null = all at once."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place."""
+    """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place. The token
+    that begins a text and the template's beginning of the response stay."""
     filter_overlong_prompts: bool = False
     """Drop over-long prompts from the data set instead."""
     shuffle: bool = True

@@ -1,6 +1,7 @@
 """Turns a prompt into tokens: messages by the chat template, or a text as it is."""
 
 from collections.abc import Iterator, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
@@ -95,6 +96,19 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     if not token_ids:
         raise UserError("the prompt has no token")
     return token_ids
+
+
+def frame(prompt: Any, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
+    """Return how many tokens of an encoded prompt begin a sequence, and how many begin the response.
+
+    They are 1 for a beginning-of-sequence token, else 0, and the length of the template's generation prompt.
+    """
+    begin = int(bool(token_ids) and token_ids[0] == tokenizer.bos_token_id)
+    messages = as_messages(prompt, tokenizer)
+    if messages is None:
+        return begin, 0
+    complete = tokenizer.chat(messages, is_complete=True)
+    return begin, len(token_ids) - len(commonprefix([list(token_ids), complete]))
 
 
 def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
