@@ -3,8 +3,10 @@
 The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +33,8 @@ REMEDY = (
 )
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
+RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+"""What draws random numbers in a Jinja template."""
 Spelling = Literal["split", "allow", "error"]
 """What becomes of the name of a special token in a text: letters, the token, or an error."""
 
@@ -45,6 +49,7 @@ class Tokenizer:
         source: str,
         apply_chat_template: bool | None = None,
         special_tokens_in_text: Spelling = "split",
+        now: datetime | None = None,
     ) -> None:
         """Wrap a tokenizer that was loaded from `source`; the other arguments are those of `load_tokenizer`."""
         if tokenizer.eos_token_id is None:
@@ -60,6 +65,12 @@ class Tokenizer:
                 f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
                 "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
+        if self.has_template and (found := RANDOM.search(str(tokenizer.chat_template))):
+            raise UserError(
+                f"the chat template of {source} draws random numbers ({found[0].strip()}), so a row would have other "
+                "tokens in each run and on each rank: set data.chat_template to a template that does not"
+            )
+        self.now = now or datetime.now().replace(microsecond=0)
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.pad_token_id: int | None = tokenizer.pad_token_id
@@ -149,7 +160,10 @@ class Tokenizer:
         try:
             with computing_at_most(TEMPLATE_SECONDS):
                 text: str = self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    strftime_now=self.now.strftime,
                 )
         except TemplateError as error:
             raise UserError(f"{template} refuses the messages: {error}") from error
@@ -210,6 +224,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     apply_chat_template: bool | None = None,
     special_tokens_in_text: Spelling = "split",
+    now: datetime | None = None,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
     """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
@@ -220,6 +235,7 @@ def load_tokenizer(
         apply_chat_template: whether prompts go through the template; None: lists of messages do, if it exists.
         special_tokens_in_text: what becomes of the name of a special token in a text that no template wrote: letters
             (split), the token (allow), or an error.
+        now: the local time that the template sees; None: the present.
         trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
@@ -243,6 +259,7 @@ def load_tokenizer(
         source=redact(path),
         apply_chat_template=apply_chat_template,
         special_tokens_in_text=special_tokens_in_text,
+        now=now,
     )
 
 

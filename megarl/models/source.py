@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class Source:
         chat_template: str | None = None,
         apply_chat_template: bool | None = None,
         special_tokens_in_text: Spelling = "split",
+        now: datetime | None = None,
         trust_remote_code: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
@@ -76,6 +78,7 @@ class Source:
             chat_template=chat_template,
             apply_chat_template=apply_chat_template,
             special_tokens_in_text=special_tokens_in_text,
+            now=now,
             trust_remote_code=trust_remote_code,
         )
         if tokenizer.vocab_size > self.architecture.vocab_size:
