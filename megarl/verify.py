@@ -63,7 +63,7 @@ def keep_stdout_for_the_report() -> None:
     """Redirect everything that libraries print, from any language, to the standard error."""
     report = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(report, "w")
+    sys.stdout = os.fdopen(report, "w", encoding="utf-8")
     outlive_readers()
 
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def read_status(directory: Path) -> dict[str, Any]:
     """Return the content of the run's status file; empty if there is none."""
     try:
-        found = json.loads((directory / STATUS_FILE).read_text())
+        found = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -81,7 +81,7 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
     workload = Workload(model="llama-3m", lengths="ragged", algorithm="grpo", num_prompts=8, num_responses=4)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         directory = Path(name)
-        (directory / "slow.py").write_text(SLOW)
+        (directory / "slow.py").write_text(SLOW, encoding="utf-8")
         arguments = [
             *workload.write(directory),
             "custom_reward_function.path=null",

@@ -186,7 +186,7 @@ def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
 
 def _write_config(case: Case) -> str:
     directory = tempfile.mkdtemp(prefix="megarl-bench-")
-    Path(directory, "config.json").write_text(json.dumps(MODELS[case.model]))
+    Path(directory, "config.json").write_text(json.dumps(MODELS[case.model]), encoding="utf-8")
     return directory
 
 

@@ -70,7 +70,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def machine(device: str) -> dict[str, Any]:
     """Return the machine and the time of a measurement."""
-    processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     described = {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": processor[1] if processor else platform.machine(),
@@ -103,7 +103,7 @@ def describe(cases: Table, found: dict[str, Any], console: Screen) -> None:
 def markdown(found: dict[str, Any]) -> str:
     """Return the page of results."""
     cases = table(COLUMNS, map(_row, found["cases"]))
-    template = files("megarl.bench").joinpath("reshard.md").read_text()
+    template = files("megarl.bench").joinpath("reshard.md").read_text(encoding="utf-8")
     return template.format(table=cases, **{title: line(found[title]) for title in ("command", "machine", "versions")})
 
 

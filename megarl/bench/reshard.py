@@ -68,22 +68,26 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(MODELS[case.model]))
-        (directory / "case.json").write_text(json.dumps(asdict(case)))
+        (directory / "config.json").write_text(json.dumps(MODELS[case.model]), encoding="utf-8")
+        (directory / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         for what, settings in (("times", {}), ("peaks", memory.ENVIRONMENT)):
             command = [sys.executable, "-m", "megarl.bench.case", name, what]
             with ExitStack() as stack:
                 output = sys.stderr
                 if logs:
                     logs.mkdir(parents=True, exist_ok=True)
-                    output = stack.enter_context((logs / f"{case.model}_{case.layout}_{what}.log").open("w"))
+                    output = stack.enter_context(
+                        (logs / f"{case.model}_{case.layout}_{what}.log").open("w", encoding="utf-8")
+                    )
                 done = subprocess.run(command, env=environment | settings, stdout=output, stderr=output, check=False)
             if done.returncode:
                 raise UserError(
                     f"{case.model} {case.layout}: measuring {what} failed with exit code {done.returncode}; the ranks' "
                     f"own messages are {f'in {logs}' if logs else 'above'}"
                 )
-        times, peaks = (json.loads((directory / f"{what}.json").read_text()) for what in ("times", "peaks"))
+        times, peaks = (
+            json.loads((directory / f"{what}.json").read_text(encoding="utf-8")) for what in ("times", "peaks")
+        )
     return {"case": asdict(case), "ranks": [one | other for one, other in zip(times, peaks, strict=True)]}
 
 

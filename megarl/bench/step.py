@@ -94,12 +94,12 @@ def measure(
     model = workload.model_in(directory)
     settings = {"model": str(model), "samples": str(last / "samples" / f"step_{WARM_UP + options.repeats}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
-    (directory / "peers.json").write_text(json.dumps(settings))
+    (directory / "peers.json").write_text(json.dumps(settings), encoding="utf-8")
     for peer in PEERS:
         run_module("megarl.bench.step_peers", peer, str(directory))
-    peers = {peer: json.loads((directory / f"{peer}.json").read_text()) for peer in PEERS}
+    peers = {peer: json.loads((directory / f"{peer}.json").read_text(encoding="utf-8")) for peer in PEERS}
     peers["host"] = asdict(engine_cost.measure(options.dtype))
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return {
         "machine": report.machine("cpu"),
         "versions": versions(),

@@ -67,7 +67,7 @@ class Trl:
             [PYTHON, "-m", "megarl.bench.peer_trl", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         self.versions: dict[str, str] = self._answer()
 

@@ -249,7 +249,7 @@ def load_tokenizer(
         tokenizer = load_sentencepiece(place)
         template = place.with_name(TEMPLATE)
         if template.exists():
-            tokenizer.chat_template = template.read_text()
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
     else:
         tokenizer = _load_pretrained(place, named=path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
@@ -295,4 +295,4 @@ def _read_template(chat_template: str) -> str:
     place = Path(chat_template)
     if not place.is_file():
         raise UserError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
-    return place.read_text()
+    return place.read_text(encoding="utf-8")

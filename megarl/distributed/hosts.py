@@ -125,7 +125,7 @@ def announce(path: Path, port: int) -> tuple[str, int]:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps([addresses, port]))
+    part.write_text(json.dumps([addresses, port]), encoding="utf-8")
     part.replace(path)
     return (addresses or ["127.0.0.1"])[0], port
 
@@ -139,7 +139,7 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
     reports, until, found = WaitReports(launch), time.monotonic() + timeout_s, ""
     while time.monotonic() < until:
         try:
-            found = path.read_text()
+            found = path.read_text(encoding="utf-8")
         except OSError:
             found = ""
         addresses, port = json.loads(found) if found else ([], 0)

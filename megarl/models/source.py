@@ -117,7 +117,9 @@ class Source:
         generation = self.directory / "generation_config.json"
         if generation.exists() and not self.architecture.scalar_head:
             shutil.copy(generation, directory)
-        (directory / "config.json").write_text(json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2))
+        (directory / "config.json").write_text(
+            json.dumps({**self.hf_config, "torch_dtype": dtype}, indent=2), encoding="utf-8"
+        )
 
 
 def _check_weights(directory: Path, architecture: Architecture) -> None:

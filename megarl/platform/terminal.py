@@ -72,7 +72,7 @@ def _outliving(stream: TextIO) -> TextIO:
     outliving = Outliving(
         stream.buffer,
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # of a terminal without all letters, and of halves of characters
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -37,7 +37,7 @@ def stop_token_ids(model_dir: Path, tokenizer_eos: int | None) -> list[int]:
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         file = model_dir / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
         if declared is not None:
             ids.update([declared] if isinstance(declared, int) else declared)
             break

@@ -112,6 +112,34 @@ def test_no_text_reaches_a_terminal_as_markup(trees: dict[Path, ast.Module]) -> 
     assert found == []
 
 
+def opens_text(call: ast.Call) -> bool:
+    """Return whether a call reads or writes text, unless it only seems to."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if name in ("read_text", "write_text"):
+        return bool(owner)  # a function of this name may be ours
+    if owner == "subprocess":
+        return any(ast.unparse(word) in ("text=True", "universal_newlines=True") for word in call.keywords)
+    words = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    modes = [mode for mode in modes if set(mode) <= set("rwaxbt+")]
+    if name not in ("open", "fdopen") or any("b" in mode for mode in modes):
+        return False
+    return bool(modes) or (name == "open" and not owner)
+
+
+def test_no_text_is_read_by_the_encoding_of_a_locale(trees: dict[Path, ast.Module]) -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        if path.parts[0] in ("megarl", "scripts")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and opens_text(node) and all(word.arg != "encoding" for word in node.keywords)
+    ]
+    assert found == []
+
+
 def test_prose_is_plain() -> None:
     """The script knows the crudest habits only; an exception or two may be right."""
     counts = [line.split(maxsplit=1) for line in succeed(sys.executable, "scripts/prose.py", timeout_s=60).splitlines()]
