@@ -12,7 +12,7 @@ from megarl.tracking.config import TrainerSection
 
 
 def template_time(trainer: TrainerSection) -> datetime:
-    """Return the local time at which the run began, in full seconds; the present for a new run. Collective.
+    """Return the local time of the first start, in full seconds; the present for a new run. Collective.
 
     Raises:
         UserError: the checkpoint that the run resumes from is missing or damaged.

@@ -40,7 +40,7 @@ class PromptDataset:
         Raises:
             UserError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
                 is longer than `max_prompt_length` unless the section says to cut or to drop it; a chat template has
-                written most of the prompts already, and the section does not say so.
+                written most of the prompts already, and the section would read them otherwise.
         """
         self._section = section
         self._tokenizer = tokenizer

@@ -34,9 +34,9 @@ REMEDY = (
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
-"""What draws random numbers in a Jinja template."""
+"""Sources of random numbers in a Jinja template."""
 Spelling = Literal["split", "allow", "error"]
-"""What becomes of the name of a special token in a text: letters, the token, or an error."""
+"""Readings of the name of a special token in a text: as letters, as the token, or as an error."""
 
 
 class Tokenizer:

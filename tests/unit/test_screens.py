@@ -43,7 +43,7 @@ TEXTS = {
     "a\u202eb\u2066c": r"a\u202eb\u2066c",
     "a\u2028b": r"a\u2028b",
 }
-"""What a model, a file or a user may write -> what a person sees."""
+"""Text of a model, a file or a user -> the text on a screen."""
 
 
 def console(text: str, directory: Path, *, terminal: bool = False) -> str:
