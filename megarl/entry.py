@@ -22,7 +22,7 @@ from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.log import keep_in, show_on_console
 from megarl.platform.quiet import silence_imports
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import COMMAND, outlive_readers
+from megarl.platform.terminal import COMMAND, outlive_readers, visible
 from megarl.platform.versions import running
 from megarl.section import flatten
 from megarl.tracking.config import TrainerSection
@@ -98,7 +98,7 @@ def run(
             print(error, file=sys.stderr)
         sys.exit(2)
     except UserError as error:
-        sys.exit(redact(f"megarl: rank {rank}: {error}"))
+        sys.exit(visible(redact(f"megarl: rank {rank}: {error}")))
     if keeps_log:
         keep_in(Path(config.trainer.default_local_dir), launch.rank)
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)

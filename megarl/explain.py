@@ -27,6 +27,7 @@ from megarl.config.reference import REQUIRED, ROOTS, Key, keys_of, sections_of
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
 from megarl.config.unread import shown
 from megarl.platform.secrets import guard_output, redacted
+from megarl.platform.terminal import visible
 from megarl.section import flatten
 
 LOADERS: Mapping[type, Callable[..., Any]] = {
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         found = Values.read(root, configuration)
         lines = [line for name in names for line in explain(name, root, found)]
         for line in lines or (written(root, found) if configuration else contents(root)):
-            print(line)
+            print(visible(line))
         if found.faults:
             raise ConfigError(found.faults)
     except ConfigError as error:

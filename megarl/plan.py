@@ -8,8 +8,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megarl.cli.command import parse
 from megarl.cli.commands import PLAN
 from megarl.config.faults import ConfigError
@@ -18,6 +16,7 @@ from megarl.config.report import show_plan
 from megarl.config.trial import find_architectures
 from megarl.errors import UserError
 from megarl.platform.quiet import silence_imports
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output, redact
 
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(json.dumps(to_dict(plan)))
     else:
         show_plan(plan.workload.config)
-        show(plan, Console())
+        show(plan, Screen())
     return 1 if plan.shortfalls or plan.host_missing else 0
 
 

@@ -51,7 +51,7 @@ def train(config: SFTConfig, launch: Launch) -> None:
     from megarl.training.supervised import Lessons, mean_loss
 
     data, source = config.data, Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source)
+    tokenizer = make_tokenizer(data, config.model, source, config.trainer)
     budget = Budget(max_tokens=config.max_token_len_per_gpu, max_sequences=data.micro_batch_size)
     val_pairs = PairStream(data, data.val_files, tokenizer) if data.val_files else None
     name, role = POLICY_ROLE

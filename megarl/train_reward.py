@@ -53,7 +53,7 @@ def train(config: RewardTrainConfig, launch: Launch) -> None:
     from megarl.training.supervised import Lessons, preference_metrics
 
     data, source = config.data, Source.read(config.model)
-    tokenizer = make_tokenizer(data, config.model, source)
+    tokenizer = make_tokenizer(data, config.model, source, config.trainer)
     reader = Conversations(tokenizer=tokenizer, pad_token_id=source.pad_token_id(tokenizer), max_length=data.max_length)
     budget = Budget(
         max_tokens=config.max_token_len_per_gpu,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
@@ -30,6 +29,7 @@ from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.errors import UserError
+from megarl.platform.screen import Screen, labelled
 from megarl.platform.terminal import outlive_readers
 from megarl.tracking.config import TrainerSection
 
@@ -63,7 +63,7 @@ def keep_stdout_for_the_report() -> None:
     """Redirect everything that libraries print, from any language, to the standard error."""
     report = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(report, "w")
+    sys.stdout = os.fdopen(report, "w", encoding="utf-8")
     outlive_readers()
 
 
@@ -147,10 +147,10 @@ def show(report: Mapping[str, Any]) -> None:
     )
     table.add_row("memory of a sync", f"{report['peak_extra_bytes']:,} bytes in addition to both models")
     table.add_row("seconds of a sync", f"{report['seconds']:.4f}")
-    console = Console()
+    console = Screen()
     console.print(table)
     for fault in report["faults"]:
-        console.print(f"[red]wrong:[/] {fault}", highlight=False)
+        console.print(labelled("wrong:", fault, "red"))
     console.print("ok" if report["ok"] else "not ok")
 
 

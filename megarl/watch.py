@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -21,6 +21,8 @@ from rich.text import Text
 from megarl.cli.command import parse
 from megarl.cli.commands import WATCH
 from megarl.errors import UserError
+from megarl.platform.screen import Screen, plain
+from megarl.platform.terminal import visible
 from megarl.report.read import Points, Run, read_run
 from megarl.report.verdict import score_of, verdict
 from megarl.tracking.names import KL, LEARNT, REWARD
@@ -36,7 +38,7 @@ MAX_TEXT = 600  # characters of a prompt or response shown
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Show the run until it ends or the user stops watching."""
-    directory, console = parse(WATCH, argv)["run"], Console()
+    directory, console = parse(WATCH, argv)["run"], Screen()
     try:
         if not console.is_terminal:
             console.print(picture(read_run(directory), read_status(directory), time.time()))
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def read_status(directory: Path) -> dict[str, Any]:
     """Return the content of the run's status file; empty if there is none."""
     try:
-        found = json.loads((directory / STATUS_FILE).read_text())
+        found = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -66,8 +68,8 @@ def read_status(directory: Path) -> dict[str, Any]:
 def picture(run: Run, status: dict[str, Any], now: float) -> RenderableType:
     """Return the state of a run at the Unix time `now`, drawn for a terminal."""
     return Group(
-        Text(f"{run.name}  {headline(run, status, now)}", style="bold"),
-        Text(verdict(run)),
+        plain(f"{run.name}  {headline(run, status, now)}", "bold"),
+        plain(verdict(run)),
         _curves(run),
         *map(_sample, _samples(run)[:1]),
     )
@@ -102,7 +104,7 @@ def _curves(run: Run) -> Table:
         curves.insert(0, ("validation", score.points))
     for title, points in curves:
         if points:
-            table.add_row(title, Text(sparkline(points), style="cyan"), f"{points[0][1]:.4g} -> {points[-1][1]:.4g}")
+            table.add_row(title, plain(sparkline(points), "cyan"), f"{points[0][1]:.4g} -> {points[-1][1]:.4g}")
     return table
 
 
@@ -123,7 +125,7 @@ def _sample(pair: Pair) -> Panel:
     text = Text()
     for title, content, score in rows:
         text.append(f"{title}{'' if score is None else f' (score {score:.4g})'}\n", style="bold")
-        text.append(f"{content[:MAX_TEXT]}\n")
+        text.append(f"{visible(content[:MAX_TEXT])}\n")
     text.rstrip()
     return Panel(text, title="a validation sample", title_align="left")
 

@@ -116,7 +116,7 @@ def call(name: str, *command: object, log: Path) -> None:
     """Run `python COMMAND`, append its output to `log`, and exit if it fails."""
     words = list(map(str, command))
     print(f"{name}: python {shlex.join(words)}", flush=True)
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environ, stdout=file, stderr=file).returncode
     if code:
@@ -171,7 +171,7 @@ def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num
         rows.append(f"| {met['number'] + 1} | {place} | {met['rank']} | {resumed} |")
     heads = ("kill", "step", "phase", "rank", "resumed from checkpoint", "after seconds")
     table = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows]
-    (out / "table.md").write_text("\n".join(table) + "\n")
+    (out / "table.md").write_text("\n".join(table) + "\n", encoding="utf-8")
     print("\n".join(table))
     summary: dict[str, Any] = {
         "kills": len(rows),
@@ -180,7 +180,7 @@ def report(out: Path, faults: Faults, odd: Sequence[str], *, num_kills: int, num
         "differences": list(odd),
         "versions": versions(),
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=2))
     return int(bool(odd) or len(rows) < num_kills)
 

@@ -36,7 +36,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Run the stages that are left and fit into the time, and write the page."""
     options = _parser().parse_args(argv)
     if options.page:
-        PAGE.write_text(page(read(options.out) if options.out else {}, num_devices=options.devices or 1))
+        PAGE.write_text(
+            page(read(options.out) if options.out else {}, num_devices=options.devices or 1), encoding="utf-8"
+        )
         return 0
     if options.out is None:
         raise SystemExit("gpu_check: --out names the directory of the results")
@@ -46,9 +48,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     left = run(site, chosen, budget_s=options.budget_s or (math.inf if site.rehearses else BUDGET_S))
     results = read(site.out)
     text = page(results, num_devices=num_devices)
-    (site.out / "gpu.md").write_text(text)
+    (site.out / "gpu.md").write_text(text, encoding="utf-8")
     if not site.rehearses:
-        PAGE.write_text(text)
+        PAGE.write_text(text, encoding="utf-8")
     print(text)
     failed = [stage.name for stage in chosen if stage.name in results and not results[stage.name]["done"]]
     if failed:
@@ -68,7 +70,7 @@ def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
     end, left = time.monotonic() + budget_s, []
     for stage in chosen:
         path = site.out / "results" / f"{stage.name}.json"
-        if path.exists() and json.loads(path.read_text())["done"]:
+        if path.exists() and json.loads(path.read_text(encoding="utf-8"))["done"]:
             continue
         limit_s, remaining_s = stage.limit_s * (PATIENCE if site.rehearses else 1), end - time.monotonic()
         if remaining_s < limit_s / 2:
@@ -90,7 +92,7 @@ def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
 def read(out: Path) -> dict[str, dict[str, Any]]:
     """Return the results in a directory, in the order of the stages."""
     paths = {stage.name: out / "results" / f"{stage.name}.json" for stage in stages()}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
 def choose(names: str | None) -> list[Stage]:

@@ -52,7 +52,9 @@ def main() -> None:
 
 def read_layers() -> list[list[str]]:
     """Return the rooms of each layer of pyproject.toml, the highest layer first; all commands are one room."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     rooms = [[word.strip(" ()") for word in layer.replace("|", ":").split(":")] for layer in layers]
     return [[COMMANDS], *rooms[1:]]
@@ -315,8 +317,8 @@ def _arrow(axes: Any, begin: Any, end: Any, *, color: str, ls: str = "-") -> Fan
 def _save(path: Path) -> None:
     plt.savefig(path, metadata={"Date": None}, facecolor="white")
     plt.close()
-    lines = (line.rstrip() for line in path.read_text().splitlines())
-    path.write_text("\n".join(lines) + "\n")
+    lines = (line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

@@ -62,14 +62,15 @@ class Finding(NamedTuple):
 
 def tracked_files(paths: Iterable[str]) -> list[Path]:
     """Return the tracked Python and Markdown files below `paths`."""
-    listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    command = ["git", "ls-files", "-z", *paths]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     files = [ROOT / name for name in listed.stdout.split("\0") if name.endswith((".py", ".md"))]
     return [file for file in files if file.is_file()]
 
 
 def texts_of(path: Path) -> Iterator[Text]:
     """Yield the prose of a file."""
-    content = path.read_text()
+    content = path.read_text(encoding="utf-8")
     yield from _texts_of_markdown(path, content) if path.suffix == ".md" else _texts_of_python(path, content)
 
 

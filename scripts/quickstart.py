@@ -229,7 +229,7 @@ def summarize(out: Path, task: Task, seconds: float) -> None:
         "seconds": round(seconds, 1),
         "rollout_probs_diff_max": max(row.get("training/rollout_probs_diff_max", 0.0) for row in rows),
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2))
+    (out / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     plot_curves(curves, out / "curves.png")
     print(json.dumps(summary, indent=2))
     print(f"curves  {out}/curves.png\nactor   {out}/actor (a Hugging Face directory)")

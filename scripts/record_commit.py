@@ -14,8 +14,8 @@ def write_commit(directory: str) -> None:
     """Write the commit of this checkout into a package under `directory`; nothing if this is no checkout."""
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        Path(directory, COMMIT_FILE).write_text(commit)
+        commit = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+        Path(directory, COMMIT_FILE).write_text(commit, encoding="utf-8")
 
 
 class BuildWithCommit(build_py):

@@ -42,7 +42,7 @@ def metrics() -> Iterator[str]:
 def configuration() -> Iterator[str]:
     """Yield the paragraphs of docs/configuration.md: those above the mark stay as they are in the file."""
     mark = WRITTEN_BY.format(page="configuration")
-    yield (DOCS / "configuration.md").read_text().partition(mark)[0].strip()
+    yield (DOCS / "configuration.md").read_text(encoding="utf-8").partition(mark)[0].strip()
     yield mark
     yield "## Contents"
     found = parts()
@@ -100,8 +100,8 @@ def main() -> None:
     for page in options.pages or PAGES:
         path = DOCS / f"{page}.md"
         if not options.check:
-            path.write_text(content(page))
-        elif not path.is_file() or path.read_text() != content(page):
+            path.write_text(content(page), encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != content(page):
             sys.exit(f"docs/{page}.md differs from the code: run `python scripts/reference.py {page}`")
 
 

@@ -62,8 +62,8 @@ def own_lines(algorithm: str) -> dict[str, Any]:
     """Return the algorithm's own settings, from its file in `configs/`, with the sizes of this budget."""
     if (file := ALGORITHMS[algorithm]) is None:
         return {}
-    tree = yaml.safe_load((ROOT / "configs" / file).read_text())
-    base = yaml.safe_load((ROOT / BASE).read_text())
+    tree = yaml.safe_load((ROOT / "configs" / file).read_text(encoding="utf-8"))
+    base = yaml.safe_load((ROOT / BASE).read_text(encoding="utf-8"))
     actor, settings = tree["actor_rollout_ref"]["actor"], tree["algorithm"]
     responses = 1 if tree["actor_rollout_ref"]["rollout"]["n"] == 1 else GROUP - has_greedy_response(settings)
     if "overlong_buffer" in settings:  # the same share of the longest response
@@ -89,7 +89,7 @@ def command_of(algorithm: str, seed: int, out: Path, *, steps: int) -> list[str]
     responses = own["actor_rollout_ref"]["rollout"]["n"] + has_greedy_response(own["algorithm"]) if own else 1
     file = out / "algorithms" / f"{slug(algorithm)}.yaml"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(yaml.safe_dump(own, sort_keys=False))
+    file.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
     return [
         *("-m", "megarl.train", BASE, str(file)),
         *of_one_process(seed, out / f"seed{seed}", steps=steps),

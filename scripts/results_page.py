@@ -81,7 +81,7 @@ def write_page(
         versions=_versions(),
         lines="\n".join(f"| {name} | {_as_keys(own)} |" for name, own in lines.items()),
     )
-    (docs / "results.md").write_text(page)
+    (docs / "results.md").write_text(page, encoding="utf-8")
     print(docs / "results.md")
 
 
@@ -139,7 +139,9 @@ def score_at(run: Result, number: int) -> float:
 
 def _machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    found = re.search(
+        r"^model name\s*:\s*(.*)$", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "", re.MULTILINE
+    )
     return f"{os.cpu_count()} cores" + (f" of {found[1]}" if found else "")
 
 

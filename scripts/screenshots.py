@@ -110,12 +110,14 @@ def photograph_console(command: Sequence[str], moment: str, path: Path) -> None:
     console.print(Text.from_ansi(shown.rstrip()))
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "console.html"
-        page.write_text(console.export_html(theme=MONOKAI, code_format=PAGE, inline_styles=True))
+        page.write_text(console.export_html(theme=MONOKAI, code_format=PAGE, inline_styles=True), encoding="utf-8")
         photograph(page.as_uri(), path, width=9 * COLUMNS, height=20 * shown.rstrip().count("\n") + 80)
 
 
 def _tmux(*arguments: str) -> str:
-    return subprocess.run([str(shutil.which("tmux")), *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [str(shutil.which("tmux")), *arguments], check=True, capture_output=True, encoding="utf-8"
+    ).stdout
 
 
 def _wait_for(url: str) -> None:

@@ -114,7 +114,7 @@ def run(key: Key, command: list[str], directory: Path, measure: Measure) -> Resu
     name, seed = key
     result = Result(algorithm=name, seed=seed, command=command, seconds=seconds, curve=curve)
     part = directory / "result.part"
-    part.write_text(json.dumps(asdict(result)))
+    part.write_text(json.dumps(asdict(result)), encoding="utf-8")
     part.replace(directory / "result.json")
     return result
 
@@ -132,14 +132,14 @@ def slug(name: str) -> str:
 def read_result(directory: Path, command: list[str]) -> Result | None:
     """Return the result of this very command; None if it has not finished."""
     file = directory / "result.json"
-    found = Result(**json.loads(file.read_text())) if file.exists() else None
+    found = Result(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
     return found if found and found.command == command else None
 
 
 def execute(arguments: Sequence[str], log: Path) -> float:
     """Run Python with `arguments`, on one core; return the seconds it took. Raise RuntimeError if it fails."""
     start = time.perf_counter()
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
@@ -148,7 +148,7 @@ def execute(arguments: Sequence[str], log: Path) -> float:
             stderr=subprocess.STDOUT,
         )
     if process.returncode:
-        end = "\n".join(log.read_text().splitlines()[-15:])
+        end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
         raise RuntimeError(f"ended with code {process.returncode}; {log} ends\n{end}")
     return time.perf_counter() - start
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.algorithms.config import EXACT, KLEstimator
 from megarl.algorithms.kl import Divergence
+from megarl.assembly.clock import template_time
 from megarl.config.learning_checks import actor_updates
 from megarl.config.policy import ActorSection, CriticSection
 from megarl.config.root import Config
@@ -21,6 +22,7 @@ from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection
 from megarl.models.source import Source
+from megarl.tracking.config import TrainerSection
 from megarl.training.objectives import ActorObjective, CriticObjective, mark
 from megarl.training.own import OwnLoss
 from megarl.training.ptx import Supervision
@@ -30,12 +32,16 @@ from megarl.training.skips import Skips
 logger = logging.getLogger(__name__)
 
 
-def make_tokenizer(data: DataSection | SupervisedDataSection, model: ModelSection, source: Source) -> Tokenizer:
-    """Load the tokenizer that `data` names, by default the tokenizer of the model in `source`."""
+def make_tokenizer(
+    data: DataSection | SupervisedDataSection, model: ModelSection, source: Source, trainer: TrainerSection
+) -> Tokenizer:
+    """Load the tokenizer that `data` names, by default that of the model in `source`, for the run of `trainer`."""
     return source.tokenizer(
         data.tokenizer,
         chat_template=data.chat_template,
         apply_chat_template=data.apply_chat_template,
+        special_tokens_in_text=data.special_tokens_in_text,
+        now=template_time(trainer),
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -171,6 +177,8 @@ def make_critic(config: Config, mesh: Mesh, tokenizer: Tokenizer, *, last_step: 
     reader = own and load_tokenizer(
         own,
         apply_chat_template=config.data.apply_chat_template,
+        special_tokens_in_text=config.data.special_tokens_in_text,
+        now=tokenizer.now,
         trust_remote_code=critic.model.trust_remote_code,
     )
     logger.info("starting: the critic")

@@ -26,6 +26,7 @@ from megarl.checkpoint.find import find_checkpoint, last_intact
 from megarl.checkpoint.mirror import Mirror
 from megarl.checkpoint.remote import Remote
 from megarl.checkpoint.state import State
+from megarl.checkpoint.template_time import TIME_FILE, recorded_time
 from megarl.config.load import to_yaml
 from megarl.config.report import own_code
 from megarl.config.root import Config, SupervisedConfig
@@ -202,7 +203,10 @@ def checkpoint_texts(
         CODE_FILE: json.dumps(code, indent=1),
         INPUTS_FILE: json.dumps(inputs, indent=1),
     }
-    return texts | known_run_ids(Path(config.trainer.default_local_dir))
+    run_dir = Path(config.trainer.default_local_dir)
+    if time := recorded_time(run_dir):
+        texts[TIME_FILE] = time.isoformat()
+    return texts | known_run_ids(run_dir)
 
 
 def _sizes(learners: Mapping[str, Learner]) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,7 @@ def make_reward(
         )
     trusted = section.model.trust_remote_code
     reader = Conversations(
-        tokenizer=policy if given is None else source.tokenizer(trust_remote_code=trusted),
+        tokenizer=policy if given is None else source.tokenizer(now=policy.now, trust_remote_code=trusted),
         pad_token_id=source.hf_config.get("pad_token_id"),
         max_length=section.max_length or source.architecture.max_position_embeddings,
     )

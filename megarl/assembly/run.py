@@ -36,12 +36,14 @@ from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.state import State
 from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.template_time import record_time
 from megarl.config.faults import ConfigError
 from megarl.config.learning_checks import learning_faults
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.data.prompts import PromptStream
 from megarl.data.tokenizer import Tokenizer
+from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
 from megarl.errors import UserError
@@ -92,7 +94,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     name_own_code(config)
     check_directories(own_trainer)
     source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config.data, policy.model, source)
+    tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
     prompts, val_prompts = training_prompts(config, tokenizer), validation_prompts(config, tokenizer)
     rules = make_rules(config, tokenizer, source)
     estimator, loss = load_estimator(config.algorithm), load_loss(policy.actor.policy_loss)
@@ -107,6 +109,8 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     if resume_point.is_at(last_step) and continues:
         finish_records(config, launch, resume_point, last_step=last_step)
         return None
+    if continues:
+        on_first_rank(lambda: record_time(Path(trainer.default_local_dir), tokenizer.now))
     if launch.rank == 0 and not replay:
         logger.info(_first_as_read(config, state, prompts, val_prompts))
     engine = None if replay else make_engine(config, source, tokenizer)
@@ -144,7 +148,8 @@ def _first_as_read(config: Config, state: State, prompts: PromptStream, val_prom
     """Describe for people the prompt that this job reads first."""
     if config.trainer.val_only and val_prompts:
         return val_prompts.first_as_read(Position())
-    return prompts.first_as_read(state.position or prompts.position_of(state.step))
+    remark = f"\nvalidation:{val_prompts.remark}" if val_prompts and val_prompts.remark else ""
+    return prompts.first_as_read(state.position or prompts.position_of(state.step)) + remark
 
 
 def _make_job(
@@ -262,7 +267,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
     trainer, policy = config.trainer, config.actor_rollout_ref
     name_own_code(config)
     source = Source.read(policy.model)
-    tokenizer = make_tokenizer(config.data, policy.model, source)
+    tokenizer = make_tokenizer(config.data, policy.model, source, trainer)
     prompts = validation_prompts(config, tokenizer)
     if prompts is None:
         raise UserError("data.val_files is not set: name the parquet files to evaluate on")

@@ -9,11 +9,12 @@ from megarl.checkpoint.directory import HUGGINGFACE, MANIFEST_FILE
 from megarl.checkpoint.huggingface import export_model
 from megarl.checkpoint.occupancy import occupy
 from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.template_time import record_time
 from megarl.config.faults import ConfigError
 from megarl.config.learning_checks import learning_faults
 from megarl.config.root import SupervisedConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.distributed.exchange import together
+from megarl.distributed.exchange import on_first_rank, together
 from megarl.distributed.launch import Launch
 from megarl.distributed.signals import graceful_stop
 from megarl.learner.factory import make_learner
@@ -58,6 +59,7 @@ def _learn(
         finish_records(config, launch, resume_point, last_step=last_step)
         if together(lambda: is_exported(run_dir / HUGGINGFACE, resume_point))[0]:
             return None
+    on_first_rank(lambda: record_time(run_dir, tokenizer.now))
     if launch.rank == 0:
         logger.info(lessons.batches.first_as_read(resume_point.state.step))
     logger.info("starting: the model")

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
     """Read the case, which has the number of ranks."""
     directory, what = Path(argv[0]), argv[1]
-    case = Case(**json.loads((directory / "case.json").read_text()))
+    case = Case(**json.loads((directory / "case.json").read_text(encoding="utf-8")))
     num_ranks = Split.read(case.layout).num_ranks
     return Arguments(case, directory, what, TrainerSection(n_gpus_per_node=num_ranks, device=case.device))
 
@@ -65,7 +65,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
     case = arguments.case
     subject = TrainerAndEngine.build(case, arguments.directory)
     direct = Direct(subject, bucket_bytes=case.bucket_megabytes << 20, ranks_per_node=launch.local_world_size)
-    full = FullTensors(subject, json.loads((arguments.directory / "config.json").read_text()))
+    full = FullTensors(subject, json.loads((arguments.directory / "config.json").read_text(encoding="utf-8")))
     for way in (direct, full):
         way.run()
         subject.ask()
@@ -80,7 +80,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
         mine = {"peak_extra_bytes": peaks}
     ranks = together(lambda: mine)
     if launch.rank == 0:
-        (arguments.directory / f"{arguments.what}.json").write_text(json.dumps(ranks))
+        (arguments.directory / f"{arguments.what}.json").write_text(json.dumps(ranks), encoding="utf-8")
     subject.engine.close()
 
 

@@ -67,12 +67,11 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 def measure(arguments: Arguments, launch: Launch) -> None:
     """Save and load in turn, and print the times of the slowest rank."""
-    from rich.console import Console
-
     from megarl.bench.report import machine, spread
     from megarl.checkpoint.find import find_checkpoint
     from megarl.checkpoint.store import CheckpointStore
     from megarl.distributed.exchange import together
+    from megarl.platform.screen import Screen
     from megarl.platform.versions import versions
 
     learner = _learner(arguments)
@@ -118,7 +117,7 @@ def measure(arguments: Arguments, launch: Launch) -> None:
         if arguments.is_json:
             print(json.dumps(found), flush=True)
         else:
-            _show(found, Console())
+            _show(found, Screen())
 
 
 def _make_directory(arguments: Arguments) -> str:

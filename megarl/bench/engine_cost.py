@@ -45,7 +45,7 @@ def from_seconds(shallow: Sequence[float], deep: Sequence[float]) -> EngineCost:
 
 def _step_seconds(num_layers: int, dtype: str) -> list[float]:
     command = [sys.executable, "-m", "megarl.bench.engine_cost", str(num_layers), dtype]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | ALONE, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", env=os.environ | ALONE, check=False)
     if done.returncode:
         raise UserError(f"{' '.join(command[1:])} failed with exit code {done.returncode}; its messages are above")
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
@@ -72,7 +72,7 @@ def main(num_layers: int, dtype: Any) -> None:
         for number in range(max(SAMPLES))
     ]
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
-        (Path(name) / "config.json").write_text(json.dumps(config))
+        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         join_world(timeout=timedelta(minutes=5), init_method=f"file://{name}/store", rank=0, world_size=1)
         engine = RolloutEngine(
             section,

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import report
@@ -22,6 +21,7 @@ from megarl.bench.options import episodes_parser
 from megarl.bench.step import WARM_UP, run_module
 from megarl.bench.workload import Workload
 from megarl.errors import UserError
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        show(found, Console())
+        show(found, Screen())
     return 0
 
 
@@ -81,7 +81,7 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
     workload = Workload(model="llama-3m", lengths="ragged", algorithm="grpo", num_prompts=8, num_responses=4)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         directory = Path(name)
-        (directory / "slow.py").write_text(SLOW)
+        (directory / "slow.py").write_text(SLOW, encoding="utf-8")
         arguments = [
             *workload.write(directory),
             "custom_reward_function.path=null",
@@ -114,7 +114,7 @@ def measure(most: float, overlap: int, repeats: int, overrides: Sequence[str]) -
     }
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(found: Mapping[str, Any], console: Screen) -> None:
     """Print the results as a table."""
     table = Table("seconds of a turn", "overlap", "occupancy", "seconds of generation")
     for case in found["cases"]:

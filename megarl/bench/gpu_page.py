@@ -33,7 +33,7 @@ def floor(model: str, algorithm: str, *, num_devices: int) -> float:
     """Return the least seconds of a step of `num_devices` data-parallel devices."""
     group = 1 if algorithm == "ppo" else 8
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
-        Path(name, "config.json").write_text(json.dumps(MODELS[model]))
+        Path(name, "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
         num_prompts = PROMPTS * num_devices // group
         arguments = [
             *("data.train_files=prompts.parquet", f"data.train_batch_size={num_prompts}"),

@@ -112,12 +112,12 @@ def doctor(site: Site, stage: Stage) -> dict[str, Any]:
         shown, is_ready = running.finish(limit_s=stage.limit_s, expected=None), running.process.returncode == 0
     directory = site.work / "peaks"
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "peers.json").write_text(json.dumps({"dtype": site.dtype}))
+    (directory / "peers.json").write_text(json.dumps({"dtype": site.dtype}), encoding="utf-8")
     site.program(stage.name, "-m", "megarl.bench.step_peers", "machine", directory, limit_s=stage.limit_s)
     return {
         "ready": is_ready,
         "report": shown.splitlines(),
-        "peaks": json.loads((directory / "machine.json").read_text()),
+        "peaks": json.loads((directory / "machine.json").read_text(encoding="utf-8")),
     }
 
 
@@ -138,7 +138,7 @@ def quickstart(site: Site, stage: Stage) -> dict[str, Any]:
     steps = ("--sft-steps", 4, "--ppo-steps", 2) if site.rehearses else ("--ppo-steps", 10)
     command = ("scripts/quickstart.py", "--out", out, *steps, "trainer.logger=[console,jsonl]")
     site.program(stage.name, *command, limit_s=stage.limit_s)
-    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -146,7 +146,7 @@ def verify(family: str, site: Site, stage: Stage) -> dict[str, Any]:
     """Compare trainer, engine and transformers for a small model of a family."""
     directory = site.work / family
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(small_config(family)))
+    (directory / "config.json").write_text(json.dumps(small_config(family)), encoding="utf-8")
     split = [f"{ACTOR}.megatron.dtype={site.dtype}"]
     if site.num_devices > 1:
         split += [f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]

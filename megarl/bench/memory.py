@@ -33,13 +33,13 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device) -> int | 
     if not RESET.exists():
         return None
     ctypes.CDLL(None).malloc_trim(0)
-    RESET.write_text(RESET_PEAK)
+    RESET.write_text(RESET_PEAK, encoding="utf-8")
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before
 
 
 def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    found = re.search(rf"^{key}:\s*(\d+) kB", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     assert found, f"{STATUS} has no {key}"
     return int(found[1]) * 1024

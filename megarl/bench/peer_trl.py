@@ -92,7 +92,7 @@ class Clock:
 
 def main(settings: dict[str, Any]) -> None:
     """Take steps until the input ends."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # the libraries print too
     os.environ |= ENVIRONMENT
     clock = Clock()

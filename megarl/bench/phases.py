@@ -146,17 +146,17 @@ def measure(arguments: Arguments, launch: Launch) -> None:
 
 def show(found: dict[str, Any]) -> None:
     """Print the times as a table."""
-    from rich.console import Console
     from rich.table import Table
 
     from megarl.bench.report import describe
+    from megarl.platform.screen import Screen
 
     table = Table("phase", "median s", "min s", "max s", "GB in use after it")
     for phase, seconds in found["seconds"].items():
         in_use = found["bytes_in_use"].get(phase)
         times = (f"{seconds[key]:.3f}" for key in ("median", "min", "max"))
         table.add_row(phase, *times, f"{in_use / 1e9:.1f}" if in_use else "-")
-    describe(table, found, Console())
+    describe(table, found, Screen())
 
 
 def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
@@ -186,7 +186,7 @@ def _round(subject: "TrainerAndEngine", reshard: "Reshard") -> Clock:
 
 def _write_config(case: Case) -> str:
     directory = tempfile.mkdtemp(prefix="megarl-bench-")
-    Path(directory, "config.json").write_text(json.dumps(MODELS[case.model]))
+    Path(directory, "config.json").write_text(json.dumps(MODELS[case.model]), encoding="utf-8")
     return directory
 
 

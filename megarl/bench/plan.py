@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from megarl.bench.options import NUM_RANKS, plan_parser
@@ -21,6 +20,7 @@ from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
+from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 from megarl.reshard.planner import TransferSchedule, lower_bound, make_plan
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
             f"{one.bytes_lower_bound / 1e9:.2f}",
             f"{one.busiest_sender_ratio:.3f}",
         )
-    describe(table, found, Console())
+    describe(table, found, Screen())
     return 0
 
 

@@ -10,8 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from megarl.platform.screen import Screen
 
 COLUMNS = (
     "model",
@@ -69,7 +70,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def machine(device: str) -> dict[str, Any]:
     """Return the machine and the time of a measurement."""
-    processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     described = {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": processor[1] if processor else platform.machine(),
@@ -83,7 +84,7 @@ def machine(device: str) -> dict[str, Any]:
     return described
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any], console: Screen) -> None:
     """Print the cases as a table."""
     cases = Table(*COLUMNS)
     for case in found["cases"]:
@@ -91,7 +92,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     describe(cases, found, console)
 
 
-def describe(cases: Table, found: dict[str, Any], console: Console) -> None:
+def describe(cases: Table, found: dict[str, Any], console: Screen) -> None:
     """Print a table, and below it how it was measured."""
     console.width = max(console.width, WIDTH)
     console.print(cases)
@@ -102,7 +103,7 @@ def describe(cases: Table, found: dict[str, Any], console: Console) -> None:
 def markdown(found: dict[str, Any]) -> str:
     """Return the page of results."""
     cases = table(COLUMNS, map(_row, found["cases"]))
-    template = files("megarl.bench").joinpath("reshard.md").read_text()
+    template = files("megarl.bench").joinpath("reshard.md").read_text(encoding="utf-8")
     return template.format(table=cases, **{title: line(found[title]) for title in ("command", "machine", "versions")})
 
 

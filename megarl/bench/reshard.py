@@ -18,13 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.bench.options import reshard_parser
 from megarl.errors import UserError
 from megarl.platform.device import decide_device
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     elif options.markdown:
         print(report.markdown(found), end="")
     else:
-        report.show(found, Console())
+        report.show(found, Screen())
     return 0
 
 
@@ -69,22 +68,26 @@ def run_case(case: Case, *, logs: Path | None) -> dict[str, Any]:
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(MODELS[case.model]))
-        (directory / "case.json").write_text(json.dumps(asdict(case)))
+        (directory / "config.json").write_text(json.dumps(MODELS[case.model]), encoding="utf-8")
+        (directory / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         for what, settings in (("times", {}), ("peaks", memory.ENVIRONMENT)):
             command = [sys.executable, "-m", "megarl.bench.case", name, what]
             with ExitStack() as stack:
                 output = sys.stderr
                 if logs:
                     logs.mkdir(parents=True, exist_ok=True)
-                    output = stack.enter_context((logs / f"{case.model}_{case.layout}_{what}.log").open("w"))
+                    output = stack.enter_context(
+                        (logs / f"{case.model}_{case.layout}_{what}.log").open("w", encoding="utf-8")
+                    )
                 done = subprocess.run(command, env=environment | settings, stdout=output, stderr=output, check=False)
             if done.returncode:
                 raise UserError(
                     f"{case.model} {case.layout}: measuring {what} failed with exit code {done.returncode}; the ranks' "
                     f"own messages are {f'in {logs}' if logs else 'above'}"
                 )
-        times, peaks = (json.loads((directory / f"{what}.json").read_text()) for what in ("times", "peaks"))
+        times, peaks = (
+            json.loads((directory / f"{what}.json").read_text(encoding="utf-8")) for what in ("times", "peaks")
+        )
     return {"case": asdict(case), "ranks": [one | other for one, other in zip(times, peaks, strict=True)]}
 
 

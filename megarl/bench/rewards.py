@@ -100,7 +100,7 @@ def _cpu_s() -> float:
 def _pool_of(case: Case, num_workers: int) -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as directory:
         path = Path(directory) / "own.py"
-        path.write_text(CUSTOM)
+        path.write_text(CUSTOM, encoding="utf-8")
         section = RulesSection(num_workers=num_workers, isolation=case.isolation)  # type: ignore[arg-type]
         pool = make_pool(section, CustomRewardSection(path=str(path) if case.rule == "custom" else None))
         try:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import report
@@ -22,6 +21,7 @@ from megarl.bench.options import scaling_parser
 from megarl.bench.step import summarize, train
 from megarl.bench.workload import Workload
 from megarl.errors import UserError
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         table = Table(*COLUMNS)
         for row in _rows(found):
             table.add_row(*row)
-        report.describe(table, found, Console())
+        report.describe(table, found, Screen())
     return 0
 
 

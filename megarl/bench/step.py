@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import engine_cost, report, step_page, step_plan, step_trl
@@ -30,6 +29,7 @@ from megarl.bench.workload import Workload
 from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
+from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps(found))
         else:
-            show(found, Console())
+            show(found, Screen())
     return 0
 
 
@@ -94,12 +94,12 @@ def measure(
     model = workload.model_in(directory)
     settings = {"model": str(model), "samples": str(last / "samples" / f"step_{WARM_UP + options.repeats}.parquet")}
     settings |= {"dtype": options.dtype, "repeats": options.repeats}
-    (directory / "peers.json").write_text(json.dumps(settings))
+    (directory / "peers.json").write_text(json.dumps(settings), encoding="utf-8")
     for peer in PEERS:
         run_module("megarl.bench.step_peers", peer, str(directory))
-    peers = {peer: json.loads((directory / f"{peer}.json").read_text()) for peer in PEERS}
+    peers = {peer: json.loads((directory / f"{peer}.json").read_text(encoding="utf-8")) for peer in PEERS}
     peers["host"] = asdict(engine_cost.measure(options.dtype))
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return {
         "machine": report.machine("cpu"),
         "versions": versions(),
@@ -208,7 +208,7 @@ def floors(architecture: Architecture, peers: Mapping[str, Any]) -> dict[str, fl
     return {"generation": forward, "infer": forward, "update": UPDATE * forward}
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(found: Mapping[str, Any], console: Screen) -> None:
     """Print the times as a table."""
     table = Table("phase", "median s", "min s", "max s", "share")
     whole = found["seconds"]["step"]["median"]

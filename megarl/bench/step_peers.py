@@ -25,8 +25,8 @@ ROW_TOKENS = 16384  # of a micro-batch with its padding: the default budget of t
 
 def main(peer: str, directory: Path) -> None:
     """Measure one peer."""
-    settings = json.loads((directory / "peers.json").read_text())
-    (directory / f"{peer}.json").write_text(json.dumps(MEASURES[peer](settings)))
+    settings = json.loads((directory / "peers.json").read_text(encoding="utf-8"))
+    (directory / f"{peer}.json").write_text(json.dumps(MEASURES[peer](settings)), encoding="utf-8")
 
 
 def machine(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import megarl
 from megarl.bench import report
 from megarl.bench.workload import Workload
 from megarl.errors import UserError
+from megarl.platform.screen import Screen
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
 
 ROOT = Path(megarl.__file__).parents[1]
@@ -67,7 +67,7 @@ class Trl:
             [PYTHON, "-m", "megarl.bench.peer_trl", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         self.versions: dict[str, str] = self._answer()
 
@@ -113,7 +113,7 @@ def beside(steps: Sequence[Step], theirs: Sequence[Step], num_samples: int) -> d
     }
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
+def show(found: Mapping[str, Any], console: Screen) -> None:
     """Print TRL's times as a table."""
     table = Table("TRL", "median s", "min s", "max s", "megarl is faster")
     for phase, times in found["seconds"].items():

@@ -34,7 +34,7 @@ class TrainerAndEngine:
     def build(cls, case: Case, model_dir: Path) -> "TrainerAndEngine":
         """Start the engine and build the trainer, all weights random. Collective."""
         split = Split.read(case.layout)
-        architecture = read_architecture(json.loads((model_dir / "config.json").read_text()))
+        architecture = read_architecture(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
         section = RolloutSection(
             tensor_model_parallel_size=split.engine_tp,
             dtype=case.dtype,

@@ -69,7 +69,7 @@ class Workload:
             for _ in range(NUM_BATCHES * self.num_prompts)
         ]
         write_rows(directory / "prompts.parquet", prompts)
-        (directory / "reward.py").write_text(REWARD)
+        (directory / "reward.py").write_text(REWARD, encoding="utf-8")
         return self.arguments(directory)
 
     def arguments(self, directory: Path) -> list[str]:
@@ -130,7 +130,7 @@ class Workload:
             fields["eos_token_id"] = list(range(size - size // mean, size))
         whole, directory = directory, directory.with_suffix(".part")  # so that an interrupted one is not used again
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(fields))
+        (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
         special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}

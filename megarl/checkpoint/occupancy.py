@@ -83,7 +83,7 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
     """Return the open file that holds the lock; None if the file system cannot lock."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
-    lock = path.open("a+")
+    lock = path.open("a+", encoding="utf-8")
     try:
         is_ours = _lock(lock, patience_s)
     except OSError as error:
@@ -104,7 +104,7 @@ def _enter(directory: Path, patience_s: float) -> TextIOWrapper | None:
 
 
 def _holder(path: Path) -> str:
-    return path.read_text() or "an unknown process"
+    return path.read_text(encoding="utf-8") or "an unknown process"
 
 
 def _lock(file: TextIOWrapper, patience_s: float) -> bool:

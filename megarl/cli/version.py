@@ -19,7 +19,7 @@ def line() -> str:
 def built_from(package: Path) -> str | None:
     """Return the commit that a built package records (see scripts/record_commit.py); None in a checkout."""
     file = package / "commit.txt"
-    return file.read_text().strip() if file.exists() else None
+    return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
 def commit(root: Path) -> str | None:
@@ -28,7 +28,7 @@ def commit(root: Path) -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

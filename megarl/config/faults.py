@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megarl.errors import UserError
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class Fault:
 
 
 class ConfigError(UserError):
-    """All faults of a configuration, in the order of its keys; its text is free of secrets."""
+    """All faults of a configuration, in the order of its keys; its text has neither secrets nor control characters."""
 
     def __init__(self, faults: Sequence[Fault]):
         self.faults = tuple(sorted(faults, key=lambda fault: fault.path))
@@ -26,4 +27,4 @@ class ConfigError(UserError):
             f"  {fault.path}{f' [{fault.origin}]' if fault.origin else ''}: {fault.message}" for fault in self.faults
         ]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
-        super().__init__(redact("\n".join([f"{count} in the configuration:", *lines])))
+        super().__init__(visible(redact("\n".join([f"{count} in the configuration:", *lines]))))

@@ -6,7 +6,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.config.checks import world_size
@@ -15,6 +14,7 @@ from megarl.config.mesh_checks import data_parallel_size
 from megarl.config.own_functions import ESTIMATOR, LOSS
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
 from megarl.config.unread import unread
+from megarl.platform.screen import Screen, labelled
 from megarl.platform.secrets import redacted
 from megarl.rewards.custom import provenance
 from megarl.section import flatten
@@ -267,7 +267,7 @@ def show_plan(config: Config) -> None:
         table.add_column(column)
     for row in batch_table(config):
         table.add_row(*row)
-    console = Console()
+    console = Screen()
     console.print(table)
     for remark in remarks(config):
-        console.print(f"[yellow]note:[/] {remark}")
+        console.print(labelled("note:", remark, "yellow"))

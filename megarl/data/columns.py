@@ -82,7 +82,7 @@ class PromptColumns:
             try:
                 value = read(row)
                 pack(value)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 yield f"{name}: {error}"
                 continue
             if name == REWARD_MODEL and value is None and not sources and self._reads_ground_truth(row):

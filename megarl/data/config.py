@@ -27,7 +27,8 @@ class DataSection:
     val_batch_size: Count | None = None
     """Prompts per validation batch, over all ranks; null = all at once."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place."""
+    """Treatment of prompts longer than `max_prompt_length`: refuse them (error), or cut them at that place. The token
+    that begins a text and the template's beginning of the response stay."""
     filter_overlong_prompts: bool = False
     """Drop over-long prompts from the data set instead."""
     shuffle: bool = True
@@ -39,6 +40,9 @@ class DataSection:
     apply_chat_template: bool | None = None
     """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
     messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
+    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
+    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
+    files that a template has written), or refused in files (error)."""
     reward_fn_key: str = "data_source"
     """Column with the data source, which picks the built-in reward; may be missing if no built-in reward is used."""
     prompt_id_key: str | None = None
@@ -76,6 +80,9 @@ class SupervisedDataSection:
     apply_chat_template: bool | None = None
     """true = apply the chat template to every prompt, to a string as one user message; false = use the content of the
     messages as it is; null = apply the template to lists of messages, if the tokenizer has one."""
+    special_tokens_in_text: Literal["split", "allow", "error"] = "split"
+    """Names of special tokens in the text of files and environments: read as letters (split), as the tokens (allow, for
+    files that a template has written), or refused in files (error)."""
 
 
 @section

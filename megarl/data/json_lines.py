@@ -187,7 +187,9 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     for block in iter(partial(source.read, _BLOCK_BYTES), b""):
         characters = np.frombuffer(block, np.uint8)
         breaks = np.flatnonzero(characters == ord("\n"))
-        counted = so_far + np.cumsum(characters > ord(" "))
+        counted = so_far + np.cumsum(
+            (characters > ord(" ")) | (characters == 0)
+        )  # a file that was cut off may have NULs
         ends.append(position + breaks)
         printed.append(counted[breaks])
         position, so_far = position + len(block), int(counted[-1])

@@ -1,10 +1,12 @@
 """Turns a prompt into tokens: messages by the chat template, or a text as it is."""
 
 from collections.abc import Iterator, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
 from megarl.platform.secrets import beginning, redact
+from megarl.platform.terminal import visible
 
 if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer  # prompts are also checked without a tokenizer
@@ -96,6 +98,19 @@ def encode_prompt(prompt: Any, tokenizer: "Tokenizer") -> list[int]:
     return token_ids
 
 
+def frame(prompt: Any, token_ids: Sequence[int], tokenizer: "Tokenizer") -> tuple[int, int]:
+    """Return how many tokens of an encoded prompt begin a sequence, and how many begin the response.
+
+    They are 1 for a beginning-of-sequence token, else 0, and the length of the template's generation prompt.
+    """
+    begin = int(bool(token_ids) and token_ids[0] == tokenizer.bos_token_id)
+    messages = as_messages(prompt, tokenizer)
+    if messages is None:
+        return begin, 0
+    complete = tokenizer.chat(messages, is_complete=True)
+    return begin, len(token_ids) - len(commonprefix([list(token_ids), complete]))
+
+
 def as_read(what: str, prompt: object, token_ids: Sequence[int], tokenizer: "Tokenizer") -> str:
     """Describe how the model reads `what`: its text with special tokens, cut in the middle.
 
@@ -124,7 +139,7 @@ def as_written(what: str, prompt: str | Sequence[Message]) -> str:
 
 
 def _quoted(text: str) -> str:
-    text = redact(text)  # before the cut: half a secret would not be recognised
+    text = visible(redact(text))  # before the cut: half a secret would not be recognised
     if len(text) > 2 * SHOWN_CHARACTERS:
         text = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}"
     return "\n".join(f"  | {line}" for line in text.splitlines())

@@ -6,6 +6,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch import Prompt, Rollouts
+from megarl.data.census import Census
 from megarl.data.config import SFTDataSection
 from megarl.data.look import select_rows
 from megarl.data.messages import as_read, encode_prompt, text_faults
@@ -39,7 +40,9 @@ class PairStream:
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
-        select_rows(self._rows, lambda row: bool(self._encode(row)))
+        self._census = Census(tokenizer)
+        select_rows(self._rows, self._is_pair)
+        self._remark = self._census.conclude()
 
     @property
     def num_pairs(self) -> int:
@@ -57,16 +60,22 @@ class PairStream:
         return self._record(rows)
 
     def first_as_read(self, step: int) -> str:
-        """Describe how the model reads the first pair of a step."""
+        """Describe how the model reads the first pair of a step, and remark on all rows."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
         prompt_ids, response_ids = self._encode(row)
         prompt = row[self._section.prompt_key]
-        return as_read("the first prompt with its response", prompt, prompt_ids + response_ids, self._tokenizer)
+        what = "the first prompt with its response"
+        return f"{as_read(what, prompt, prompt_ids + response_ids, self._tokenizer)}{self._remark}"
 
     def batches(self) -> Iterator[Rollouts]:
         """Yield every pair once, in file order; the last batch may be smaller."""
         return map(self._record, self._order.once_through())
+
+    def _is_pair(self, row: DataRow) -> bool:
+        self._encode(row)
+        self._census.see(row[self._section.prompt_key], row[self._section.response_key])
+        return True
 
     def _encode(self, row: DataRow) -> tuple[list[int], list[int]]:
         """Return the ids of prompt and response. Raises UserError for an invalid row."""

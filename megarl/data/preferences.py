@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megarl.batch import Preferences
+from megarl.data.census import Census
 from megarl.data.config import PreferenceDataSection
 from megarl.data.conversations import Conversations, scoring_batch
 from megarl.data.look import select_rows
@@ -33,7 +34,9 @@ class PreferenceStream:
         self._order = Order(
             self._rows.chunks, batch_size=section.train_batch_size, shuffle=section.shuffle, seed=section.seed
         )
+        self._census = Census(reader.tokenizer)
         select_rows(self._rows, self._is_pair)
+        self._remark = self._census.conclude()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -49,12 +52,12 @@ class PreferenceStream:
         return self._record(rows)
 
     def first_as_read(self, step: int) -> str:
-        """Describe how the model reads the first preferred response of a step."""
+        """Describe how the model reads the first preferred response of a step, and remark on all rows."""
         rows, _ = self._order.take(self._order.position_of(step), 1)
         row = self._rows[rows[0]]
         token_ids, tokenizer = self._read(row, row[self._section.chosen_key]), self._reader.tokenizer
         what = "the first prompt with its preferred response"
-        return as_read(what, row[self._section.prompt_key], token_ids, tokenizer)
+        return f"{as_read(what, row[self._section.prompt_key], token_ids, tokenizer)}{self._remark}"
 
     def batches(self) -> Iterator[Preferences]:
         """Yield every pair once, in file order; the last batch may be smaller."""
@@ -68,6 +71,8 @@ class PreferenceStream:
         margin = self._margin(row)
         if not isinstance(margin, (int, float)) or not math.isfinite(margin):
             raise UserError(f"column {self._section.margin_key}: a number is expected, not {margin!r}")
+        responses = (row[key] for key in (self._section.chosen_key, self._section.rejected_key))
+        self._census.see(row[self._section.prompt_key], *responses)
         return True
 
     def _margin(self, row: DataRow) -> Any:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megarl.batch import Prompt, Prompts
+from megarl.data.census import Census
 from megarl.data.columns import BY_SOURCE, Needs, PromptColumns
 from megarl.data.config import DataSection
 from megarl.data.look import select_rows
-from megarl.data.messages import as_read, encode_prompt, plain_text
+from megarl.data.messages import as_read, encode_prompt, frame, plain_text
 from megarl.data.order import Chunk, Order, Position
 from megarl.data.table import DataRow
 from megarl.data.tokenizer import Tokenizer
@@ -38,16 +39,19 @@ class PromptDataset:
 
         Raises:
             UserError: a file cannot be read or lacks columns; a row is invalid, lacks a value that scoring needs, or
-                is longer than `max_prompt_length` unless the section says to cut or to drop it.
+                is longer than `max_prompt_length` unless the section says to cut or to drop it; a chat template has
+                written most of the prompts already, and the section would read them otherwise.
         """
         self._section = section
         self._tokenizer = tokenizer
         self._columns = PromptColumns(section=section, needs=needs)
         self._rows = self._columns.open(files)
+        self._census = Census(tokenizer)
         self._kept = select_rows(self._rows, self._stays)
         if not len(self._kept):
             raise UserError(f"every prompt is longer than data.max_prompt_length={section.max_prompt_length}: raise it")
         self.num_filtered = len(self._rows) - len(self._kept)
+        self.remark = self._census.conclude()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -55,7 +59,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt:
         number = int(self._kept[index])
         row = self._rows[number]
-        token_ids = truncate(self._encode(row), self._section.max_prompt_length, self._section.truncation)
+        token_ids = self._cut(row, self._encode(row))
         return Prompt(
             index=number,
             token_ids=token_ids,
@@ -83,7 +87,9 @@ class PromptDataset:
         """Return whether a row is kept. Raises UserError for an invalid row."""
         if faults := list(self._columns.faults(row)):
             raise UserError("; ".join(f"column {fault}" for fault in faults))
-        length, limit = len(self._encode(row)), self._section.max_prompt_length
+        token_ids, limit = self._encode(row), self._section.max_prompt_length
+        length = len(token_ids)
+        self._census.see(row[self._section.prompt_key])
         if length <= limit or self._section.filter_overlong_prompts:
             return length <= limit
         if self._section.truncation == "error":
@@ -91,7 +97,21 @@ class PromptDataset:
                 f"column {self._section.prompt_key}: the prompt has {length} tokens, but data.max_prompt_length "
                 f"is {limit}: raise it, or set data.filter_overlong_prompts=true or data.truncation=left|right|middle"
             )
+        self._cut(row, token_ids)
         return True
+
+    def _cut(self, row: DataRow, token_ids: list[int]) -> list[int]:
+        """Cut a prompt that is too long. UserError if what every prompt needs does not fit."""
+        prompt, limit = row[self._section.prompt_key], self._section.max_prompt_length
+        if len(token_ids) <= limit:
+            return token_ids
+        begin, end = frame(prompt, token_ids, self._tokenizer)
+        if begin + end >= limit:
+            raise UserError(
+                f"column {self._section.prompt_key}: the prompt is cut to data.max_prompt_length={limit} tokens, but "
+                f"{begin + end} tokens begin a text and the response in every prompt: raise the limit"
+            )
+        return truncate(token_ids, limit, self._section.truncation, begin=begin, end=end)
 
     def _encode(self, row: DataRow) -> list[int]:
         try:
@@ -109,11 +129,14 @@ class PromptDataset:
         return forms
 
 
-def truncate(token_ids: list[int], limit: int, where: str) -> list[int]:
-    """Cut a prompt to `limit` tokens on the `left`, on the `right` or in the `middle`."""
+def truncate(token_ids: list[int], limit: int, where: str, *, begin: int, end: int) -> list[int]:
+    """Cut a prompt to `limit` tokens on the `left`, on the `right` or in the `middle`.
+
+    Its first `begin` and its last `end` tokens, fewer than `limit`, stay.
+    """
     if len(token_ids) <= limit:
         return token_ids
-    head = {"left": 0, "right": limit, "middle": limit // 2}[where]
+    head = {"left": begin, "right": limit - end, "middle": min(max(limit // 2, begin), limit - end)}[where]
     return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
 
 
@@ -135,10 +158,15 @@ class PromptStream:
         """The number of prompts, and the number of dropped prompts, for a table."""
         return {"prompts": len(self._dataset), "left out": self._dataset.num_filtered}
 
+    @property
+    def remark(self) -> str:
+        """A line about all rows; empty if there is nothing to say."""
+        return self._dataset.remark
+
     def first_as_read(self, position: Position) -> str:
-        """Describe how the model reads the prompt at `position`."""
+        """Describe how the model reads the prompt at `position`, and remark on all rows."""
         prompts, _ = self.take(position, 1)
-        return self._dataset.as_read(prompts.prompts[0])
+        return f"{self._dataset.as_read(prompts.prompts[0])}{self.remark}"
 
     def position_of(self, step: int) -> Position:
         """Return the position after `step` batches."""

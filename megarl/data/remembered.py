@@ -43,7 +43,7 @@ def remember(place: Path, answer: Mapping[str, Any]) -> None:
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_suffix(f".{uuid4().hex}")
-        part.write_text(json.dumps(answer))
+        part.write_text(json.dumps(answer), encoding="utf-8")
         part.replace(place)
 
 

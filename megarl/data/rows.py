@@ -20,6 +20,8 @@ from megarl.data.table import DataRow, Group, Table, Wanted
 from megarl.data.uri import locate
 from megarl.errors import UserError
 
+MAX_DEPTH = 100
+"""Most levels of lists and named values in a value."""
 CACHE_BYTES = 512 << 20
 """Size of the cache of decoded rows, per set of files and rank."""
 
@@ -107,23 +109,26 @@ class Rows:
         """Yield the rows of a batch whose first row is row `first`."""
         try:
             records = batch.to_pylist()
-        except UnicodeDecodeError:
+        except (ValueError, OverflowError):  # not UTF-8, or a time that Python cannot represent
             records = (self._by_column(batch.slice(place, 1), first + place) for place in range(len(batch)))
         for index, record in enumerate(records, start=first):
             try:
                 row = group.decode(record)
+                _require_depth(row)
             except UserError as error:
                 raise UserError(f"{self.place(index)}: {error}") from error
             yield row
 
     def _by_column(self, row: Any, index: int) -> DataRow:
-        """Return the only row of a table; UserError names the column that is not UTF-8."""
+        """Return the only row of a table; UserError names the column that cannot be read."""
         record = {}
         for name in row.schema.names:
             try:
                 record[name] = row[name].to_pylist()[0]
             except UnicodeDecodeError as error:
                 raise UserError(f"{self.place(index)}, column {name}: the text is not UTF-8: {error}") from error
+            except (ValueError, OverflowError) as error:
+                raise UserError(f"{self.place(index)}, column {name}: the value cannot be read: {error}") from error
         return record
 
     def _table(self, part: int) -> Any:
@@ -156,6 +161,22 @@ def _open_all(names: Sequence[str], wanted: Wanted) -> list[Table]:
     if faults:
         raise UserError("\n".join(faults))
     return tables
+
+
+def _require_depth(row: DataRow) -> None:
+    """Raise UserError if values are nested so deeply that Python cannot copy or compare them."""
+    for name, value in row.items():
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _inside(outer)]
+        if level:
+            raise UserError(f"column {name}: the value is nested more than {MAX_DEPTH} deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

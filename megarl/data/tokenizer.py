@@ -3,13 +3,17 @@
 The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from megarl.data.control import ControlTokens, Messages
 from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
 from megarl.data.spm import load_sentencepiece
@@ -29,17 +33,31 @@ REMEDY = (
 )
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
+RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+"""Sources of random numbers in a Jinja template."""
+Spelling = Literal["split", "allow", "error"]
+"""Readings of the name of a special token in a text: as letters, as the token, or as an error."""
 
 
 class Tokenizer:
     """Encodes and decodes text: a thin, typed wrapper of a `transformers` tokenizer."""
 
-    def __init__(self, tokenizer: Any, *, source: str, apply_chat_template: bool | None = None) -> None:
-        """Wrap a tokenizer that was loaded from `source`; `apply_chat_template` as in `load_tokenizer`."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        source: str,
+        apply_chat_template: bool | None = None,
+        special_tokens_in_text: Spelling = "split",
+        now: datetime | None = None,
+    ) -> None:
+        """Wrap a tokenizer that was loaded from `source`; the other arguments are those of `load_tokenizer`."""
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer {source} has no end-of-sequence token: set eos_token in its files")
         self._tokenizer = tokenizer
         self._source = source
+        self.spelling: Spelling = special_tokens_in_text
+        self._control = ControlTokens(tokenizer, source=source)
         self._apply_chat_template = apply_chat_template
         self.has_template: bool = tokenizer.chat_template is not None
         if apply_chat_template and not self.has_template:
@@ -47,15 +65,52 @@ class Tokenizer:
                 f"data.apply_chat_template=true, but the tokenizer {source} has no chat template: set "
                 "data.chat_template to a Jinja file or string, or remove data.apply_chat_template"
             )
+        if self.has_template and (found := RANDOM.search(str(tokenizer.chat_template))):
+            raise UserError(
+                f"the chat template of {source} draws random numbers ({found[0].strip()}), so a row would have other "
+                "tokens in each run and on each rank: set data.chat_template to a template that does not"
+            )
+        self.now = now or datetime.now().replace(microsecond=0)
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.pad_token_id: int | None = tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`, with the special tokens that the tokenizer adds (often BOS) if asked to."""
+        """Return the ids of `text`, with the special tokens that the tokenizer adds (often BOS) if asked to.
+
+        The tokenizer adds no BOS to a text that begins with it.
+
+        Raises:
+            UserError: the text spells a special token, and an error was asked for or the tokenizer cannot split it.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        return ids
+        if self.spelling == "allow":
+            return ids[1:] if add_special_tokens and ids[:2] == [self.bos_token_id] * 2 else ids
+        name = self._control.first_in(text)
+        if name is None and not self._control.are_spelt(ids, add_special_tokens=add_special_tokens):
+            return ids
+        self._refuse(name)
+        return self._control.encode(text, add_special_tokens=add_special_tokens)
+
+    def spelt_in(self, *texts: Any) -> str | None:
+        """Return the first name of a special token in texts or in messages; None if there is none."""
+        return self._control.first_in(texts)
+
+    def of_observations(self) -> "Tokenizer":
+        """Return the tokenizer for texts of a run: it splits the names that would be errors in files."""
+        if self.spelling != "error":
+            return self
+        tokenizer = copy(self)
+        tokenizer.spelling = "split"
+        return tokenizer
+
+    def _refuse(self, name: str | None) -> None:
+        if self.spelling == "error":
+            raise UserError(
+                f"the text holds the name of a special token{f', {name!r}' if name else ''}, and "
+                "data.special_tokens_in_text is error: remove the name, or write split (letters) or allow (the token)"
+            )
 
     def templates(self, prompt: object) -> bool:
         """Return whether a prompt goes through the chat template; if not, it is read as plain text."""
@@ -63,7 +118,7 @@ class Tokenizer:
             return isinstance(prompt, list) and self.has_template
         return self._apply_chat_template
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> list[int]:
         """Return the ids of a conversation of `{role, content}` under the chat template, which must exist.
 
         Unless the conversation `is_complete`, the ids end with the start of the assistant's response.
@@ -71,25 +126,52 @@ class Tokenizer:
         Raises:
             UserError: the template refuses the conversation, fails on it or does not end.
         """
-        ids: list[int] = self._templated(messages, add_generation_prompt=not is_complete, tokenize=True)
-        return ids
+        return self.encode_rendered(self.render(messages, is_complete=is_complete))
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a conversation under the chat template, as `chat` encodes it. Raises what `chat` does."""
-        text: str = self._templated(messages, add_generation_prompt=True, tokenize=False)
-        return text
+    def render(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> str:
+        """Return the text of a conversation under the chat template, with marks at the control tokens of the template.
 
-    def _templated(self, messages: Sequence[Mapping[str, str]], **how: bool) -> Any:
+        `encode_rendered` encodes the text or a part of it, and `without_marks` removes the marks. Raises what `chat`
+        does.
+        """
+
+        def rendered(messages: Messages) -> str:
+            return self._rendered(messages, add_generation_prompt=not is_complete)
+
+        conversation = [dict(message) for message in messages]
+        if self.spelling == "allow":
+            return rendered(conversation)
+        if name := self._control.first_in(conversation):
+            self._refuse(name)
+        return self._control.render(conversation, rendered)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the ids of a part of what `render` returns. Raises UserError as `encode` does."""
+        if self.spelling == "allow":
+            return self.encode(text, add_special_tokens=False)
+        return self._control.encode_marked(text)
+
+    def without_marks(self, text: str) -> str:
+        """Return a part of what `render` returns, as a text for people."""
+        return self._control.unmark(text)
+
+    def _rendered(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         template = f"the chat template of {self._source}"
         try:
             with computing_at_most(TEMPLATE_SECONDS):
-                return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **how)
+                text: str = self._tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    strftime_now=self.now.strftime,
+                )
         except TemplateError as error:
             raise UserError(f"{template} refuses the messages: {error}") from error
         except TimeoutError as error:
             raise UserError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
         except Exception as error:  # a template may compute whatever it likes
             raise UserError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
+        return text
 
     def decode(self, ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text of `ids`, by default without special tokens."""
@@ -157,6 +239,8 @@ def load_tokenizer(
     *,
     chat_template: str | None = None,
     apply_chat_template: bool | None = None,
+    special_tokens_in_text: Spelling = "split",
+    now: datetime | None = None,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
     """Load a tokenizer from a Hugging Face directory or id, or from a SentencePiece `.model` (or its directory).
@@ -165,6 +249,9 @@ def load_tokenizer(
         path: of the tokenizer, or its URI; the call is collective if there are ranks and the URI is remote.
         chat_template: a Jinja file, or the template itself; overrides the tokenizer's own.
         apply_chat_template: whether prompts go through the template; None: lists of messages do, if it exists.
+        special_tokens_in_text: what becomes of the name of a special token in a text that no template wrote: letters
+            (split), the token (allow), or an error.
+        now: the local time that the template sees; None: the present.
         trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
@@ -178,12 +265,18 @@ def load_tokenizer(
         tokenizer = load_sentencepiece(place)
         template = place.with_name(TEMPLATE)
         if template.exists():
-            tokenizer.chat_template = template.read_text()
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
     else:
         tokenizer = _load_pretrained(place, named=path, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
-    return Tokenizer(tokenizer, source=redact(path), apply_chat_template=apply_chat_template)
+    return Tokenizer(
+        tokenizer,
+        source=redact(path),
+        apply_chat_template=apply_chat_template,
+        special_tokens_in_text=special_tokens_in_text,
+        now=now,
+    )
 
 
 def _find(path: str, *, with_code: bool) -> Path:
@@ -218,4 +311,4 @@ def _read_template(chat_template: str) -> str:
     place = Path(chat_template)
     if not place.is_file():
         raise UserError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
-    return place.read_text()
+    return place.read_text(encoding="utf-8")

@@ -29,6 +29,7 @@ class Translation:
 
     def __init__(self, *, writer: Tokenizer, reader: Tokenizer) -> None:
         self.writer, self.reader = writer, reader
+        self._reader_of_responses = reader.of_observations()
         self._last: Rollouts | None = None
 
     def __call__(self, batch: R) -> R:
@@ -55,7 +56,9 @@ class Translation:
             read_prompt = encode_prompt(prompt.raw_prompt, self.reader)
         except UserError as error:
             raise UserError(f"the critic cannot read data row {prompt.index}: {error}") from error
-        read_response = self.reader.encode(self.writer.decode_after(before, response), add_special_tokens=False)
+        read_response = self._reader_of_responses.encode(
+            self.writer.decode_after(before, response), add_special_tokens=False
+        )
         starts = self.writer.reach(response, before=before, half=0)[:-1]
         reach = self.reader.reach(read_response, half=1)
         places = [len(read_prompt) - 2 + bisect_right(reach, start) for start in starts]

@@ -19,7 +19,7 @@ from megarl.distributed.store import is_said
 from megarl.errors import UserError
 from megarl.platform.files import remedy
 from megarl.platform.secrets import format_error, redact
-from megarl.platform.terminal import COMMAND
+from megarl.platform.terminal import COMMAND, visible
 
 ELASTIC_FILE = "TORCHELASTIC_ERROR_FILE"
 """torch's variable with the file in which an agent of torchrun expects the reason of a rank's failure."""
@@ -55,7 +55,7 @@ def report(error: Exception, directory: Path, launch: Launch, store: Store | Non
         _notify(launch.rank, path)
     if isinstance(error, UserError):
         said = store is not None and is_said(store, str(error), launch)
-        return 1 if said else redact(f"megarl: rank {launch.rank}: {error}")
+        return 1 if said else visible(redact(f"megarl: rank {launch.rank}: {error}"))
     if is_first:
         print(format_error(error), file=sys.stderr)
     if is_first and path and COMMAND not in os.environ:

@@ -164,7 +164,7 @@ def announce(path: Path, port: int) -> tuple[str, int]:
     address = main_address()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps([[address], port]))
+    part.write_text(json.dumps([[address], port]), encoding="utf-8")
     part.replace(path)
     return address, port
 
@@ -178,7 +178,7 @@ def find_announced(path: Path, launch: Launch, *, timeout_s: float) -> tuple[str
     reports, until, found = WaitReports(launch), time.monotonic() + timeout_s, ""
     while time.monotonic() < until:
         try:
-            found = path.read_text()
+            found = path.read_text(encoding="utf-8")
         except OSError:
             found = ""
         addresses, port = json.loads(found) if found else ([], 0)

@@ -185,7 +185,7 @@ def _infiniband(active: Sequence[str], directory: Path = DEVICES) -> Iterator[Fi
 def _active_devices(directory: Path = DEVICES) -> list[str]:
     """Return `NAME:PORT` of each port whose state is active."""
     states = sorted(directory.glob("*/ports/*/state"))
-    return [f"{state.parts[-4]}:{state.parts[-2]}" for state in states if "ACTIVE" in state.read_text()]
+    return [f"{state.parts[-4]}:{state.parts[-2]}" for state in states if "ACTIVE" in state.read_text(encoding="utf-8")]
 
 
 def _no_meeting(circle: Circle, error: Exception) -> Finding:

@@ -183,11 +183,11 @@ class Watchdog:
             waits=not self.holds_up() if self.holds_up else _in_collective(lines),
         )
         temporary = path.with_suffix(".part")
-        with temporary.open("w+") as file:
+        with temporary.open("w+", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read().splitlines()
-        temporary.write_text(json.dumps(asdict(report) | {"stacks": stacks}, indent=1))
+        temporary.write_text(json.dumps(asdict(report) | {"stacks": stacks}, indent=1), encoding="utf-8")
         temporary.replace(path)
 
     def _wait_for_reports(self) -> dict[int, Report]:
@@ -209,7 +209,7 @@ def _in_collective(lines: Sequence[traceback.FrameSummary]) -> bool:
 
 def read_reports(directory: Path) -> dict[int, Report]:
     """Return the reports in a directory, by rank."""
-    found = [json.loads(path.read_text()) for path in sorted(directory.glob("rank_*.json"))]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("rank_*.json"))]
     names = [field.name for field in fields(Report)]
     return {report["rank"]: Report(**{name: report[name] for name in names}) for report in found}
 

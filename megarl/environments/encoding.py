@@ -29,7 +29,7 @@ class Observer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Encode with `tokenizer`."""
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer.of_observations()
 
     def encode(self, observation: Observation, *, prompt: Observation, last: int) -> list[int]:
         """Return the tokens that follow a turn of an episode with this `prompt`: a text as it is, or by the template.
@@ -42,7 +42,7 @@ class Observer:
         if not self._tokenizer.templates(prompt):
             return self._tokenizer.encode(plain_text(observation), add_special_tokens=False)
         self.require_appending()
-        ids = self._tokenizer.encode(self._added(as_messages(observation)), add_special_tokens=False)
+        ids = self._tokenizer.encode_rendered(self._added(as_messages(observation)))
         return ids[1:] if ids[:1] == [last] else ids
 
     def require_appending(self) -> None:
@@ -59,7 +59,7 @@ class Observer:
         before, after = self._tokenizer.render([USER]) + SAID[0], [USER, _response(SAID[0]), *messages]
         if not (text := self._tokenizer.render(after)).startswith(before):
             raise UserError(
-                f"the chat template does not append {shown(messages)} to a conversation: it makes {shown(text)}"
+                f"the chat template does not append {shown(messages)} to a conversation: it makes {self._shown(text)}"
             )
         return text[len(before) :]
 
@@ -79,11 +79,15 @@ class Observer:
                 conversation += [_response(said), USER]
                 text += said + added
                 if (found := self._tokenizer.render(conversation)) != text:
-                    return f"it makes {shown(found)} of a conversation that the policy has read as {shown(text)}"
-        ids, last = self._tokenizer.chat(conversation), self._tokenizer.encode(added, add_special_tokens=False)
+                    made, read = map(self._shown, (found, text))
+                    return f"it makes {made} of a conversation that the policy has read as {read}"
+        ids, last = self._tokenizer.chat(conversation), self._tokenizer.encode_rendered(added)
         if not last or ids[-len(last) :] != last:
             return "the tokens of what it adds depend on the text before"
         return None
+
+    def _shown(self, text: str) -> str:
+        return shown(self._tokenizer.without_marks(text))
 
 
 def as_messages(observation: Observation) -> list[Message]:

@@ -3,10 +3,11 @@
 import importlib
 import json
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Spelling, Tokenizer, load_tokenizer
 from megarl.distributed.exchange import in_shares
 from megarl.errors import UserError
 from megarl.models.architecture import EMBEDDING, HEAD, Architecture
@@ -62,6 +63,8 @@ class Source:
         *,
         chat_template: str | None = None,
         apply_chat_template: bool | None = None,
+        special_tokens_in_text: Spelling = "split",
+        now: datetime | None = None,
         trust_remote_code: bool = False,
     ) -> Tokenizer:
         """Return the tokenizer at `path`, by default the checkpoint's own; arguments as for `load_tokenizer`.
@@ -73,6 +76,8 @@ class Source:
             path or str(self.directory),
             chat_template=chat_template,
             apply_chat_template=apply_chat_template,
+            special_tokens_in_text=special_tokens_in_text,
+            now=now,
             trust_remote_code=trust_remote_code,
         )
         if tokenizer.vocab_size > self.architecture.vocab_size:
@@ -110,9 +115,10 @@ class Source:
         tokenizer.save(directory)
         if not self.architecture.scalar_head:
             generation = json.dumps(self._generation_config(tokenizer), indent=2)
-            (directory / GENERATION).write_text(generation)
+            (directory / GENERATION).write_text(generation, encoding="utf-8")
         config = {key: value for key, value in self.hf_config.items() if key != "dtype"}  # a newer name of torch_dtype
-        (directory / CONFIG).write_text(json.dumps(config | {"torch_dtype": dtype}, indent=2))
+        text = json.dumps(config | {"torch_dtype": dtype}, indent=2)
+        (directory / CONFIG).write_text(text, encoding="utf-8")
 
     def _generation_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the checkpoint's own generation config; every token that ends a response in training ends it."""

@@ -62,7 +62,7 @@ def write_project(directory: Path, *, task: str, model: str) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for file, template in {**COMMON, **FILES[task]}.items():
-        text = Template((TEMPLATES / f"{template}{ENDING}").read_text()).substitute(values)
+        text = Template((TEMPLATES / f"{template}{ENDING}").read_text(encoding="utf-8")).substitute(values)
         write_whole(directory / file, text.encode())
         paths.append(directory / file)
     return paths

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.config.report import batch_table
@@ -13,6 +12,7 @@ from megarl.planning.advice import Remedy
 from megarl.planning.memory import PHASES, RankMemory
 from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
+from megarl.platform.screen import Screen, labelled
 
 GB = 10**9
 NOTICEABLE = 0.95  # of the seconds as configured: an option that saves less gets no note
@@ -68,7 +68,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Plan, console: Screen) -> None:
     """Print the tables of memory and traffic and the verdict."""
     console.print(_memory_table(plan))
     engine, longest = plan.memory.engine, plan.workload.longest
@@ -84,20 +84,22 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_time_table(plan))
     _show_host(plan, console)
     for better in _cheaper(plan):
-        console.print(f"[yellow]note:[/] {better}")
+        console.print(labelled("note:", better, "yellow"))
     for shortfall in plan.shortfalls:
-        console.print(f"[red]{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:[/] {shortfall.reason}")
+        short = f"{shortfall.phase}: {_gb(shortfall.num_bytes)} GB short:"
+        console.print(labelled(short, shortfall.reason, "red"))
     _show_remedies(plan.remedies, plan, console)
     if not plan.shortfalls:
         free = _gb(plan.device_bytes - plan.memory.peak)
         verdict = "The devices have room" if plan.host_missing else "It fits"
-        console.print(
-            f"[green]{verdict}:[/] {free} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the CUDA "
-            "context, the communication libraries and fragmentation"
+        text = (
+            f"{free} GB of {_gb(plan.device_bytes)} stay free at the fullest moment, for the CUDA context, the "
+            "communication libraries and fragmentation"
         )
+        console.print(labelled(f"{verdict}:", text, "green"))
 
 
-def _show_host(plan: Plan, console: Console) -> None:
+def _show_host(plan: Plan, console: Screen) -> None:
     """Print the host memory that a node needs, the limit of rewards, and whether a node has that memory."""
     host = plan.host
     parts = ", ".join(f"{name} {_gb(num_bytes)}" for name, num_bytes in host.parts.items())
@@ -109,17 +111,18 @@ def _show_host(plan: Plan, console: Console) -> None:
             f"processes of at most {rules.max_memory_gb:g} GB for each of its ranks; most runs need far less)"
         )
     if plan.host_missing:
-        console.print(f"[red]host: {_gb(plan.host_missing)} GB short[/] of a node's {_gb(plan.host_bytes or 0)}")
+        short = f"host: {_gb(plan.host_missing)} GB short"
+        console.print(labelled(short, f"of a node's {_gb(plan.host_bytes or 0)}", "red"))
         _show_remedies(plan.host_remedies, plan, console)
     elif plan.host_bytes and host.total + host.rewards > plan.host_bytes:
-        console.print(
-            f"[yellow]note:[/] of a node's {_gb(plan.host_bytes)} GB of host memory "
-            f"{_gb(plan.host_bytes - host.total)} are left for rewards: lower reward_model.num_workers or "
-            "reward_model.max_memory_gb if they may need more"
+        note = (
+            f"of a node's {_gb(plan.host_bytes)} GB of host memory {_gb(plan.host_bytes - host.total)} are left for "
+            "rewards: lower reward_model.num_workers or reward_model.max_memory_gb if they may need more"
         )
+        console.print(labelled("note:", note, "yellow"))
 
 
-def _show_remedies(remedies: list[Remedy], plan: Plan, console: Console) -> None:
+def _show_remedies(remedies: list[Remedy], plan: Plan, console: Screen) -> None:
     for remedy in remedies:
         effect = f"leaves {_gb(remedy.missing)} GB missing" if remedy.missing else "is enough"
         more = remedy.host_bytes - plan.host.total

@@ -100,7 +100,7 @@ def _lacking(directory: Path, files: Sequence[Described]) -> list[Described]:
 def _recorded(directory: Path) -> dict[str, list[int]]:
     """Return size and time of the files that have arrived completely, by name."""
     try:
-        record = json.loads((directory / RECORD).read_text())
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -110,7 +110,7 @@ def _recorded(directory: Path) -> dict[str, list[int]]:
 def _locked(root: Path, name: str, report: ReportProgress) -> Iterator[Path]:
     """Yield the directory to copy to, locked for this process; wait while another process holds the lock."""
     part, held = root / f".{name}.part", 0
-    with (root / f".{name}.lock").open("a") as lock:
+    with (root / f".{name}.lock").open("a", encoding="utf-8") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

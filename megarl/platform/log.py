@@ -11,6 +11,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.terminal import visible
+
 LEVELS = ("debug", "info", "warning", "error")
 CONSOLE_FORMAT = "%(asctime)s %(levelname)s rank %(rank)d: %(message)s"
 FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s rank %(rank)d %(name)s: %(message)s"
@@ -31,6 +33,13 @@ class _Console(logging.StreamHandler[Any]):
     @stream.setter
     def stream(self, value: Any) -> None:
         raise AttributeError("the console is standard error")
+
+
+class _Formatter(logging.Formatter):
+    """Writes records that no terminal obeys, neither now nor when the file is shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class _File(logging.FileHandler):
@@ -66,13 +75,13 @@ def show_on_console(rank: int) -> None:
         set_level("info")
     handler = _Console()
     handler.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
-    _install(handler, logging.Formatter(CONSOLE_FORMAT, CLOCK, defaults={"rank": rank}))
+    _install(handler, _Formatter(CONSOLE_FORMAT, CLOCK, defaults={"rank": rank}))
 
 
 def keep_in(directory: Path, rank: int) -> None:
     """Append the records of this rank to a file in `directory`, the directory of a run."""
     handler = _File(directory / "log" / f"rank_{rank}.txt", encoding="utf-8", delay=True)
-    _install(handler, logging.Formatter(FILE_FORMAT, DATE, defaults={"rank": rank}))
+    _install(handler, _Formatter(FILE_FORMAT, DATE, defaults={"rank": rank}))
 
 
 def _install(handler: logging.Handler, formatter: logging.Formatter) -> None:

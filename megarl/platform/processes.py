@@ -60,7 +60,7 @@ def bound_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def children(pid: int | None = None) -> Iterator[int]:
@@ -69,7 +69,7 @@ def children(pid: int | None = None) -> Iterator[int]:
     with suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
-                yield from map(int, (thread / "children").read_text().split())
+                yield from map(int, (thread / "children").read_text(encoding="utf-8").split())
 
 
 def descendants(pid: int | None = None) -> Iterator[int]:
@@ -112,7 +112,7 @@ def _end(pid: int) -> bool:
 
 def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:  # the process has ended
         return ""
 

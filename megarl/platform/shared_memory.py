@@ -52,7 +52,7 @@ def maps_of_live_processes() -> list[str]:
     texts = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            texts.append(maps.read_text(errors="replace"))
+            texts.append(maps.read_text(errors="replace", encoding="utf-8"))
         except OSError:  # the process has ended, or belongs to another user
             continue
     return texts

@@ -1,9 +1,11 @@
-"""The terminal of a command: what its user typed, and output that cannot end a run because it cannot be written."""
+"""The terminal of a command: what its user typed, output that cannot end the run, and text that is only shown."""
 
 import io
+import re
 import shlex
 import shutil
 import sys
+import unicodedata
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -12,6 +14,10 @@ COMMAND = "MEGARL_COMMAND"
 """The variable with the command that a person typed to start the ranks of this host without a launcher."""
 PROGRAM = "megarl"
 """The name of the installed script."""
+_KEPT = "\n\t\u200c\u200d"  # the joiners are part of words and of emoji
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control and format characters, halves of characters, separators of lines."""
+_UNUSUAL = re.compile(r"[^\n\t\x20-\x7e\xa1-\xac\xae-\u02ff]")
 
 
 class Outliving(io.TextIOWrapper):
@@ -44,9 +50,20 @@ def typed() -> str:
     return shlex.join([PROGRAM if shutil.which(PROGRAM) == program else program, *sys.argv[1:]])
 
 
+def visible(text: str) -> str:
+    """Return `text` with an escape such as `\\x1b` for each character that a terminal obeys instead of showing it."""
+    return _UNUSUAL.sub(lambda found: _escaped(found[0]), text)
+
+
 def outlive_readers() -> None:
     """Keep later output of this process from raising an OSError or changing its exit code."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+def _escaped(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _OBEYED:
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def _outliving(stream: TextIO) -> TextIO:
@@ -55,7 +72,7 @@ def _outliving(stream: TextIO) -> TextIO:
     outliving = Outliving(
         stream.buffer,
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # of a terminal without all letters, and of halves of characters
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

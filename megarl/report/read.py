@@ -92,7 +92,7 @@ def _lines(path: Path) -> list[Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -100,7 +100,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

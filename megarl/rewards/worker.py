@@ -112,6 +112,6 @@ def _redirect(output: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115, PTH123
-    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115, PTH123
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115, PTH123
+    sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False, encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False, encoding="utf-8")  # noqa: SIM115, PTH123

@@ -42,7 +42,7 @@ def engine_arguments() -> frozenset[str]:
     """Return the names of vLLM's arguments, from its source if possible: importing vLLM takes ten seconds."""
     if (package := find_spec("vllm")) and package.origin:
         source = Path(package.origin).with_name("engine") / "arg_utils.py"
-        for node in ast.parse(source.read_text()).body if source.is_file() else []:
+        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else []:
             if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
                 annotated = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
                 return frozenset(target.id for target in annotated if isinstance(target, ast.Name))

@@ -64,7 +64,7 @@ class MemoryMeter:
 def _without_stderr() -> Iterator[None]:
     """Hide C++ warnings of torch's allocator about memory that was allocated before the profiler began."""
     kept = os.dup(2)
-    with Path(os.devnull).open("w") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield

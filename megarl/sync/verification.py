@@ -283,7 +283,9 @@ def source_or_random(source: Source, scratch: Path, *, dtype: torch.dtype) -> So
         if dist.get_rank() == 0:
             directory.mkdir()
             write_random_weights(source.architecture, directory, dtype=dtype)
-            (directory / "config.json").write_text(json.dumps({"architectures": [causal_lm], **source.hf_config}))
+            (directory / "config.json").write_text(
+                json.dumps({"architectures": [causal_lm], **source.hf_config}), encoding="utf-8"
+            )
 
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[source.architecture.family]  # without this name vLLM guesses
     together(write)

@@ -7,13 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 from rich import box
-from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from megarl.platform import progress
+from megarl.platform.screen import Screen, labelled, plain
 from megarl.tracking.names import (
     KL,
     LEARNT,
@@ -43,11 +43,11 @@ class Console:
         self,
         *,
         total_steps: int,
-        console: RichConsole | None = None,
+        console: Screen | None = None,
         signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
     ) -> None:
         """Show a run of so many steps, and at its end the places and commands that `signposts` returns."""
-        self._console, self._signposts = console or RichConsole(), signposts
+        self._console, self._signposts = console or Screen(), signposts
         self._total_steps = total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._scores: dict[str, list[float]] = defaultdict(list)
@@ -110,7 +110,7 @@ class Console:
             if rows:
                 self._console.print(_table(title, rows))
         for what, where in self._signposts(ending):
-            self._console.print(Text.assemble((f"{what:<12}", "bold"), where), soft_wrap=True)
+            self._console.print(labelled(f"{what:<11}", where, "bold"), soft_wrap=True)
 
     def _show_samples(self, most: int | None = None) -> None:
         """Show the samples of the last validation next to those of the first, the greatest changes first."""
@@ -153,17 +153,17 @@ class Console:
         return [f"left {timedelta(seconds=round(left))}"]
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 class _Bars(Progress):
     """The bar of the run, and below it the phase of the step, read anew for each picture."""
 
-    def __init__(self, console: RichConsole) -> None:
+    def __init__(self, console: Screen) -> None:
         super().__init__(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
         )
@@ -172,7 +172,7 @@ class _Bars(Progress):
         """Yield the bar and the phase."""
         yield from super().get_renderables()
         if phase := progress.now():
-            yield Text(f"  {describe(phase, time.monotonic())}", style="cyan")
+            yield plain(f"  {describe(phase, time.monotonic())}", "cyan")
 
 
 def describe(phase: progress.Phase, now: float) -> str:
@@ -188,7 +188,7 @@ def _score_line(title: str, source: str, scores: Sequence[float]) -> Text:
     """Return a validation score and its change since the first, green for the best so far, red below the first."""
     last, change = scores[-1], scores[-1] - scores[0]
     style = "red" if change < 0 else "green" if len(scores) > 1 and last >= max(scores) else ""
-    line = Text(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
+    line = plain(f"{title}  validation  {source} ").append(f"{last:.4g}", style)
     return line.append(f"  ({change:+.4g} since the first)", style) if len(scores) > 1 else line
 
 
@@ -204,5 +204,4 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    cut = text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."
-    return cut.replace("[", r"\[")
+    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."

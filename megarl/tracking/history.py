@@ -75,7 +75,9 @@ def _commit() -> str | None:
     if git is None:
         return None
     try:
-        found = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False)
+        found = subprocess.run(
+            [git, "rev-parse", "HEAD"], capture_output=True, encoding="utf-8", timeout=GIT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None

@@ -192,7 +192,9 @@ class Store:
         if file not in [found.path for found in files]:
             return -1
         with tempfile.TemporaryDirectory() as scratch:
-            table = json.loads(Path(self._client.download_artifacts(self._run_id, file, scratch)).read_text())
+            table = json.loads(
+                Path(self._client.download_artifacts(self._run_id, file, scratch)).read_text(encoding="utf-8")
+            )
         place = table["columns"].index("step")
         return max((row[place] for row in table["data"]), default=-1)
 

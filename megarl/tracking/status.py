@@ -57,7 +57,7 @@ class Status:
         }
         part = self._path.with_name(f".{self._path.name}.part")
         try:
-            part.write_text(json.dumps(status))
+            part.write_text(json.dumps(status), encoding="utf-8")
             part.replace(self._path)  # not forced to the disk: after a power cut nobody watches
         except OSError as error:
             if not self._has_failed:

@@ -151,8 +151,9 @@ SAID: dict[str, tuple[list[str], list[str]]] = {
 
 ALWAYS = {
     "data": """train_files val_files tokenizer prompt_key max_prompt_length max_response_length train_batch_size
-        filter_overlong_prompts shuffle chat_template apply_chat_template reward_fn_key prompt_id_key
-        max_prompt_id_length micro_batch_size chosen_key rejected_key margin_key response_key max_length""",
+        filter_overlong_prompts shuffle chat_template apply_chat_template special_tokens_in_text reward_fn_key
+        prompt_id_key max_prompt_id_length micro_batch_size chosen_key rejected_key margin_key response_key
+        max_length""",
     "actor_rollout_ref.model": "path external_lib override_config trust_remote_code enable_gradient_checkpointing",
     ACTOR: """ppo_mini_batch_size ppo_micro_batch_size use_dynamic_bsz grad_clip policy_loss.loss_mode loss_agg_mode
         entropy_coeff use_kl_loss ptx_coef ptx_files ptx_batch_size ppo_epochs shuffle megatron.seed""",

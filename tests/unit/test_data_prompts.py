@@ -1,5 +1,6 @@
 """Prompts: real parquet files, messages about invalid rows, and an order that depends on seed and position alone."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.config import DataSection
+from megarl.data.messages import encode_prompt
 from megarl.data.order import Position
 from megarl.data.prompts import PromptDataset, PromptStream, truncate
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.errors import UserError
 from tests.support.sentencepieces import train_sentencepiece
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
@@ -117,7 +120,8 @@ def test_over_long_prompts_are_left_out_or_cut_on_request(tmp_path: Path, tokeni
     with pytest.raises(ValueError, match="every prompt is longer than data.max_prompt_length=1"):
         dataset(file, tokenizer, filter_overlong_prompts=True, max_prompt_length=1)
     cut = dataset(file, tokenizer, truncation="left", max_prompt_length=3)
-    assert list(cut[1].token_ids) == tokenizer.encode("1 2 3", add_special_tokens=True)[-3:]
+    ids = tokenizer.encode("1 2 3", add_special_tokens=True)
+    assert list(cut[1].token_ids) == [ids[0], *ids[-2:]]  # the token that begins a text stays
 
 
 def test_dropped_prompts_do_not_count_in_the_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -162,10 +166,45 @@ def test_reward_functions_receive_the_raw_prompt_on_request(tmp_path: Path, toke
 
 def test_truncate_by_hand() -> None:
     ids = [0, 1, 2, 3, 4, 5, 6]
-    assert truncate(ids, 3, "left") == [4, 5, 6]
-    assert truncate(ids, 3, "right") == [0, 1, 2]
-    assert truncate(ids, 3, "middle") == [0, 5, 6]
-    assert truncate(ids, 7, "error") == ids
+    assert truncate(ids, 3, "left", begin=0, end=0) == [4, 5, 6]
+    assert truncate(ids, 3, "right", begin=0, end=0) == [0, 1, 2]
+    assert truncate(ids, 3, "middle", begin=0, end=0) == [0, 5, 6]
+    assert truncate(ids, 7, "error", begin=1, end=1) == ids
+    assert truncate(ids, 4, "left", begin=1, end=2) == [0, 4, 5, 6]
+    assert truncate(ids, 4, "right", begin=1, end=2) == [0, 1, 5, 6]
+    assert truncate(ids, 4, "middle", begin=1, end=3) == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        ("{{ bos_token }}" + TEMPLATE + "{% if add_generation_prompt %}assistant: {% endif %}", "assistant:"),
+        ("{{ bos_token }}" + TEMPLATE + "{{ 'a: ' if add_generation_prompt else eos_token }}", "a:"),
+        (TEMPLATE, ""),
+    ],
+)
+def test_cut_prompts_begin_and_end_as_others(
+    where: str, template: str, opening: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    ours = Tokenizer(deepcopy(tokenizer._tokenizer), source="here")
+    ours._tokenizer.chat_template = template
+    long = [{"role": "user", "content": "1 + 2 " * number} for number in (9, 12, 15)]
+    files = [
+        write(tmp_path / "long.parquet", [row([message]) for message in long]),
+        write(tmp_path / "text.parquet", [row("3 + 4 " * 20)]),
+    ]
+    for limit in range(15, 40):
+        prompts = dataset(files, ours, truncation=where, max_prompt_length=limit)
+        for number in range(4):
+            prompt = prompts[number]
+            uncut = encode_prompt(prompt.raw_prompt, ours)
+            assert len(prompt.token_ids) == min(limit, len(uncut))
+            assert prompt.token_ids[0] == ours.bos_token_id or uncut[0] != ours.bos_token_id
+            assert number == 3 or prompt.text.endswith(opening)
+    if opening:
+        with pytest.raises(UserError, match=r"cut to data.max_prompt_length=2 tokens, but .* tokens begin a text and"):
+            dataset(files, ours, truncation=where, max_prompt_length=2)
 
 
 def test_invalid_rows_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

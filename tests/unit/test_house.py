@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
+SCREEN = Path("megarl/platform/screen.py")
 TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster")
 
 
@@ -83,6 +84,60 @@ def test_no_test_module_imports_another(trees: dict[Path, ast.Module]) -> None:
         if name.startswith(TESTS)
     }
     assert found == set()
+
+
+def test_no_text_reaches_a_terminal_as_markup(trees: dict[Path, ast.Module]) -> None:
+    """A `Screen` shows strings as they are written, and `plain` makes texts of rich."""
+    makers = {"rich.print", "rich.get_console", "rich.console.Console", "rich.text.Text", "rich.prompt.Prompt"}
+    ours = {path: tree for path, tree in trees.items() if path.parts[0] == "megarl"}
+    assert makers & set(imported(ours[SCREEN])) == {"rich.console.Console", "rich.text.Text"}
+    found = [
+        f"{path}: {name}"
+        for path, tree in ours.items()
+        if path != SCREEN
+        for name in imported(tree)
+        if name in makers - {"rich.text.Text"} or name.startswith("rich.markup")
+    ]
+    for path, tree in ours.items():
+        for node in ast.walk(tree) if path != SCREEN else ():
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            if (name == "Text" and (node.args or node.keywords)) or name.startswith("Text."):
+                found.append(f"{path}:{node.lineno}: {name}(...) instead of plain(...)")
+            if name.endswith("TextColumn") and all(ast.unparse(word) != "markup=False" for word in node.keywords):
+                found.append(f"{path}:{node.lineno}: {name} reads markup")
+            if any(ast.unparse(keyword) == "markup=True" for keyword in node.keywords):
+                found.append(f"{path}:{node.lineno}: markup=True")
+    assert found == []
+
+
+def opens_text(call: ast.Call) -> bool:
+    """Return whether a call reads or writes text, unless it only seems to."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if name in ("read_text", "write_text"):
+        return bool(owner)  # a function of this name may be ours
+    if owner == "subprocess":
+        return any(ast.unparse(word) in ("text=True", "universal_newlines=True") for word in call.keywords)
+    words = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    modes = [mode for mode in modes if set(mode) <= set("rwaxbt+")]
+    if name not in ("open", "fdopen") or any("b" in mode for mode in modes):
+        return False
+    return bool(modes) or (name == "open" and not owner)
+
+
+def test_no_text_is_read_by_the_encoding_of_a_locale(trees: dict[Path, ast.Module]) -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        if path.parts[0] in ("megarl", "scripts")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and opens_text(node) and all(word.arg != "encoding" for word in node.keywords)
+    ]
+    assert found == []
 
 
 def test_prose_is_plain() -> None:

@@ -6,8 +6,12 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from megarl.report.__main__ import main
 from megarl.report.charts import CHARTS, figures, running_mean, thin
@@ -21,6 +25,12 @@ from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.metrics import describe
 from tests.support.runs import config_of, write_run
 
+SCORE = "critic/score/mean"
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -71,6 +81,20 @@ def test_damaged_and_missing_files_leave_their_part_empty(tmp_path: Path) -> Non
     assert "has recorded no score yet" in render([read_run(directory)])  # as before the first step
     with pytest.raises(ValueError, match=r"elsewhere has no metrics.jsonl: name the directory of a run"):
         read_run(tmp_path / "elsewhere")
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["step", "prompt", "response", "score"]), JSON, st.sampled_from(["step", "time", SCORE]), JSON)
+@example("score", "good", "time", None)
+@example("prompt", 7, "step", "two")
+def test_values_of_other_types_leave_out_their_row(sampled: str, value: Any, measured: str, number: Any) -> None:
+    with TemporaryDirectory() as scratch:
+        directory = write_run(Path(scratch) / "run")
+        for name, key, changed in (("val_generations.jsonl", sampled, value), ("metrics.jsonl", measured, number)):
+            rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+            rows[1] |= {key: changed}
+            (directory / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        assert "</html>" in render([read_run(directory)])
 
 
 def test_values_that_are_not_finite_are_no_points() -> None:

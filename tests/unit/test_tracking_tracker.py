@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from matplotlib.image import imread
-from rich.console import Console as RichConsole
 
 from megarl.platform import progress
 from megarl.distributed.watchdog import note, watching
+from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.plot import plot_curves
@@ -38,7 +38,7 @@ def jsonl(run_dir: Path, **options: Any) -> Tracker:
 
 def run_of_three_steps(terminal: bool) -> str:
     out = io.StringIO()
-    console = RichConsole(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
+    console = Screen(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
     places = [("report", "runs/" + "quickstart/" * 12 + "report.html")]
     tracker = Console(total_steps=3, console=console, signposts=lambda ending: places)
     tracker.log_table("val/generations", [{"prompt": "3 5 = 8 :", "response": "3", "score": 0.0}], step=0)
@@ -122,7 +122,7 @@ def test_no_line_is_glued_to_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_terminal_the_bar_names_the_phase() -> None:
     out = io.StringIO()
-    tracker = Console(total_steps=2, console=RichConsole(file=out, width=100, force_terminal=True))
+    tracker = Console(total_steps=2, console=Screen(file=out, width=100, force_terminal=True))
     with progress.within("gen"):
         progress.announce(64, "responses")
         progress.advance(37)
@@ -133,7 +133,7 @@ def test_on_a_terminal_the_bar_names_the_phase() -> None:
 
 def test_console_of_a_run_that_learns_from_files() -> None:
     out = io.StringIO()
-    tracker = Console(total_steps=2, console=RichConsole(file=out, width=100))
+    tracker = Console(total_steps=2, console=Screen(file=out, width=100))
     tracker.log({"reward_model/loss": 0.6931, "reward_model/accuracy": 0.5, "val/accuracy": 0.75}, step=1)
     assert out.getvalue() == "step 1/2  loss 0.6931  accuracy 0.5000  held-out accuracy 0.7500\n"
 
