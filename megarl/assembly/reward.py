@@ -15,9 +15,9 @@ from megarl.errors import UserError
 from megarl.learner.batching import Budget
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import Mesh
+from megarl.models.hub import stop_token_ids
 from megarl.models.source import Source
 from megarl.rewards.scoring import RuleScorer
-from megarl.rollout.sampling import stop_token_ids
 from megarl.training.reward_model import ModelScorer, RewardModel
 
 logger = logging.getLogger(__name__)

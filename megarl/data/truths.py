@@ -83,7 +83,11 @@ def look(
     num_given = 0
     empty = list[int]()
     limits = WorkerLimits(
-        num_workers=len(os.sched_getaffinity(0)), timeout_s=_TIMEOUT_S, max_memory=_MAX_MEMORY, num_together=_TOGETHER
+        num_workers=len(os.sched_getaffinity(0)),
+        timeout_s=_TIMEOUT_S,
+        max_memory=_MAX_MEMORY,
+        num_together=_TOGETHER,
+        isolation="process",
     )
     with closing(Pool(SelfTest(), limits)) as pool:
         trials = _Trials(pool)
@@ -138,7 +142,8 @@ class _Trials:
         """Wait for all trials; yield the kind of each message, the message, its first row and the number of rows."""
         self._collect(len(self._pending))
         for digest, (kind, message) in self._messages.items():
-            yield kind, message, *self._rows[digest]
+            first, number = self._rows[digest]
+            yield kind, message, first, number
 
     def _collect(self, number: int) -> None:
         done = [self._pending.popleft() for _ in range(number)]

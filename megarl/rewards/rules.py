@@ -83,7 +83,7 @@ class Rules:
         """
         if self.path is None or self.judge:
             return []
-        ids = {IDS: []} if IDS in dict(sample["dict"]) else {}
+        ids: dict[str, Any] = {IDS: []} if IDS in dict(sample["dict"]) else {}
         return [with_values(sample, solution_str=text, **ids) for text in WRONG]
 
     def reads_data_source(self) -> bool:

@@ -3,7 +3,7 @@
 Runs as `python -m megarl.rewards.self_test SOCKET PARENT`, started by `megarl.rewards.pool`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +32,10 @@ class SelfTest:
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""
         Rules().warm_up(data_source)
+
+    def canaries(self, sample: Any) -> Sequence[Any]:
+        """Return nothing: no response runs in a rule."""
+        return ()
 
 
 def try_truth(

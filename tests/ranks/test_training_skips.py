@@ -25,7 +25,7 @@ from tests.support.supervised import train
 
 CHECKPOINTS = {variant: (variant, {}) for variant in ("qwen2", "deepseek_v3")}
 POISON = 7.0  # the score of a sample that spoils its micro-batch
-SPLITS = {
+SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("qwen2", {"tensor_model_parallel_size": 2}),
     "pipeline": ("qwen2", {"pipeline_model_parallel_size": 2}),
     "data": ("qwen2", {}),  # the sample is on one rank alone

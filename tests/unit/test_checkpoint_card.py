@@ -24,7 +24,8 @@ HISTORY = [
 
 
 def contents(config: dict[str, Any] | None) -> Contents:
-    return Contents(state=State(step=2), config=config, code=None, versions={"torch": "2.13"}, models=None, run_ids={})
+    parts = {"code": None, "inputs": None, "versions": {"torch": "2.13"}, "models": None, "run_ids": {}}
+    return Contents(state=State(step=2), config=config, **parts)
 
 
 def test_the_card_of_a_policy(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_rows_of_every_file_are_tried(tmp_path: Path) -> None:
     own = [f"custom_reward_function.path={tmp_path}/own.py", "reward_model.trial_rows=5"]
     names = ",".join(map(str, files))
     config = load_config([*MINIMAL, f"data.train_files=[{names}]", *own], world_size=None, check_paths=False)
-    rows = [row.place for row in _rows(config, RulesSection(trial_rows=5))]
+    rows = [row.place for row in _rows(config, RulesSection(trial_rows=5), takes_ids=False)]
     assert rows == [f"{files[0]}, line 1", f"{files[0]}, line 2", f"{files[1]}, line 1"] + [
         f"{files[2]}, line {number}" for number in (1, 2)
     ]
