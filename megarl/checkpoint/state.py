@@ -4,14 +4,18 @@ Everything else is a pure function of the step and the configuration: the engine
 of a step, the order of mini-batches.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.checkpoint.directory import STATE_FILE, STEP_PREFIX, latest_step, saved_steps
+from megarl.checkpoint.directory import STATE_FILE, STEP_PREFIX, latest_step, saved_steps, step_of_name
 from megarl.data.order import Position
 from megarl.errors import UserError
-from megarl.platform.small_files import read_json
+from megarl.platform.small_files import Damage, read_json
+
+END = 1 << 48
+"""More steps, epochs or rows than any run has."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,28 @@ class State:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "State":
-        """Read the state in a checkpoint. Raises Damage."""
-        return read_json(checkpoint / STATE_FILE, cls)
+        """Read the state in a checkpoint. Raises Damage, also for numbers that no run has and for another step."""
+        path, step = checkpoint / STATE_FILE, step_of_name(checkpoint.resolve().name)
+        state = read_json(path, cls)
+        if fault := next(_faults(state), None):
+            raise Damage.in_content(path, fault)
+        if step is not None and step != state.step:
+            raise Damage.in_content(path, f"it is of step {state.step}, in the checkpoint of step {step}")
+        return state
+
+
+def _faults(state: State) -> Iterator[str]:
+    """Yield what cannot be the state of a run."""
+    if not 0 <= state.step < END:
+        yield f"step {state.step}"
+    if state.kl_coef is not None and not 0.0 <= state.kl_coef < math.inf:
+        yield f"kl_coef {state.kl_coef}"
+    if (position := state.position) and not (0 <= position.epoch < END and 0 <= position.offset < END):
+        yield f"position: epoch {position.epoch}, offset {position.offset}"
+    if (best := state.best) and not (0 <= best.step <= state.step and math.isfinite(best.score)):
+        yield f"best: score {best.score} at step {best.step} of {state.step}"
+    if not all(0.0 <= mismatch < math.inf for mismatch in state.mismatches):
+        yield f"mismatches {', '.join(map(str, state.mismatches))}"
 
 
 def best_checkpoint(run_dir: Path) -> Path:
