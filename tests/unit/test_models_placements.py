@@ -243,7 +243,7 @@ def test_a_vocabulary_that_the_ranks_of_an_engine_cannot_share_is_a_fault(tmp_pa
     model = read_architecture(SIZES | VARIANTS["llama"] | {"num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(UserError, match="256 rows or columns of model.embed_tokens.weight do not divide into 3"):
         engine_layout(model, tp_rank=0, tp_size=3, expert_parallel=False, dtype=torch.float32, latent_fused=False)
-    write_checkpoint(tmp_path, "llama", num_attention_heads=3, num_key_value_heads=3)
+    write_checkpoint(tmp_path, "llama", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
     rollout = RolloutSection(tensor_model_parallel_size=3)
     section = ModelSection(path=str(tmp_path))
     [fault] = engine_cut_faults(section, "actor_rollout_ref.model", rollout, "actor_rollout_ref.rollout")
