@@ -14,7 +14,7 @@ from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
 from megarl.learner.config import MegatronSection
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_vocabulary
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
 from megarl.platform.files import similar
@@ -130,6 +130,12 @@ def engine_cut_faults(model: CheckpointSection, key: str, rollout: RolloutSectio
     if sizes := read_sizes(model):
         tp_key, tp = f"{where}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
         yield from cut_faults(sizes, f"{key}.path", tp_key, tp)
+        if (rows := padded_vocabulary(sizes.vocab_size)) % tp:
+            yield Fault(
+                path=tp_key,
+                message=f"{tp} does not divide the {rows} rows of the engine's vocabulary ({sizes.vocab_size} of "
+                f"{key}.path, rounded up to a multiple of {VOCAB_MULTIPLE}): choose a power of two",
+            )
         yield from _engine_expert_faults(sizes.experts, f"{key}.path", rollout, where)
 
 

@@ -7,6 +7,7 @@ Invariant: when `join` returns, the environment holds torch's own variables (`RA
 import atexit
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -35,6 +36,11 @@ from megarl.platform.terminal import COMMAND, typed
 __all__ = ["Launch", "Wanted", "detect", "init_process_groups", "join", "rendezvous", "restarted", "start"]
 
 LINGER_S = 1.0
+FILES_OF_A_RANK = 256
+"""Open files of a rank without its connections: libraries, data, devices, logs."""
+FILES_OF_A_PEER = 2
+"""Open files of a rank for each other rank, at least: a group of gloo connects each of its ranks with each other, and
+the store has a connection to each rank. Smaller groups need more."""
 MEETING_S = 1800.0
 """Seconds that ranks look for rank 0 if they know its address only from a file of the run."""
 
@@ -105,6 +111,22 @@ def join(launch: Launch, directory: Path) -> None:
         os.environ[name.upper()] = str(getattr(launch, name))
 
 
+def allow_connections(world_size: int) -> None:
+    """Let this process open as many files as its hard limit permits.
+
+    Raises:
+        UserError: the hard limit is below what `world_size` ranks need.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    needed = FILES_OF_A_RANK + FILES_OF_A_PEER * world_size
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"a process may open {most} files here, and a rank among {world_size} needs at least {needed}: raise the "
+            "hard limit (`ulimit -Hn`; LimitNOFILE of the service that starts the job; --ulimit nofile of a container)"
+        )
+
+
 def init_process_groups(launch: Launch, timeout_s: float) -> Store:
     """Create torch's default process group, and on CUDA a group for data in host memory (see `exchange.join_world`).
 
@@ -117,9 +139,10 @@ def init_process_groups(launch: Launch, timeout_s: float) -> Store:
         timeout_s: seconds after which a collective is an error if a rank has not joined it.
 
     Raises:
-        UserError: the process sees fewer CUDA devices than this host has ranks, or the ranks cannot find or reach each
-            other.
+        UserError: the process sees fewer CUDA devices than this host has ranks, may open too few files, or the ranks
+            cannot find or reach each other.
     """
+    allow_connections(launch.world_size)
     if on_cuda():
         num_devices = torch.cuda.device_count()
         if launch.local_rank >= num_devices:

@@ -20,6 +20,7 @@ from megarl.models.unsupported import unsupported
 ODD = "must be even, because positions rotate pairs of numbers"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"  # the scalar head in a checkpoint
+VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,11 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     for key, least in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
         config.tokens(key, architecture.vocab_size, least=least)
     return architecture
+
+
+def padded_vocabulary(rows: int) -> int:
+    """Return the rows of the engine's embedding, which its ranks share."""
+    return -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 @lru_cache(maxsize=16)

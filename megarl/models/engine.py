@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.models.architecture import Architecture, LatentAttention, hf_shapes
+from megarl.errors import UserError
+from megarl.models.architecture import Architecture, LatentAttention, hf_shapes, padded_vocabulary
 from megarl.models.placing import behind, placed
 from megarl.reshard.layout import Box, Holding, Layout, Piece, Placement, placement_of, row_major, whole
-
-VOCAB_MULTIPLE = 64  # the rows of a complete engine's padded vocabulary are a multiple of this
 
 NamedBox = tuple[str, Box]  # a Hugging Face parameter and a box of it
 
@@ -37,6 +36,9 @@ def engine_layout(
         expert_parallel: each rank holds a block of complete experts, instead of a slice of every expert.
         dtype: of the engine's weights.
         latent_fused: the engine has vLLM's own latent attention, which fuses the two down-projections.
+
+    Raises:
+        UserError: a parameter does not divide into `tp_size` equal parts.
     """
     cut = _Cut(architecture, "", tp_rank, tp_size)
     layers: dict[bool, list[Piece]] = {}
@@ -59,6 +61,9 @@ def engine_placement(
     """Return the boxes that each rank must hold if every `tp_size` ranks are an engine.
 
     All layers of a kind are cut alike, and so are their experts: boxes are computed for one layer and one expert.
+
+    Raises:
+        UserError: a parameter does not divide into `tp_size` equal parts, so that some of it would have no rank.
     """
     assert num_ranks % tp_size == 0, (num_ranks, tp_size)
     cuts = [_Cut(architecture, "", rank, tp_size) for rank in range(tp_size)]
@@ -101,21 +106,35 @@ class _Cut:
         """Return this rank's slice of the rows. With fewer parts than ranks, neighbours have the same slice."""
         num_parts = num_parts or self.tp_size
         box = self.whole(name)[1]
-        size, part = box.hi[0] // num_parts, self.tp_rank * num_parts // self.tp_size
+        size, part = _share(box.hi[0], num_parts, name), self.tp_rank * num_parts // self.tp_size
         return name, Box((part * size, *box.lo[1:]), ((part + 1) * size, *box.hi[1:]))
 
     def columns(self, name: str) -> NamedBox:
         """Return this rank's slice of the columns."""
         rows, columns = self.whole(name)[1].hi
-        size = columns // self.tp_size
+        size = _share(columns, self.tp_size, name)
         return name, Box((0, self.tp_rank * size), (rows, (self.tp_rank + 1) * size))
 
     def vocabulary(self, name: str) -> list[NamedBox]:
         """Return this rank's slice of the padded rows; nothing if all of its rows are padding."""
         rows, columns = self.whole(name)[1].hi
-        size = -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp_size
+        size = _share(padded_vocabulary(rows), self.tp_size, name)
         first, end = self.tp_rank * size, min((self.tp_rank + 1) * size, rows)
         return [(name, Box((first, 0), (end, columns)))] if first < end else []
+
+
+def _share(size: int, num_parts: int, name: str) -> int:
+    """Return the size of equal parts that together are the whole.
+
+    Raises:
+        UserError: there are no such parts, and the last rows or columns would have no rank.
+    """
+    if size % num_parts:
+        raise UserError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size: {size} rows or columns of {name} do not divide "
+            f"into {num_parts} equal parts: choose a divisor"
+        )
+    return size // num_parts
 
 
 def _outside(cut: _Cut, dtype: torch.dtype) -> Iterator[Piece]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.platform.secret_names import Secrecy, is_secret, secrecy_of_path
-from megarl.platform.secret_texts import BLOT, blot_named, blot_shapes, blot_users
+from megarl.platform.secret_texts import BLOT, blot_assigned, blot_shapes, blot_users
 from megarl.platform.secret_values import values as secret_values
 
 __all__ = ["BLOT", "READ_CHARACTERS", "beginning", "format_error", "guard_output", "is_secret", "redact", "redacted"]
@@ -26,13 +26,12 @@ READ_CHARACTERS = 1 << 16
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` without passwords, tokens, keys and signatures, in time that is linear in its length.
 
-    Secrets are `user:password@` of URIs, values of secret names (`?token=...`, `'secret': '...'`, `password: ...`,
-    `--api-key ...`), tokens of known formats, and values of the secret variables of `environ`: unchanged, escaped,
-    percent-encoded or in base64.
+    Secrets are values of the secret variables of `environ` (unchanged, escaped, percent-encoded or in base64),
+    `user:password@` of URIs, tokens of known formats, and values of secret names in `NAME=VALUE`.
     """
     for value in secret_values(environ):
         text = text.replace(value, BLOT)
-    return blot_named(blot_users(blot_shapes(text)))
+    return blot_assigned(blot_users(blot_shapes(text)))
 
 
 def beginning(text: str, length: int) -> str:

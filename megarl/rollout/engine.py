@@ -51,6 +51,7 @@ class RolloutEngine:
 
     weights: "EngineWeights"
     """This rank's share of the engine's weights, the destination of a sync."""
+    _version = 0  # finished steps that the weights come from
 
     def __init__(
         self,
@@ -88,7 +89,6 @@ class RolloutEngine:
         patches.name_message_queues(prefix := segments.claim())
         self._section, self._stop, self.max_model_len = section, list(stop_token_ids), max_model_len
         on_cpu: bool = current_platform.is_cpu()
-        self._version = 0
         self._may_compile = not (on_cpu and is_eager(section, on_cpu=on_cpu))
         arguments = llm_arguments(
             section,
@@ -101,8 +101,7 @@ class RolloutEngine:
         if on_cpu:
             patches.mend_cpu_build(prefix if segments.may_spin() else None)
             sequences = min(section.max_num_seqs, max_sequences or section.max_num_seqs)
-            own = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len)
-            arguments = own | arguments
+            arguments = cpu_arguments(section, shapes, num_key_value_heads, sequences, max_model_len) | arguments
         if not gc.get_freeze_count():
             gc.freeze()  # vLLM collects garbage several times as it starts, each time among everything ever imported
         with self._compilation():

@@ -1,9 +1,12 @@
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.distributed.launch import Launch, detect, rendezvous
+from tests.support.programs import ROOT
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
@@ -113,3 +116,28 @@ def test_open_mpi_across_hosts_meets_where_rank_0_says(tmp_path: Path) -> None:
     with socket.create_server((address, port)):
         other = Launch(rank=2, world_size=4, local_rank=0, local_world_size=2)
         assert rendezvous(OPEN_MPI, other, tmp_path / "run") == (address, port)
+
+
+LIMITED = """
+import resource, sys
+from megarl.distributed.launch import allow_connections
+
+soft, hard, world = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+try:
+    allow_connections(world)
+except ValueError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "fault"),
+    [(8, ""), (128, ""), (129, "a process may open 512 files here, and a rank among 129 needs at least 514: raise")],
+)
+def test_a_rank_may_open_what_its_world_needs_or_the_number_is_named(world: int, fault: str) -> None:
+    command = [sys.executable, "-c", LIMITED, "64", "512", str(world)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    assert lines[-1] == "(512, 512)"
+    assert "".join(lines[:-1]).startswith(fault) and bool(fault) == (len(lines) == 2)

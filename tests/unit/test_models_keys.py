@@ -86,7 +86,7 @@ def reads_of(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         match node:
             case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=key):
-                key = key
+                pass
             case ast.Call(
                 func=ast.Name(id="getattr" | "hasattr"),
                 args=[ast.Name(id=owner) | ast.Attribute(attr=owner), ast.Constant(value=str(key)), *_],

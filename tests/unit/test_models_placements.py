@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models.architecture import LatentAttention, hf_shapes
+from megarl.config.checks import engine_cut_faults
+from megarl.errors import UserError
+from megarl.models.architecture import LatentAttention, hf_shapes, read_architecture
+from megarl.models.config import ModelSection
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.experts import Experts
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
 from megarl.reshard.layout import Box, placement_of
+from megarl.rollout.config import RolloutSection
 from tests.support.layouts import architecture, slices
+from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=8, first_dense_layers=1)
 LATENT = LatentAttention(q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
@@ -210,3 +216,36 @@ def test_the_largest_model_has_few_kinds_of_holdings():
     assert len(trainer) == 45_395
     assert len({id(holding) for holding in trainer.values()}) < 1000
     assert len({id(holding) for holding in engine.values()}) < 50
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
+@given(vocab_size=st.integers(3, 700), variant=st.sampled_from(sorted(VARIANTS)), expert_parallel=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_boxes_of_an_engine_are_the_parameter_or_a_fault(
+    tp_size: int, vocab_size: int, variant: str, expert_parallel: bool
+) -> None:
+    model = read_architecture(SIZES | VARIANTS[variant] | {"vocab_size": vocab_size})
+    cut = {"tp_size": tp_size, "expert_parallel": expert_parallel, "dtype": torch.float32}
+    try:
+        layouts = [engine_layout(model, tp_rank=rank, latent_fused=False, **cut) for rank in range(tp_size)]
+    except UserError as error:
+        assert "do not divide" in str(error)
+        with pytest.raises(UserError, match="do not divide"):
+            engine_placement(model, num_ranks=tp_size, **cut)
+        return
+    covered = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in hf_shapes(model).items()}
+    for piece in (piece for layout in layouts for piece in layout):
+        covered[piece.name][tuple(slice(lo, hi) for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True))] = True
+    assert [name for name, mask in covered.items() if not mask.all()] == []
+
+
+def test_a_vocabulary_that_the_ranks_of_an_engine_cannot_share_is_a_fault(tmp_path: Path) -> None:
+    model = read_architecture(SIZES | VARIANTS["llama"] | {"num_attention_heads": 3, "num_key_value_heads": 3})
+    with pytest.raises(UserError, match="256 rows or columns of model.embed_tokens.weight do not divide into 3"):
+        engine_layout(model, tp_rank=0, tp_size=3, expert_parallel=False, dtype=torch.float32, latent_fused=False)
+    write_checkpoint(tmp_path, "llama", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
+    rollout = RolloutSection(tensor_model_parallel_size=3)
+    section = ModelSection(path=str(tmp_path))
+    [fault] = engine_cut_faults(section, "actor_rollout_ref.model", rollout, "actor_rollout_ref.rollout")
+    assert fault.path == "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    assert "3 does not divide the 256 rows of the engine's vocabulary (211 of" in fault.message

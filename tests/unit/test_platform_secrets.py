@@ -4,7 +4,6 @@ import runpy
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -31,20 +30,7 @@ NO_VARIABLES: dict[str, str] = {}
         ("https://h/o?X-Amz-Credential=a%2Fb&X-Amz-Date=1&X-Amz-Signature=0a1b", None),
         ("https://a.blob.core.windows.net/c?sv=2024&sig=a%2Bb%3D&se=1", None),
         ("https://h/o?key=abc&page=2", "https://h/o?key=***&page=2"),
-        ("token='a b' n=2", "token='***' n=2"),
-        ("{'hf_token': 'abc', 'n': 1}", "{'hf_token': '***', 'n': 1}"),
-        ('{"api_key": "abc"}', '{"api_key": "***"}'),
-        ("{'n': 1, 'hf_token': 1234567890, 'm': 2}", "{'n': 1, 'hf_token': ***, 'm': 2}"),
-        ("{'api_key': {'value': 'abc', 'n': 1}}, 2", "{'api_key': ***}, 2"),
         ("engine_kwargs.api_key.value=abc", "engine_kwargs.api_key.value=***"),
-        ("{'api_key': ['abc', 'def'], 'n': 1}", "{'api_key': ***, 'n': 1}"),
-        ("{'x-api-key': b'abc', 'n': 1}", "{'x-api-key': b'***', 'n': 1}"),
-        ("[(b'x-api-key', b'abc'), (b'accept', b'*/*')]", "[(b'x-api-key', b'***'), (b'accept', b'*/*')]"),
-        ('("hf_token", "abc")', '("hf_token", "***")'),
-        ("{'Authorization': 'Token abc'}", "{'Authorization': '***'}"),
-        ("(b'authorization', b'Basic abc=')", "(b'authorization', b'***')"),
-        ("Authorization: Token abcdefgh", "Authorization: Token ***"),
-        ("authorization: ApiKey abcdefgh=", "authorization: ApiKey ***"),
         ("foo.password=abc,bar=1", "foo.password=***,bar=1"),
         ("DefaultEndpointsProtocol=https;AccountKey=ab/c==;X=1", "DefaultEndpointsProtocol=https;AccountKey=***;X=1"),
         ("Authorization: Bearer abcdefgh.ijk=", "Authorization: Bearer ***"),
@@ -117,17 +103,6 @@ def test_redacting_twice_changes_nothing_more(text: str) -> None:
 def test_no_password_of_a_uri_remains(user: str, password: str) -> None:
     shown = redact(f"cannot open s3://{user}:{password}@bucket/a/b.parquet (why)", NO_VARIABLES)
     assert shown == "cannot open s3://***@bucket/a/b.parquet (why)"
-
-
-@given(
-    name=st.sampled_from(["x-api-key", "Authorization", "hf_token", "clientSecret"]),
-    value=st.text(alphabet="abcXYZ019 .:;,+/=-", min_size=1).map(lambda text: f"q{text}Zz"),
-    written=st.sampled_from([str, str.encode]),
-)
-def test_no_header_remains_as_python_shows_it(name: str, value: str, written: Callable[[str], str | bytes]) -> None:
-    for kept in ({written(name): written(value)}, [(written(name), written(value))], {name: [written(value)]}):
-        shown = redact(f"sent {kept} to host", NO_VARIABLES)
-        assert value not in shown and shown.startswith("sent ") and shown.endswith(" to host")
 
 
 def test_mappings_lose_what_their_keys_and_values_tell() -> None:
