@@ -13,9 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-WORDS = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 - open as long as the process
-WORDS.write(b"0123456789")
-WORDS.seek(0)
+WORDS = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR)  # open as long as the process
+os.pwrite(WORDS, b"0123456789", 0)
 RANDOM = random.Random(7)  # noqa: S311 - a state that a response could change
 DEFAULTS: list[int] = []
 exits: list[str] = []
@@ -50,6 +49,6 @@ def state_of_process() -> dict[str, float]:
         "alarm": float(signal.getsignal(signal.SIGALRM) is signal.SIG_DFL),
         "threads": float(threading.active_count()),
         "files": float(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        "read": float(os.read(WORDS.fileno(), 1) or b"-1"),
+        "read": float(os.read(WORDS, 1) or b"-1"),
         "hook": float(sys.gettrace() is None and sys.getprofile() is None),
     }

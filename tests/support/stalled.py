@@ -64,7 +64,7 @@ def begun_scorer(how: str, directory: Path) -> RuleScorer:
     """Rewards that have been called once, so that their processes stand."""
     path = directory / "mine.py"
     path.write_text(REWARD.format(later=600 if how == "hung-rewards" else TIMEOUT_S / 5))
-    section = RulesSection(num_workers=1, timeout_s=600.0)
+    section = RulesSection(num_workers=1, timeout_s=600.0, isolation="process", canary_every=0)
     scorer = RuleScorer.make(section, CustomRewardSection(path=str(path)), lambda token_ids: "")
     scorer.score(answer(prompts([1]), [1, 1]))
     return scorer

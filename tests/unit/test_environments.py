@@ -163,6 +163,9 @@ def test_why_an_episode_ends_and_what_its_last_turn_earns(
 class Letters:
     """A tokenizer of texts in which each character is a token."""
 
+    def of_observations(self) -> "Letters":
+        return self
+
     def templates(self, prompt: object) -> bool:
         return False
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
+from megarl.rewards.limits import WorkerLimits
 from megarl.rewards.pool import Pool, ScoringResult
+from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack
 from tests.support.programs import ROOT
 
@@ -35,9 +38,9 @@ HOSTILE = {
     "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()",
     "a function at exit": "import atexit, os; atexit.register(os._exit, 5)",
     "a limit of the kernel": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))",
-    "the position in a file": "module.WORDS.seek(7)",
+    "the position in a file": "import os; os.lseek(module.WORDS, 7, os.SEEK_SET)",
     "the mode of a file": "import fcntl; fcntl.fcntl(module.WORDS, fcntl.F_SETFL, 0x400)",
-    "an open file": "module.WORDS.close()",
+    "an open file": "import os; os.close(module.WORDS)",
     "a closed output": "import os; os.close(1); os.close(2)",
     "an output that does not wait": "import os; os.set_blocking(1, False); os.set_blocking(2, False)",
     "a trace": "import sys; sys.settrace(lambda *_: None); sys.setprofile(lambda *_: None)",
@@ -185,3 +188,46 @@ def test_a_reward_may_call_its_own_function_in_processes_that_it_starts(method: 
     with pool_of("spawning_reward.py", timeout_s=100.0) as pool:
         (found,) = results_of(pool, ["four"], truth=method)
     assert (found.numbers.get("score"), found.detail) == (4.0, "")
+
+
+ANSWERS = {
+    "gsm8k": ("18", ["#### 18", "#### 17", "18", ""]),
+    "countdown": ({"target": 8, "numbers": [3, 5]}, ["<answer>3+5</answer>", "<answer>5-3</answer>", "3+5"]),
+    "math": (
+        "5",
+        [
+            r"\boxed{5}",
+            r"\boxed{x = 5}",
+            r"\boxed{x}",
+            r"\boxed{\pi = 5}",
+            r"\boxed{\pi}",
+            r"\boxed{\frac{10}{2}}",
+            r"\boxed{i^2 = 5, e = 5}",
+            r"\boxed{f(x) = 5}",
+            r"\boxed{\{5, 6\}}",
+            r"\boxed{1/0}",
+            r"\boxed{)(}",
+        ],
+    ),
+    "math_dapo": ("5", ["Answer: 5", "Answer: x=5", "Answer: 6"]),
+    "multiply": ("56", ["<answer>56</answer>", "<answer>57</answer>", "7 * 8 = 56"]),
+}
+
+
+def test_built_in_rules_share_a_process_because_no_response_changes_their_state() -> None:
+    """Each response gets, after all others in any order, the score that it gets in a new process."""
+    rows = [
+        {"data_source": source, "ground_truth": truth, "extra_info": {}, "solution_str": text}
+        for source, (truth, texts) in ANSWERS.items()
+        for text in texts
+    ]
+    alone = WorkerLimits(num_workers=1, timeout_s=100.0, max_memory=4_000_000_000)
+    together = replace(alone, isolation="process")
+    scores = []
+    for limits, asked in ((alone, rows), (together, rows), (together, rows[::-1])):
+        pool = Pool(Rules(), limits)
+        found = pool.wait([pool.submit(pack(row)) for row in asked])
+        pool.close()
+        scores.append([(result.numbers, result.pred, result.fault) for result in found])
+    assert scores[0] == scores[1] == scores[2][::-1]
+    assert {numbers.get("score") for numbers, _, _ in scores[0]} >= {0.0, 1.0}

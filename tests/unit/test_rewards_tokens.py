@@ -33,7 +33,7 @@ def tokenizer_of(special: Sequence[str]) -> Tokenizer:
     fast.decoder = decoders.ByteLevel()
     fast.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in SPECIAL])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>", pad_token="<|pad|>")
-    return Tokenizer(wrapped, source="test")
+    return Tokenizer(wrapped, source="test", special_tokens_in_text="allow")
 
 
 ALL, FEW = tokenizer_of(SPECIAL), tokenizer_of(SPECIAL[:2])
