@@ -30,7 +30,7 @@ _AS_LATEX = {
     **dict(zip("０１２３４５６７８９＋＝（）．，：％", "0123456789+=().,:%", strict=True)),
 }
 _SIGNS = str.maketrans(_AS_LATEX)
-_GROUPS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\\[, ;:]|~| )[0-9]{3})+)(?![0-9])")
+_GROUPS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\\[, ;:]|,\\!|\{,\}|~| )[0-9]{3})+)(?![0-9])")
 _LOOKS = re.compile(
     r"\\(?:text)?color(?:\[[^\]{}]*\])?\{[^{}]*\}"
     r"|\\(?:underline|boldsymbol|bm|pmb|mathbf|emph|displaystyle|large|Large|huge|checkmark|boxed|fbox"
