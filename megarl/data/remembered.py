@@ -39,7 +39,7 @@ def recall(place: Path) -> Any:
 
 
 def remember(place: Path, answer: Mapping[str, Any]) -> None:
-    """Keep an answer. Where nothing can be written, the next run looks again."""
+    """Keep an answer. If nothing can be written, the next run looks again."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_suffix(f".{uuid4().hex}")

@@ -60,7 +60,7 @@ class Findings:
         return cls(fields["num_rows"], fields["counts"], shown)
 
     def add(self, kind: Kind, message: str, place: str, num_rows: int = 1) -> None:
-        """Note a message about rows, the first of which is at `place`."""
+        """Note a message about rows; the first of them is at `place`."""
         self.counts[kind] = self.counts.get(kind, 0) + num_rows
         kept = self.shown.setdefault(kind, [])
         known = next((finding for finding in kept if finding.message == message), None)
@@ -117,7 +117,7 @@ def look(
 
 
 class _Trials:
-    """The trials of ground truths, some of which are under way."""
+    """The trials of ground truths; some are under way."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

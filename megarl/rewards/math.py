@@ -195,7 +195,18 @@ def equal(answer: str, truth: str) -> bool:
         return False
     if forms.base(found) and forms.base(gold) and forms.base(found) != forms.base(gold):
         return False
-    return _sides_equal(found, gold)
+    parts = forms.members(found)
+    if len(parts) == 1:
+        return _sides_equal(parts[0], gold) if len(forms.members(gold)) == 1 else verified(found, gold)
+    is_equation = len(forms.members(gold)) == 1 and len(forms.sides(gold)) > 1
+    is_list = not is_equation and verified(found, gold)
+    return all(map(_is_consistent, parts)) and (is_list or all(_sides_equal(part, gold) for part in parts))
+
+
+def _is_consistent(part: str) -> bool:
+    """Return whether all sides of an equation that are no names are equal."""
+    values = [side for side in forms.sides(part) if not forms.is_name(side)]
+    return all(verified(side, values[-1]) for side in values[:-1])
 
 
 def _sides_equal(found: str, gold: str) -> bool:
@@ -207,7 +218,7 @@ def _sides_equal(found: str, gold: str) -> bool:
     else:
         value = gold
     if len(sides) == 1:
-        return verified(found, gold) and ("\\begin{cases}" not in found or "\\begin{cases}" in gold)
+        return verified(sides[0], gold)
     values = [side for side in sides if not forms.is_name(side)] or sides[-1:]
     return all(verified(side, value) for side in values) or (
         len(sides) == len(gold_sides) and gold_sides[0] in found and verified(found, gold)

@@ -1,4 +1,4 @@
-"""What `megarl prepare --check` says of files of other trainers: what the run that reads them says."""
+"""Checks of files that other trainers make: `megarl prepare --check` agrees with the run that reads them."""
 
 import json
 from pathlib import Path

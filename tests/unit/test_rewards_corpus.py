@@ -1,4 +1,4 @@
-"""Right and wrong answers in the forms that people and models write, for each rule; ¶ stands for a line break."""
+"""Right and wrong answers in the forms that people and models write, for each rule; ¶ is a line break."""
 
 import re
 from collections.abc import Iterator

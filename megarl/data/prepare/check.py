@@ -30,7 +30,7 @@ COLUMNS = PromptColumns(section=DataSection(train_files=""), needs=BY_SOURCE)
 
 @dataclass
 class Report:
-    """What a check found: lines that begin with the file and, if rows have a fault, the first row and a number."""
+    """The findings of a check: lines that begin with the file and, if rows have a fault, the first row and a number."""
 
     kind: Kind
     faults: list[str] = field(default_factory=list)
