@@ -17,7 +17,8 @@ def template_time(trainer: TrainerSection) -> datetime:
     Raises:
         UserError: the checkpoint that the run resumes from is missing or damaged.
     """
-    run_dir, known = Path(trainer.default_local_dir), None
+    run_dir = Path(trainer.default_local_dir)
+    known: datetime | None = None
     if trainer.resume_mode == "auto" or any(together(lambda: restarted(environ))):
         known = on_first_rank(lambda: recorded_time(run_dir))
     if known is None and (checkpoint := resumed_checkpoint(trainer)):

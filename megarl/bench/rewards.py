@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.bench import report
 from megarl.bench.options import rewards_parser
+from megarl.platform.screen import Screen
 from megarl.platform.versions import versions
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        _show(found, Console())
+        _show(found, Screen())
     return 0
 
 
@@ -114,7 +114,7 @@ def _submit(pool: Pool, case: Case, texts: Sequence[str]) -> Any:
     return [pool.submit(pack(row | {"solution_str": text})) for text in texts]
 
 
-def _show(found: Mapping[str, Any], console: Console) -> None:
+def _show(found: Mapping[str, Any], console: Screen) -> None:
     """Print the results as a table."""
     table = Table("rule", "isolation", "responses a second", "CPU ms of one")
     for case in found["cases"]:

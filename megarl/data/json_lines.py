@@ -187,9 +187,8 @@ def _find_lines(source: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     for block in iter(partial(source.read, _BLOCK_BYTES), b""):
         characters = np.frombuffer(block, np.uint8)
         breaks = np.flatnonzero(characters == ord("\n"))
-        counted = so_far + np.cumsum(
-            (characters > ord(" ")) | (characters == 0)
-        )  # a file that was cut off may have NULs
+        # NULs, which a power failure leaves in a file, are no blanks: their line is a fault.
+        counted = so_far + np.cumsum((characters > ord(" ")) | (characters == 0))
         ends.append(position + breaks)
         printed.append(counted[breaks])
         position, so_far = position + len(block), int(counted[-1])

@@ -1,9 +1,10 @@
 """Converts a SentencePiece `.model` to a fast tokenizer that gives the same ids.
 
 Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact
-except for two quirks of `tokenizers`: of two segmentations with equal score, a unigram model may choose another one
-than SentencePiece ("b bb" for "bb b"); and under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it
-processes graphemes, so it may drop a combining mark after a character that the table rewrites.
+except for three quirks of `tokenizers`. Of two segmentations with equal score, a unigram model may choose another one
+than SentencePiece ("b bb" for "bb b"). Under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it
+processes graphemes, so it may drop a combining mark after a character that the table rewrites. It would read a text
+such as `<0x41>` as the byte of that name, so the text is cut after `<`, and no piece crosses this cut.
 """
 
 import re
@@ -19,7 +20,7 @@ from megarl.errors import UserError
 
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 # the enumerations of sentencepiece_model.proto
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 UNIGRAM, BPE, CHAR = 1, 2, 4
 
 
@@ -44,9 +45,11 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     }
     fast = FastTokenizer(_bpe(model) if model.trainer_spec.model_type in (BPE, CHAR) else _unigram(model))
     fast.normalizer = _normalizer(model.normalizer_spec)
-    if user_defined := _pieces(model, USER_DEFINED):
-        longest_first = sorted(map(re.escape, user_defined), key=len, reverse=True)
-        fast.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(longest_first)), "isolated")
+    cuts = sorted(map(re.escape, _pieces(model, USER_DEFINED)), key=len, reverse=True)
+    if _pieces(model, BYTE) and (cuts or model.trainer_spec.model_type == UNIGRAM):
+        cuts.append("<(?=0x[0-9A-F]{2}>)")
+    if cuts:
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(cuts)), "isolated")
     fast.decoder = _decoder(model)
     fast.add_special_tokens(
         [AddedToken(piece, special=True, normalized=False) for piece in _pieces(model, UNKNOWN, CONTROL)]
@@ -119,7 +122,7 @@ def _normalizer(spec: Any) -> normalizers.Normalizer:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(f"^ +|[ {SPACE}]+$"), ""))
+        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if spec.escape_whitespaces:
         steps.append(normalizers.Replace(" ", SPACE))
