@@ -68,9 +68,9 @@ def run(
     `keeps_log` keeps the log of each rank in the directory of the run.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
-    with code 1. What a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have it; any
-    other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end (see
-    `signals`) ends with code 75.
+    with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have
+    it; any other error is printed with its traceback (see `distributed.failures`). A job that received a signal to end
+    (see `signals`) ends with code 75.
     """
     silence_imports()
     prefer_huge_pages()

@@ -54,7 +54,7 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
     """Ask the hub for the `config.json` of each model, and for each tokenizer, that is a Hugging Face id.
 
     Raises:
-        ConfigError: the hub does not have one of them, or does not answer.
+        ConfigError: the hub lacks a file, or does not answer.
     """
     tokenizers = {} if isinstance(config, VerifyConfig) else {"data.tokenizer": config.data.tokenizer}
     if isinstance(config, Config):

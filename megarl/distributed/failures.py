@@ -44,7 +44,7 @@ def report(error: Exception, directory: Path, launch: Launch, store: Store | Non
         error: what ended the work of this rank.
         directory: the directory of the run.
         launch: the place of this rank.
-        store: where the ranks have met; None if they have not.
+        store: the store in which the ranks have met; None if they have not.
 
     Returns:
         The argument of `sys.exit`.

@@ -119,7 +119,7 @@ def _listens(address: str, port: int) -> bool:
 
 
 def own_address(host: str, launch: Launch) -> str:
-    """Return the address of this host, that of rank 0, at which the other ranks look for `host`.
+    """Return an address of this host, rank 0's, that the other ranks find under the name `host`.
 
     If the job spans hosts and `host` is a loopback address here (127.0.1.1 of Debian), or an address that a network
     translates, it is the address of the interface that the user has named, else of the default route.

@@ -17,7 +17,7 @@ MOST_NAMED = 8  # parameters of one rank
 
 
 class Verdict(IntEnum):
-    """What to do with a mini-batch after its backward pass; the largest verdict of a rank holds for all ranks."""
+    """The fate of a mini-batch after its backward pass; the largest verdict of a rank holds for all ranks."""
 
     IDLE = 0  # the gradient is exactly 0: there is nothing to learn
     LEARN = 1

@@ -40,7 +40,7 @@ def rope_parameters(config: Fields) -> Fields:
     """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 
     Raises:
-        UserError: a setting has two values, of which transformers and the engine might choose different ones.
+        UserError: a setting has two values, and transformers and the engine might choose different ones.
     """
     outside = {key: config.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     old, new = _settings(config, "rope_scaling"), _settings(config, "rope_parameters")

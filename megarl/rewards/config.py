@@ -76,9 +76,9 @@ class RulesSection:
     judge: JudgeSection = field(default_factory=JudgeSection)
     """A language model behind a server."""
     isolation: Literal["response", "process"] = "response"
-    """What a process that calls the custom function scores: one response, or those that the function takes together,
-    and no other (response), or one after another (process), so that a response may change the scores of later ones.
-    Built-in rules and the judge run no response, and always have `process`."""
+    """response = a process that calls the custom function scores one response, or those that the function takes
+    together, and no other; process = it scores one after another, so that a response may change the scores of later
+    ones. Built-in rules and the judge run no response, and always have `process`."""
     canary_every: CountFromZero = 100
     """Calls after which isolation=process scores a wrong response that it knows: if that earns more than at first, the
     run stops. 0 = never."""

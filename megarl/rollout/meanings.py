@@ -1,4 +1,4 @@
-"""What vLLM's arguments do to a run: those that are accepted, and the others with the reason against them.
+"""The effect of vLLM's arguments on a run: accepted arguments, and refused ones with the reason.
 
 An argument that is in no table is refused: nobody has shown that samples, weights and ranks stay as megarl knows them.
 """
@@ -34,7 +34,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         *("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),
         "ec_manager_config",
     ),
-    "changes when and for which requests tokens appear": (
+    "changes the order of requests and the time of tokens": (
         *(
             "async_scheduling",
             "scheduler_cls",

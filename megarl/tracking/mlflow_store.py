@@ -144,7 +144,7 @@ class Store:
         return key
 
     def _log(self, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
-        """Log metrics or parameters in batches. What the store refuses costs one of them each, and one warning."""
+        """Log metrics or parameters in batches. A record that the store refuses is lost alone, with one warning."""
         for batch in _batches(items, size):
             self._log_batch(run_id, kind, batch)
 

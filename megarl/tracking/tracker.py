@@ -47,7 +47,7 @@ class NullTracker:
 
 
 class Trackers:
-    """A tracker that forwards to `trackers` (name for messages -> tracker), each of which may fail without the others.
+    """A tracker that forwards to `trackers` (name for messages -> tracker). Each may fail alone.
 
     A failure costs the records of its tracker and one warning (see `Guarded`). It reaches neither the other trackers
     nor the run.

@@ -2,7 +2,7 @@
 
 `fail=R` raises on rank R after the ranks have met, while the others wait in a collective. `kill=R` kills that rank.
 `once=yes` fails only before the first restart, after which rank 0 comes late. `hang=yes` makes every rank wait forever.
-`listens=yes` prints where the processes of the job listen.
+`listens=yes` prints the addresses of the listening sockets of the job.
 """
 
 import os

@@ -81,7 +81,7 @@ class AtTerminal:
     def hang_up(self) -> int:
         """Close the terminal, as a lost connection does, and return the exit code of the command as a shell counts it.
 
-        What the command shows afterwards is lost.
+        Later output of the command is lost.
         """
         os.close(self._terminal)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

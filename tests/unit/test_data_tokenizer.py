@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "unigram": {"model_type": "unigram", "vocab_size": 300},
     "unigram_bytes": {"model_type": "unigram", "vocab_size": 550, "byte_fallback": True},
     "unigram_verbatim": {

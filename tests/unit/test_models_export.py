@@ -1,4 +1,4 @@
-"""What a written model says of itself: its dtype, and every token that ended a response in training."""
+"""A written model names its dtype, and every token that ended a response in training."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What vLLM's arguments do to a run: those that change samples, weights or ranks are refused, with the reason."""
+"""Arguments of vLLM that change samples, weights or ranks are refused, with the reason."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_an_argument_that_is_not_proven_is_refused_with_its_reason(name: str) ->
         ({"enable_return_routed_experts": True}, "what megarl does not read"),
         ({"kv_cache_dtype": "fp8"}, "what is drawn"),
         ({"kv_offloading_size": 10}, "cached keys of earlier weights"),
-        ({"stream_interval": 2}, "when and for which requests"),
+        ({"stream_interval": 2}, "order of requests"),
     ],
 )
 def test_an_argument_is_judged_by_what_it_does(arguments: dict[str, Any], words: str) -> None:
