@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megarl.config.rows_trial import check_rows
 from megarl.config.trial import find_places, find_sources, try_reward
 from megarl.distributed.place import Launch
 from megarl.entry import run
-from megarl.tracking.config import TrainerSection
+from megarl.tracking.config import REPLAY, TrainerSection
 
 IMPORTS = ("megarl.assembly.run", "megarl.learner.imported", "megarl.rollout.imported")
 
@@ -32,8 +32,9 @@ class Arguments:
 
     @property
     def trainer(self) -> TrainerSection:
-        """The section that gives the number of ranks."""
-        return self.config.trainer
+        """The section that gives the number of ranks, and the directory of this job."""
+        trainer = self.config.trainer
+        return replace(trainer, default_local_dir=f"{trainer.default_local_dir}/{REPLAY}") if self.replay else trainer
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:

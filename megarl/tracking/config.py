@@ -8,6 +8,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from megarl.errors import UserError
 from megarl.section import Count, CountFromZero, Interval, Length, Seconds, section
 
+REPLAY = "replay"
+"""The directory of the records of a replay, in the directory of the run."""
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value

@@ -13,6 +13,7 @@ from megarl.batch import Group
 from megarl.config.root import Config
 from megarl.data.order import Position
 from megarl.errors import UserError
+from megarl.tracking.config import REPLAY
 from megarl.tracking.timers import Timers
 from megarl.training.archive import Archive, read_samples, step_of, steps_in
 from megarl.training.collect import Collected, SampleSource
@@ -25,7 +26,7 @@ def replaying(config: Config) -> Config:
     trainer = config.trainer
     trainer = replace(
         trainer,
-        default_local_dir=f"{trainer.default_local_dir}/replay",
+        default_local_dir=f"{trainer.default_local_dir}/{REPLAY}",
         experiment_name=f"{trainer.experiment_name}-replay",
         rollout_data_dir=None,
         save_freq=-1,

@@ -182,7 +182,7 @@ def test_bad_files_are_named_before_any_engine_starts(
     assert ending.value.code.startswith("megarl: rank 0: ")
     assert message in ending.value.code
     assert "Swordf1sh" not in ending.value.code
-    assert not (tmp_path / "run").exists()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"errors", "log"}
 
 
 def test_a_reward_that_always_raises_is_found_before_ranks_meet(workspace: Workspace, tmp_path: Path) -> None:

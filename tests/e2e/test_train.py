@@ -6,6 +6,7 @@ Launches cost time, so each serves several tests.
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -224,7 +225,7 @@ def exported(resumed_run: tuple[Path, dict[int, dict[str, Any]]], tmp_path_facto
     out = tmp_path_factory.mktemp("exported")
     printed = run_job(1, export.main, resumed_run[0], out / "model", log=out / "export", timeout_s=LAUNCH_S)
     assert f"from {resumed_run[0] / 'global_step_3'}; README.md describes the model" in printed
-    assert f"megarl chat {out / 'model'}" in printed
+    assert f"megarl chat {shlex.quote(str(out / 'model'))}" in printed
     return out / "model"
 
 

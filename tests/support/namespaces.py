@@ -1,12 +1,14 @@
 """Two hosts on this machine: network namespaces with a cable between them, each with its own name and /etc/hosts."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.support.programs import ROOT
 
@@ -28,7 +30,7 @@ class Hosts:
     def start(self, name: str, command: Sequence[object], environ: Mapping[str, str]) -> "subprocess.Popen[str]":
         """Start a command on the host `name`; merge its two outputs."""
         return subprocess.Popen(
-            [self.agent, name, *map(str, command)],
+            [self.agent, name, shlex.join(map(str, command))],
             cwd=ROOT,
             env={**environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -63,10 +65,17 @@ def two_hosts(root: Path, *, names_are_loopback: bool) -> Iterator[Hosts]:
         names_are_loopback: each host's own name is 127.0.1.1 there, as Debian and Ubuntu install it.
     """
     names = (f"mg{os.getpid()}a", f"mg{os.getpid()}b")
+    with TemporaryDirectory(dir="/tmp") as directory:  # Open MPI splits the name of its agent at blanks
+        agent = Path(directory) / "on_host"
+        agent.write_text(ON_HOST.replace("{root}", str(root)))
+        agent.chmod(0o755)
+        with _cabled(root, names, names_are_loopback=names_are_loopback):
+            yield Hosts(names, agent)
+
+
+@contextmanager
+def _cabled(root: Path, names: tuple[str, str], *, names_are_loopback: bool) -> Iterator[None]:
     addresses = ("10.77.31.1", "10.77.31.2")
-    agent = root / "on_host"
-    agent.write_text(ON_HOST.replace("{root}", str(root)))
-    agent.chmod(0o755)
     try:
         for name in names:
             _ip("netns", "add", name)
@@ -81,7 +90,7 @@ def two_hosts(root: Path, *, names_are_loopback: bool) -> Iterator[Hosts]:
             }
             lines = ["127.0.0.1 localhost", *(f"{where} {other}" for other, where in known.items())]
             (root / f"{name}.hosts").write_text("\n".join([*lines, ""]))
-        yield Hosts(names, agent)
+        yield
     finally:
         for name in names:
             inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
