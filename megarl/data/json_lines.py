@@ -98,9 +98,11 @@ class JsonTable:
         """
         try:
             record = json.loads(text, object_pairs_hook=_unique)
+        except UserError:
+            raise
         except RecursionError as error:
             raise UserError("the record is nested too deeply") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # also a number of more digits than Python reads
             raise UserError(f"a record must be one line of JSON in UTF-8: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"a record must be a JSON object with named fields, not {text[:100]!r}")

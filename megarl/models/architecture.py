@@ -101,7 +101,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         head_dim=head_dim,
         vocab_size=config.size("vocab_size"),
         tied_embeddings=config.flag("tie_word_embeddings") and not scalar_head,
-        qkv_bias=traits.qkv_bias and config.flag("qkv_bias", default=True),
+        qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_theta=rope.number("rope_theta", 10000.0),

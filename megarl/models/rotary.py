@@ -48,7 +48,7 @@ def rope_parameters(config: Fields) -> Fields:
         raise UserError("config.json: rope_scaling and rope_parameters differ: keep rope_parameters alone")
     settings = old | new
     for key, value in outside.items():
-        if settings.get(key, value) != value:
+        if key in settings and settings[key] != value:
             raise UserError(f"config.json: {key} is {value!r}, and {settings[key]!r} in the rotary settings: keep one")
     rope = Fields(outside | settings)
     fraction = rope.values.get("partial_rotary_factor", 1.0)

@@ -47,6 +47,8 @@ def unsupported(given: Mapping[str, Any], config: Fields) -> Iterator[str]:
     faults = [_window_fault(config), *_block_faults(config), _dtype_fault(config), _class_fault(config)]
     faults += [(key in given, f"{key} {str(given.get(key))[:SHOWN]}: {why}; remove the key") for key, why in ABSENT]
     faults += [_fixed_fault(config, key, value, why) for key, value, why in FIXED]
+    why = "biases of queries, keys and values follow from model_type"
+    faults.append(_fixed_fault(config, "qkv_bias", FAMILIES[family].qkv_bias, why))
     if family.startswith("qwen"):
         faults += _qwen_faults(config)
     elif family.startswith("deepseek"):

@@ -136,5 +136,5 @@ def reason_against(name: str) -> str | None:
 def is_neutral(name: str, value: Any) -> bool:
     """Return whether a value of an argument means what vLLM does without it."""
     is_none = value is None or value is False or value in ({}, [], "")
-    is_one = type(value) is int and value == 1 and name.endswith(("_size", "nnodes", "_interval"))
+    is_one = type(value) is int and value == 1 and name.endswith(("parallel_size", "nnodes", "_interval"))
     return is_none or is_one or value == _NEUTRAL.get(name, None)

@@ -183,7 +183,8 @@ def test_a_closed_terminal_lets_the_step_finish(
 def test_a_job_under_nohup_outlives_its_terminal(
     tmp_path: Path, command: list[str], environ: dict[str, str], expected: int
 ) -> None:
-    shell = f"nohup {shlex.join([*command, str(tmp_path)])} > {tmp_path}/output 2>&1 & echo $! > {tmp_path}/job; wait"
+    output, job_file = shlex.quote(str(tmp_path / "output")), shlex.quote(str(tmp_path / "job"))
+    shell = f"nohup {shlex.join([*command, str(tmp_path)])} > {output} 2>&1 & echo $! > {job_file}; wait"
     terminal = AtTerminal(["bash", "-c", shell], outside_launchers() | environ)
     ranks = [began(tmp_path, rank) for rank in (0, 1)]
     assert terminal.hang_up() == 128 + signal.SIGHUP  # the shell

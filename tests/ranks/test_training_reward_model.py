@@ -124,7 +124,7 @@ def judged(policy_path: Path, own_path: Path, prompt: Any, split: dict[str, Any]
 
 def test_another_vocabulary_and_chat_template(pool: RankPool, tmp_path: Path) -> None:
     policy, own = tokenizers(tmp_path)
-    tokenizer = load_tokenizer(str(own))
+    tokenizer = load_tokenizer(str(own), special_tokens_in_text="allow")
     messages = [{"role": "user", "content": "ab 3"}]
     rendered = [f"(user) ab 3</s>(assistant) {answer}</s>" for answer in ANSWERS]
     chats = [[1, *tokenizer.encode(text, add_special_tokens=False)] for text in rendered]

@@ -66,8 +66,6 @@ INERT_IN = {
         "topk_group": "read with group_limited_greedy alone",
     },
     "deepseek_v3": {"num_key_value_heads": "every head has its own keys; transformers fails at another number"},
-    "llama": {"qkv_bias": "checked with the tensors by `claims`"},
-    "mistral": {"qkv_bias": "checked with the tensors by `claims`"},
 }
 
 
@@ -229,3 +227,11 @@ def test_a_value_that_others_would_compute_with_is_refused_by_name(
 )
 def test_a_value_that_changes_nothing_is_accepted(change: dict[str, Any]) -> None:
     assert read_architecture(LLAMA | change) == read_architecture(LLAMA | {"rope_theta": 1e4})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_biases_of_its_class_whatever_a_config_says(family: str) -> None:
+    """vLLM's class of llama makes biases if the key is there, and that of qwen2 makes them always."""
+    other = not FAMILIES[family].qkv_bias
+    with pytest.raises(UserError, match=f"qkv_bias {other}: biases of queries, keys and values follow from model_type"):
+        read_architecture(config_of(family) | {"qkv_bias": other})
