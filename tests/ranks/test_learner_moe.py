@@ -95,6 +95,12 @@ def silence(outputs: Any, micro: Experience, totals: Totals) -> tuple[Tensor, di
     return loss, {"loss": loss.detach()}
 
 
+def likelihood(outputs: Any, micro: Experience, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    """An objective with a gradient."""
+    loss = -outputs.log_probs.sum()
+    return loss, {"loss": loss.detach()}
+
+
 def router_gradients(
     checkpoint: Path, split: dict[str, Any], coefficients: dict[str, float], max_tokens: int
 ) -> tuple[float, dict[str, Tensor]]:
@@ -166,7 +172,7 @@ def router_biases(checkpoint: Path, override: dict[str, Any]) -> tuple[Tensor, T
     name = "decoder.layers.1.mlp.router.expert_bias"
     with learner.weights() as weights:
         before = weights[name].clone()
-        learner.update([experience()], silence, Budget(max_tokens=1000, max_sequences=None))
+        learner.update([experience()], likelihood, Budget(max_tokens=1000, max_sequences=None))
         return before, weights[name].clone()
 
 
