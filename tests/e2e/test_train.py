@@ -242,14 +242,11 @@ def test_the_exported_actor_has_learnt_and_responds_as_the_engine(
     prompts = pq.read_table(workspace.val)["prompt"].to_pylist()
     assert len(rows) == len(prompts)
     for row, prompt in zip(rows, prompts, strict=True):
-        inputs = tokenizer(prompt, return_tensors="pt")
-        output = actor.generate(
-            inputs["input_ids"], do_sample=False, max_new_tokens=MAX_RESPONSE_LENGTH, eos_token_id=2, pad_token_id=0
-        )
-        response = output[0, inputs["input_ids"].shape[1] :].tolist()
-        while response and response[-1] in (2, 0):  # the tokens that end a response, and padding
-            response.pop()
-        assert row["response"] == tokenizer.decode(response)
+        limits = {"max_new_tokens": MAX_RESPONSE_LENGTH, "eos_token_id": 2, "pad_token_id": 0}
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        response = actor.generate(ids, do_sample=False, **limits)[0, ids.shape[1] :].tolist()
+        last = max((number for number, token in enumerate(response, 1) if token not in (2, 0)), default=0)
+        assert row["response"] == tokenizer.decode(response[:last])
 
 
 def test_the_exported_model_has_a_card(
