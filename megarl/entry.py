@@ -20,7 +20,7 @@ from megarl.errors import UserError
 from megarl.platform.forking import apart, end
 from megarl.platform.heap import keep_freed_memory, prefer_huge_pages
 from megarl.platform.log import keep_in, show_on_console
-from megarl.platform.quiet import silence_imports
+from megarl.platform.quiet import IMPORTING, silence_imports
 from megarl.platform.secrets import guard_output, redact
 from megarl.platform.terminal import COMMAND, outlive_readers, visible
 from megarl.platform.versions import running
@@ -182,7 +182,7 @@ def _report_start(remarks: Iterable[str], imports: Sequence[str]) -> None:
     for remark in remarks:
         logger.info("note: %s", remark)
     if not sys.modules.keys() >= set(imports):  # otherwise the ranks were forked with them
-        logger.info("starting: import of torch, Megatron-Core and vLLM")
+        logger.info(IMPORTING)
 
 
 def how_to_resume(trainer: TrainerSection, environ: Mapping[str, str]) -> str:

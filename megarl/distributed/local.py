@@ -24,11 +24,11 @@ from megarl.distributed.signals import EXIT_CODE, SIGNALS, forward
 from megarl.platform.device import decide_device
 from megarl.platform.forking import as_shell, flush, fork
 from megarl.platform.processes import die_with_parent
+from megarl.platform.quiet import IMPORTING
 
 PATIENCE_S = 30.0
 """Seconds in which ranks end after SIGTERM, because another rank has failed."""
 HOST = "127.0.0.1"
-IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
 _ROUND_S = 0.05
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,9 @@ import logging
 import os
 import warnings
 
+IMPORTING = "starting: import of torch, Megatron-Core and vLLM"
+"""The record of a start that imports these libraries, which takes seconds."""
+
 
 def silence_imports() -> None:
     """Silence Megatron and vLLM, which list at import what they lack. `megarl.doctor` reports that instead."""
