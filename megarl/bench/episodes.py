@@ -6,7 +6,6 @@ however slow the environments are. The price of slow environments is the time in
 """
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from megarl.bench.workload import Workload
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
-from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 
 TURNS = 3
@@ -61,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
         print(redact(f"megarl: {error}"), file=sys.stderr)
         return 1
     found = {
-        "command": shlex.join(["megarl", "bench", "episodes", *argv]),
-        "machine": report.machine("cpu"),
-        "versions": versions(),
+        **report.origin("episodes", argv),
         "cases": measured,
     }
     if options.json:

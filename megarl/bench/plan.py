@@ -5,7 +5,6 @@ Everything is computed from sizes, as every rank does at the start of a job; no 
 
 import json
 import pickle
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,13 +14,12 @@ import torch
 from rich.table import Table
 
 from megarl.bench.options import NUM_RANKS, plan_parser
-from megarl.bench.report import describe, machine
+from megarl.bench.report import describe, origin
 from megarl.models.architecture import read_architecture
 from megarl.models.engine import engine_layout, engine_placement
 from megarl.models.grid import Grid
 from megarl.models.trainer import trainer_layout, trainer_placement
 from megarl.platform.screen import Screen
-from megarl.platform.versions import versions
 from megarl.reshard.planner import TransferSchedule, lower_bound, make_plan
 
 DTYPE = torch.bfloat16
@@ -137,11 +135,7 @@ def main(argv: Sequence[str]) -> int:
     """Plan one rank of every case, and print the cost."""
     options = plan_parser().parse_args(argv)
     planned = [plan(case, options.rank) for case in CASES]
-    found = {
-        "command": shlex.join(["megarl", "bench", "plan", *argv]),
-        "machine": machine("cpu"),
-        "versions": versions(),
-    }
+    found = origin("plan", argv)
     if options.json:
         print(json.dumps(found | {"jobs": [asdict(one) | {"seconds": one.seconds} for one in planned]}))
         return 0

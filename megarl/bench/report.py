@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from megarl.platform.screen import Screen
+from megarl.platform.versions import versions
 
 COLUMNS = (
     "model",
@@ -82,6 +84,15 @@ def machine(device: str) -> dict[str, Any]:
 
         described["device"] = torch.cuda.get_device_name()
     return described
+
+
+def origin(name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what a measurement on the CPU is known by: its command, its machine, and versions of packages."""
+    return {
+        "command": shlex.join(["megarl", "bench", name, *argv]),
+        "machine": machine("cpu"),
+        "versions": versions(),
+    }
 
 
 def show(found: dict[str, Any], console: Screen) -> None:

@@ -7,7 +7,6 @@ the machine, as the responses a second do.
 
 import json
 import resource
-import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from rich.table import Table
 from megarl.bench import report
 from megarl.bench.options import rewards_parser
 from megarl.platform.screen import Screen
-from megarl.platform.versions import versions
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
 from megarl.rewards.pool import Pool
@@ -58,9 +56,7 @@ def main(argv: Sequence[str]) -> int:
     options = rewards_parser().parse_args(argv)
     measured = [_measure(case, num=options.responses, num_workers=options.workers) for case in CASES]
     found = {
-        "command": shlex.join(["megarl", "bench", "rewards", *argv]),
-        "machine": report.machine("cpu"),
-        "versions": versions(),
+        **report.origin("rewards", argv),
         "cases": measured,
     }
     if options.json:

@@ -6,7 +6,6 @@ point. On a CPU all ranks share the cores, so more ranks are worth only what the
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from megarl.bench.workload import Workload
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
-from megarl.platform.versions import versions
 
 AXES = {"ranks": "ranks", "prompts": "prompts of a step", "response_tokens": "tokens of a response"}
 COLUMNS = ("model", "ranks", "prompts", "tokens of a response", "step s", "tokens/s", "times the first")
@@ -44,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = scaling_parser().parse_known_args(argv)
     try:
         found = {
-            "command": shlex.join(["megarl", "bench", "scaling", *argv]),
-            "machine": report.machine("cpu"),
-            "versions": versions(),
+            **report.origin("scaling", argv),
             "model": options.model,
             "points": [asdict(point) | _measure(point, options, overrides) for point in points(options)],
         }
