@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,10 @@ from megarl.checkpoint.state import Best, State
 from megarl.config.root import Config
 from megarl.data.parquet import write_rows
 from megarl.platform.remote import remote_directory
-from tests.support.ranks import world_of_one
 from tests.support.resumes import configured, save, told
 from tests.support.s3 import Objects, s3_server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def shown(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "megarl")
-
+pytestmark = pytest.mark.usefixtures("world", "news_captured")
 
 INPUTS = {
     "data.train_files": "train.parquet",

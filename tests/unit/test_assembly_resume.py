@@ -1,7 +1,6 @@
 """The resume points of runs, from real checkpoints without models."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,9 @@ from megarl.config.report import own_code
 from megarl.entry import how_to_resume
 from megarl.platform.terminal import COMMAND
 from megarl.tracking.run_id import RUN_ID_FILE
-from tests.support.ranks import world_of_one
 from tests.support.resumes import configured, save, told
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def shown(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "megarl")
+pytestmark = pytest.mark.usefixtures("world", "news_captured")
 
 
 def test_a_run_that_is_as_it_was_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

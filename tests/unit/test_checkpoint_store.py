@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,8 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.data.order import Position
 from megarl.export import intact_checkpoint
 from tests.support.disks import small_disk
-from tests.support.ranks import world_of_one
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with world_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def checkpoints(directory: Path, *, keep: int | None = 2, is_async: bool = False) -> CheckpointStore:

@@ -197,7 +197,7 @@ PROMPT = replace(prompts([3]).prompts[0], raw_prompt="p")
 def test_episodes_outlive_the_processes_that_played_them(tmp_path: Path) -> None:
     """The second turn of one kills the process that also holds the other. Both are played again."""
     with world_of_one():
-        episodes = environments("Dies", num_workers=1).begin(max_tokens=200)
+        episodes = environments("Dies", num_workers=1).begin(max_tokens=10_000)
         begun = [say("a", sample=0), say("b", sample=1)]
         for each in begun:
             episodes.ask(PROMPT, each)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.rollout.patches import start_isolated
 from megarl.rollout.patches.kernels import normalize_by_kernels
 
 
@@ -19,7 +20,9 @@ def test_kernels_normalize_as_the_formula_does(shape: tuple[int, ...], dtype: to
     normalize_by_kernels()
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
+    with start_isolated():
+        config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    with set_current_vllm_config(config):
         norm = RMSNorm(shape[-1], eps=1e-3, dtype=dtype)
     norm.weight.data = torch.randn(shape[-1], generator=generator).to(dtype)
     transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
