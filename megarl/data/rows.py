@@ -167,8 +167,10 @@ def _require_depth(row: DataRow) -> None:
     """Raise UserError if values are nested so deeply that Python cannot copy or compare them."""
     for name, value in row.items():
         level = [value]
-        for _ in range(MAX_DEPTH):
+        depth = 0
+        while level and depth < MAX_DEPTH:
             level = [inner for outer in level for inner in _inside(outer)]
+            depth += 1
         if level:
             raise UserError(f"column {name}: the value is nested more than {MAX_DEPTH} deep")
 

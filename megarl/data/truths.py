@@ -155,15 +155,16 @@ class _Trials:
 
 def _message(rule: str, truth: Any, result: ScoringResult) -> tuple[Kind, str] | None:
     """Return the kind and the message of a trial that found something."""
-    what = f"reward_model.ground_truth: {shown(truth)} does not fit the reward of {rule!r}"
+    score = result.numbers.get("score", 0.0)
     if result.fault:
-        return "truth", f"{what}: {result.detail}"
-    score = result.numbers["score"]
-    if score < 1.0:
-        return "truth", f"{what}: the response {shown(result.pred)}, which must be right, scores {score:g}"
-    if result.numbers.get(AS_TEXT):
+        fault = result.detail
+    elif score < 1.0:
+        fault = f"the response {shown(result.pred)}, which must be right, scores {score:g}"
+    elif result.numbers.get(AS_TEXT):
         return "text", f"reward_model.ground_truth: {shown(truth)} is plain text, so only the same words are right"
-    return None
+    else:
+        return None
+    return "truth", f"reward_model.ground_truth: {shown(truth)} does not fit the reward of {rule!r}: {fault}"
 
 
 def _is_nothing(truth: Any) -> bool:
