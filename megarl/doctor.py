@@ -76,6 +76,32 @@ def package_findings(version: Callable[[str], str | None], requires: Callable[[s
     return rows
 
 
+def torchvision_findings(
+    version: Callable[[str], str | None],
+    requires: Callable[[str], Sequence[str]],
+    problem_of: Callable[[str], str | None],
+) -> list[Finding]:
+    """Check torchvision. The engine for CUDA imports it when it starts; nothing needs it on the CPU.
+
+    If it was built for another torch, `import transformers` fails.
+
+    Args:
+        version: returns the version of a package by name, None if it is missing.
+        requires: returns the requirements that an installed package declares.
+        problem_of: returns why a module cannot be imported, None if it can.
+    """
+    found = version("torchvision")
+    if found and (problem := problem_of("torchvision")) is None:
+        return [Finding("torchvision", found)]
+    if version("vllm"):
+        pin = next((text for text in requires("vllm") if Requirement(text).name == "torchvision"), "torchvision")
+        remedy = f"the engine imports it when it starts: pip install '{pin}'"
+        return [Finding("torchvision", problem if found else "missing", remedy, "fault")]
+    if not found:
+        return []
+    return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]
+
+
 def torch_findings(torch: ModuleType) -> list[Finding]:
     """Check the devices, and whether the installed torch can use them."""
     rows = [Finding("torch runs", f"CUDA {torch.version.cuda}" if torch.version.cuda else "on CPU only (a CPU build)")]
@@ -250,7 +276,11 @@ def main(argv: Sequence[str] = ()) -> int:
     except (ImportError, OSError) as error:
         sections.append([Finding("import torch", _first_line(error), REINSTALL, "fault")])
     else:
-        sections += [torch_findings(torch), _torchvision(), fused_findings(torch)]
+        sections += [
+            torch_findings(torch),
+            torchvision_findings(_version, _requires, _import_problem),
+            fused_findings(torch),
+        ]
         for module in PATCHING:
             importlib.import_module(module)
         sections[-1] += patch_findings(declared())
@@ -289,16 +319,6 @@ def _engine(name: str, version: Callable[[str], str | None], requires: Callable[
     if wrong:
         return Finding(name, f"{version(name)}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
     return Finding(name, str(version(name)))
-
-
-def _torchvision() -> list[Finding]:
-    """Check torchvision: if it was built for another torch, `import transformers` fails; text models do not need it."""
-    if importlib.util.find_spec("torchvision") is None:
-        return []
-    problem = _import_problem("torchvision")
-    if problem is None:
-        return [Finding("torchvision", str(_version("torchvision")))]
-    return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]
 
 
 def _import_problem(module: str) -> str | None:

