@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.learner.packed import places_of
 from megarl.learner.per_tensor import PerTensor
+from megarl.platform.device import to_device
 
 _groups = PerTensor["Groups"]()  # by the bounds of the row
 
@@ -43,20 +44,20 @@ class PackedAttention(torch.nn.Module):
             key: [N, groups, head_dim]; `heads` is a multiple of `groups`.
             value: [N, groups, head_dim].
             attention_mask: unused; the mask is causal within `packed_seq_params.cu_seqlens_q`.
-            packed_seq_params: Megatron's record of the sequences' bounds in the whole row.
+            packed_seq_params: the `Bounds` of the sequences in the whole row.
 
         Returns:
             [N, heads * head_dim]
         """
-        lengths = packed_seq_params.cu_seqlens_q.diff().long()
+        bounds = packed_seq_params.cu_seqlens_q
         if self.cp_group.size() > 1:
-            key, value = (gather_row(part, lengths, self.cp_group) for part in (key, value))
+            key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
         repeats = query.shape[1] // key.shape[1]
         if query.is_cuda and repeats > 1:  # the CPU's kernel groups; CUDA's do in some releases and precisions only
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
-        groups = _groups.get(packed_seq_params.cu_seqlens_q, partial(Groups, lengths, self.cp_group))
+        groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
         return groups.attend(query, key, value, self.scale).flatten(1)
 
 
@@ -74,10 +75,11 @@ def gather_row(part: Tensor, lengths: Tensor, group: Any) -> Tensor:
 class Grid:
     """A [sequences, longest] grid for tokens that lie end to end, sequence after sequence."""
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        """Lay out sequences of `lengths` [S] int64, a tensor of the host, on `device`."""
         self._shape = len(lengths), int(lengths.max())
-        inside = torch.arange(self._shape[1], device=lengths.device) < lengths[:, None]
-        self._cells = None if inside.all() else inside.flatten().nonzero()[:, 0]
+        inside = torch.arange(self._shape[1]) < lengths[:, None]
+        self._cells = None if inside.all() else to_device(inside.flatten().nonzero()[:, 0], device)
 
     def spread(self, tokens: Tensor) -> Tensor:
         """Return [sequences, heads, longest, head_dim] of [n, heads, head_dim], zero behind the end of a sequence."""
@@ -104,18 +106,24 @@ class Group:
 class Groups:
     """The sequences of a packed row, by length, in groups that one call computes."""
 
-    def __init__(self, lengths: Tensor, cp_group: Any) -> None:
-        """Divide sequences of `lengths` [S] int64, whose tokens the ranks of `cp_group` share."""
-        cp_size, device = cp_group.size(), lengths.device
+    def __init__(self, lengths: Tensor, cp_group: Any, device: torch.device) -> None:
+        """Divide sequences whose tokens the ranks of `cp_group` share.
+
+        Args:
+            lengths: [S] int64, a tensor of the host, so that the host never waits for the device.
+            cp_group: the context-parallel group.
+            device: where the tokens are.
+        """
+        cp_size = cp_group.size()
         order = lengths.argsort(descending=True, stable=True)
         counts = similar(lengths[order].tolist())
         shares = lengths // cp_size
-        self._queries, self._keys = _Order(shares, order, counts), _Order(lengths, order, counts)
+        self._queries, self._keys = _Order(shares, order, counts, device), _Order(lengths, order, counts, device)
         self._groups = []
         sizes = self._queries.sizes
-        positions = places_of(lengths[order], cp_group.rank(), cp_size, sum(sizes))[1].split(sizes)
+        positions = to_device(places_of(lengths[order], cp_group.rank(), cp_size)[1], device).split(sizes)
         for chosen, of_queries in zip(order.split(counts), positions, strict=True):
-            queries, keys, visible = Grid(shares[chosen]), Grid(lengths[chosen]), None
+            queries, keys, visible = Grid(shares[chosen], device), Grid(lengths[chosen], device), None
             if cp_size > 1:
                 reach = queries.spread(of_queries[:, None, None])
                 visible = torch.arange(int(lengths[chosen].max()), device=device) <= reach
@@ -156,13 +164,13 @@ class Groups:
 class _Order:
     """Tokens of a row, brought into the order of the groups and back."""
 
-    def __init__(self, lengths: Tensor, order: Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, lengths: Tensor, order: Tensor, counts: Sequence[int], device: torch.device) -> None:
         self.sizes = [int(part.sum()) for part in lengths[order].split(list(counts))]
-        tokens = torch.arange(int(lengths.sum()), device=lengths.device).split(lengths.tolist())
+        tokens = torch.arange(int(lengths.sum())).split(lengths.tolist())
         places = torch.cat([tokens[sequence] for sequence in order.tolist()])
         is_sorted = bool((places.diff() == 1).all())
-        self._places = None if is_sorted else places
-        self._back = None if is_sorted else places.argsort()
+        self._places = None if is_sorted else to_device(places, device)
+        self._back = None if is_sorted else to_device(places.argsort(), device)
 
     def split(self, row: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of each group."""

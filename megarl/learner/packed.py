@@ -13,7 +13,6 @@ reads them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,6 +20,13 @@ from torch import Tensor
 
 from megarl.batch import Rollouts
 from megarl.platform.device import to_device
+
+
+@dataclass(kw_only=True)
+class Bounds(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's record of the bounds of the sequences in a packed row."""
+
+    lengths: Tensor  # [S] int64, a tensor of the host, which need not ask a device for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class Packed:
     tokens: Tensor  # [1, N] int64
     positions: Tensor  # [1, N] int64, counted within each sequence
     filling: Tensor | None  # [1, N] bool, True for padding; None: there is no padding
-    sequences: Any  # Megatron's PackedSeqParams: the bounds of the sequences in the whole row
+    sequences: Bounds  # of the sequences in the whole row
     predictors: Tensor  # [R] int64, the places among the N that predict a response token
     targets: Tensor  # [R] int64, the response tokens, in the order of `predictors`
     cells: Tensor  # [R] int64, the places of these tokens in a flat [b, T]
@@ -132,11 +138,12 @@ def places_of(lengths: Tensor, cp_rank: int, cp_size: int, num_places: int | Non
     return starts[sequence] + position, position
 
 
-def _bounds(lengths: Tensor, cp_size: int, device: torch.device) -> Any:
+def _bounds(lengths: Tensor, cp_size: int, device: torch.device) -> Bounds:
     longest = int(lengths.max())
     ends = to_device(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), device)
     padded = ends if cp_size > 1 else None  # Transformer Engine needs them for context parallelism
-    return PackedSeqParams(
+    return Bounds(
+        lengths=lengths,
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,

@@ -16,7 +16,7 @@ from tests.support.records import experience
 from tests.support.waits import DEVICE, on_device
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {"llama": ("llama", {}), "qwen2": ("qwen2", {})}
-OF_THE_CPU = ("attention.py", "softmax.py")  # CUDA has kernels for a packed row and for a row of logits
+OF_THE_CPU = "softmax.py"  # CUDA has kernels for a row of logits
 INFER = {"contributions.py:add_outputs cpu": 1}
 UPDATE = {
     "contributions.py:add_metrics tolist": 1,

@@ -54,14 +54,15 @@ def test_groups_of_sequences_attend_as_each_alone(lengths: list[int], cp_size: i
     gradients = [torch.zeros_like(token) for token in tokens]
     for rank in range(cp_size):
         places = places_of(torch.tensor(lengths), rank, cp_size)[0]
-        groups = Groups(torch.tensor(lengths), Share(rank, cp_size))
+        groups = Groups(torch.tensor(lengths), Share(rank, cp_size), torch.device("cpu"))
         out = groups.attend(query[places], key, value, SCALE)
         torch.testing.assert_close(out, expected[places])
         for total, part in zip(
             gradients, torch.autograd.grad(out, tokens, slope[places], retain_graph=True), strict=True
         ):
             total += part
-    torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, tokens, slope)))
+    exact = list(torch.autograd.grad(expected, tokens, slope))
+    torch.testing.assert_close(gradients, exact, rtol=1e-5, atol=1e-4)  # sums over up to 320 tokens
 
 
 @given(lengths=lengths_of_sequences)
