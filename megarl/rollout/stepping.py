@@ -3,6 +3,9 @@
 All ranks of a replica execute the same steps in lockstep, so they must add and stop the same requests between the same
 steps. Each rank decides alone: a decision follows from tokens, which are the same on all ranks of a replica, and from
 counted steps, never from a clock. So no decision needs a message.
+
+On CUDA, vLLM schedules a step while the device computes the one before it, and holds both in a queue. A step is counted
+when its tokens are there, and no step stays in the queue when the requests have ended.
 """
 
 from collections.abc import Sequence
@@ -36,12 +39,16 @@ class Stepper:
         if not self._engine.has_unfinished_requests():
             lost, self._latest = len(self._latest), {}
             raise RuntimeError(f"it has lost {lost} of the samples that it was asked for")
+        if self._queue is not None and not self._queue:
+            self._engine.step()  # schedules the first step, and returns before its tokens are there
         outputs = self._engine.step()
         for output in outputs:
             self._latest[output.request_id] = output
         finished = [output for output in outputs if output.finished]
         for output in finished:
             del self._latest[output.request_id]
+        if not self._latest:
+            self._finish_queue()
         return finished
 
     def stop(self) -> dict[str, Any]:
@@ -53,4 +60,15 @@ class Stepper:
         self._engine.abort_request(list(stopped))
         if stopped:
             self._engine.step()  # in which vLLM forgets them: until then their memory is taken
+            self._finish_queue()
         return stopped
+
+    def _finish_queue(self) -> None:
+        while self._queue:
+            self._engine.step()
+
+    @property
+    def _queue(self) -> Sequence[Any] | None:
+        """The steps that are scheduled, if vLLM schedules ahead."""
+        queue: Sequence[Any] | None = self._engine.engine_core.engine_core.batch_queue
+        return queue

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Generation
+from megarl.batch import Generation, Group
 from megarl.rollout.config import SamplingSection
 from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
 from tests.support.ranks import RankPool
@@ -58,3 +58,28 @@ def test_every_sync_reaches_the_kernels_and_sleep_gives_memory_back(
     asleep, awake = used[0::2], used[1::2]
     cache = 0.1 * torch.cuda.get_device_properties(0).total_memory  # of the 0.2 that it may use
     assert min(awake) - max(asleep) > cache
+
+
+def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
+    """Return, twice, the tokens of each response that is stopped after three engine steps, and of all in the end."""
+    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, dtype="bfloat16", gpu_memory_utilization=0.2)
+    found = []
+    with engine.awake(writer(tensors_of(paths[0]))):
+        for _ in range(2):
+            drawing = engine.draw(SAMPLED, max_tokens=12, step=0, final_only=False)
+            drawing.add([Group.new(prompt, range(2), begun=0, place=place) for place, prompt in enumerate(PROMPTS)])
+            assert drawing.run(3) == []
+            found.append([generation.token_ids for generation in drawing.stop()])
+        found.append([generation.token_ids for generation in engine.generate(PROMPTS, SAMPLED, max_tokens=12, step=0)])
+    tear_down(engine)
+    return found
+
+
+def test_a_step_is_counted_when_its_tokens_are_there(tmp_path: Path) -> None:
+    """The engine schedules a step ahead; prompts of one part draw one token in each step."""
+    paths = write_two_checkpoints(tmp_path, "llama")
+    with RankPool("cuda") as pool:
+        [(first, second, complete)] = pool.run(1, stopped_responses, paths)
+    assert first == second
+    assert [len(tokens) for tokens in first] == [3] * len(first)
+    assert sorted(first) == sorted(tokens[:3] for tokens in complete)
