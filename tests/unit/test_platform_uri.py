@@ -14,9 +14,8 @@ from megarl.platform.remote import RemoteDirectory, split_uri
 from megarl.platform.uri import local_path, open_filesystem, split_options
 from tests.support.s3 import s3_server
 
-NAMES = st.text(st.characters(categories=["L", "M", "N", "P", "S", "Zs"], exclude_characters="/"), min_size=1, max_size=40)
-    st.characters(categories=["L", "M", "N", "P", "S", "Zs"], exclude_characters="/"), min_size=1, max_size=40
-)
+PRINTABLE = st.characters(categories=["L", "M", "N", "P", "S", "Zs"], exclude_characters="/")
+NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
 TRICKY = st.text(st.sampled_from("#?[]%&=+:@;'\\\"2aF0 *{}|^`~"), min_size=1, max_size=12)
 FILES = st.one_of(NAMES, TRICKY).filter(lambda name: name not in {".", ".."} and len(name.encode()) < 250)
 
