@@ -13,8 +13,8 @@ The steps here show it one character at a time:
 Some characters have another value alone than in a key: under case folding U+0345 alone becomes a letter. They are
 hidden from the table after a joint.
 
-A few vowel signs of Unicode 16 (Kirat Rai, Gurung Khema, Tulu-Tigalari) begin some keys and continue others: of a run of
-them another key may be replaced first.
+A few vowel signs of Unicode 16 (Kirat Rai, Gurung Khema, Tulu-Tigalari) begin some keys and continue others: of several
+in a row another key may be replaced first.
 """
 
 import re

@@ -31,6 +31,8 @@ REMEDY = (
     "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
     "the Hugging Face hub (default: actor_rollout_ref.model.path)"
 )
+_CONVERSATIONS = (["user"], ["system", "user", "assistant", "user"], ["developer", "user", "assistant", "tool", "user"])
+"""The roles of the conversations that show which tokens a chat template writes."""
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
@@ -57,7 +59,6 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._source = source
         self.spelling: Spelling = special_tokens_in_text
-        self._control = ControlTokens(tokenizer, source=source)
         self._apply_chat_template = apply_chat_template
         self.has_template: bool = tokenizer.chat_template is not None
         if apply_chat_template and not self.has_template:
@@ -71,6 +72,7 @@ class Tokenizer:
                 "tokens in each run and on each rank: set data.chat_template to a template that does not"
             )
         self.now = now or datetime.now().replace(microsecond=0)
+        self._control = ControlTokens(tokenizer, source=source, written=self._written_by_template())
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.pad_token_id: int | None = tokenizer.pad_token_id
@@ -154,6 +156,20 @@ class Tokenizer:
     def without_marks(self, text: str) -> str:
         """Return a part of what `render` returns, as a text for people."""
         return self._control.unmark(text)
+
+    def _written_by_template(self) -> list[str]:
+        """Return the chat template and what it makes of a few conversations; it may refuse some."""
+        if not self.has_template:
+            return []
+        written = [str(self._tokenizer.chat_template)]
+        for roles in _CONVERSATIONS:
+            try:
+                messages = [{"role": role, "content": "x"} for role in roles]
+                written.append(self._rendered(messages, add_generation_prompt=True))
+            except UserError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    break
+        return written
 
     def _rendered(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         template = f"the chat template of {self._source}"
