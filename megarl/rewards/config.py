@@ -45,8 +45,8 @@ class JudgeSection:
     """The question to the judge: a text with {prompt}, {solution_str} (the response), {ground_truth}, {data_source} or
     {extra_info[KEY]}. Write other braces twice."""
     pattern: str = r"[*_# ]*(?i:score)[*_ ]*:[*_ ]*([^\s*_]+?)[*_. ]*"
-    """Regular expression with one group. It must match the whole last line of the judge's reply that is not empty, and
-    its group must be one number, which is the score."""
+    """Regular expression with one group. It must match the whole last line of the judge's reply that is not empty, at
+    most 512 characters, and its group must be one number, which is the score."""
     lowest: Score = 0.0
     """Least score; a smaller number is no verdict."""
     highest: Score = 1.0
