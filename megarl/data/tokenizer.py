@@ -196,15 +196,17 @@ class Tokenizer:
         )
         return text
 
-    def written(self, ids: Sequence[int], *, ends: Collection[int]) -> str:
+    def written(self, ids: Sequence[int], *, ends: Collection[int], before: Sequence[int] = ()) -> str:
         """Return the text of a response as it is written, without padding and the tokens of `ends` at its end.
 
-        Any other special token is a part of the text: without it, the texts around it would be joined.
+        Any other special token is a part of the text: without it, the texts around it would be joined. The text is
+        what the response adds to the text of `before`.
         """
         end = len(ids)
         while end and (ids[end - 1] in ends or ids[end - 1] == self.pad_token_id):
             end -= 1
-        return self.decode(ids[:end], with_special_tokens=not self._special_ids.isdisjoint(ids[:end]))
+        has_special_tokens = not self._special_ids.isdisjoint(ids[:end])
+        return self.decode_after(before, ids[:end], with_special_tokens=has_special_tokens)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -212,10 +214,12 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset(self._tokenizer.all_special_ids) | {number for number, token in added if token.special}
 
-    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+    def decode_after(self, before: Sequence[int], ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text that `ids` add to the text of `before`; decoded alone, `ids` might lose a leading space."""
-        head, text = self.decode(before), self.decode([*before, *ids])
-        return text.removeprefix(head) if text.startswith(head) else self.decode(ids)
+        head, text, alone = (
+            self.decode(part, with_special_tokens=with_special_tokens) for part in (before, [*before, *ids], ids)
+        )
+        return text.removeprefix(head) if text.startswith(head) else alone
 
     def reach(self, ids: Sequence[int], *, before: Sequence[int] = (), half: int) -> list[int]:
         """Return the numbers of characters in the text of the first 0, 1, ... of `ids`, which follow `before`.
