@@ -19,7 +19,7 @@ from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokeniz
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.errors import UserError
-from megarl.platform.deadline import computing_at_most
+from megarl.platform.deadline import allocating_at_most, computing_at_most
 from megarl.platform.secrets import redact
 
 spare_statistics()
@@ -27,6 +27,8 @@ from transformers import AutoTokenizer  # noqa: E402
 
 TEMPLATE_SECONDS = 10.0
 """CPU time that a chat template may take for one conversation."""
+TEMPLATE_BYTES = 1 << 32
+"""Memory that a chat template may take for one conversation."""
 REMEDY = (
     "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
     "the Hugging Face hub (default: actor_rollout_ref.model.path)"
@@ -174,7 +176,7 @@ class Tokenizer:
     def _rendered(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         template = f"the chat template of {self._source}"
         try:
-            with computing_at_most(TEMPLATE_SECONDS):
+            with computing_at_most(TEMPLATE_SECONDS), allocating_at_most(TEMPLATE_BYTES):
                 text: str = self._tokenizer.apply_chat_template(
                     messages,
                     tokenize=False,
@@ -185,6 +187,8 @@ class Tokenizer:
             raise UserError(f"{template} refuses the messages: {error}") from error
         except TimeoutError as error:
             raise UserError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
+        except MemoryError as error:
+            raise UserError(f"{template} needs more than {TEMPLATE_BYTES / 1e9:.1f} GB of memory: mend it") from error
         except Exception as error:  # a template may compute whatever it likes
             raise UserError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
         return text
