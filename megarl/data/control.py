@@ -198,4 +198,4 @@ class ControlTokens:
 def _is_tag(name: str, names: Collection[str]) -> bool:
     """Return whether a name is `<x>` or `</x>` and the names have both."""
     found = re.fullmatch(r"</?([^/<>]+)>", name)
-    return bool(found) and {f"<{found[1]}>", f"</{found[1]}>"} <= {*names}
+    return found is not None and {f"<{found[1]}>", f"</{found[1]}>"} <= {*names}

@@ -102,3 +102,8 @@ class RulesSection:
     trial_rows: CountFromZero = 10
     """Rows that the rules are tried on before a training run starts, each with its ground truth as the response;
     0 = none, and no look at the ground truths and prompts of all rows."""
+
+
+def isolation_of(section: RulesSection, custom: CustomRewardSection) -> Literal["response", "process"]:
+    """Return what a process scores: `process` (many responses) without a function of the user, as no rule runs one."""
+    return section.isolation if custom.path else "process"
