@@ -61,7 +61,7 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
 class _Composition:
     """How the values of keys of several characters are made from the values of the characters."""
 
-    hidden: dict[str, str]  # a character that keeps its form in keys -> what stands for it
+    hidden: dict[str, str]  # a character that keeps its form in keys -> its stand-in
     exceptions: list[str]  # keys whose value is made otherwise
     is_needed: bool = True  # False: all keys of several characters are exceptions
 
@@ -72,10 +72,10 @@ class _Composition:
         values = str.maketrans({key: value for key, value in rules.items() if len(key) == 1})
         composition = cls({}, whole, is_needed=False)
         if len(whole) > _MOST_EXCEPTIONS:
-            first = cls({}, []).missed(rules, values)
-            kept = {character for key in first for character in key[1:] if character in rules}
+            missed = cls({}, []).missed(rules, values)
+            kept = {character for key in missed for character in key[1:] if character in rules}
             hidden = dict(zip(sorted(kept), _STAND_INS, strict=False))
-            composition = cls(hidden, cls(hidden, []).missed(rules, values))
+            composition = cls(hidden, cls(hidden, []).missed(rules, values) if hidden else missed)
         results = CUT.join(rules[key] for key in composition.exceptions)
         written = CUT.join([results, *_CHARACTERS]).translate(values)
         if (
@@ -134,7 +134,7 @@ class _Step:
 
     character: str
     value: str | None  # of the key that ends here; None: the key is only the beginning of others
-    state: int  # where the continuations of the key are found
+    state: int  # leads to the continuations of the key
 
 
 class _Keys:
