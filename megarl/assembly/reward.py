@@ -51,13 +51,18 @@ def make_environments(config: Config, policy: Tokenizer, source: Source, prompt:
 
 def _written(policy: Tokenizer, source: Source) -> Callable[[Sequence[int]], str]:
     """Return what makes the text of a response: it ends before the token that ends a response of this model."""
-    return partial(policy.written, ends=stop_token_ids(source.directory, policy.eos_token_id))
+    return partial(policy.written, ends=_ends(policy, source))
+
+
+def _ends(policy: Tokenizer, source: Source) -> list[int]:
+    return stop_token_ids(source.directory, policy.eos_token_id)
 
 
 def make_reward(
     rules: RuleScorer | None,
     section: RewardModelSection,
     policy: Tokenizer,
+    policy_source: Source,
     mesh: Mesh,
     *,
     policy_path: str,
@@ -70,6 +75,7 @@ def make_reward(
         rules: from `make_rules`.
         section: the user's settings of the model.
         policy: the tokenizer of the tokens that arrive.
+        policy_source: the files of the policy.
         mesh: this rank's place.
         policy_path: the checkpoint of the policy, the default of `input_tokenizer`.
         budget: of a forward pass.
@@ -105,5 +111,7 @@ def make_reward(
         role="value",
         balance=balance,
     )
-    model = RewardModel(learner=learner, budget=budget, reader=reader, decoder=decoder or None)
-    return ModelScorer(model=model, weight=section.model_weight, rules=rules, tokenizer=policy)
+    model = RewardModel(
+        learner=learner, budget=budget, reader=reader, decoder=decoder or None, ends=_ends(policy, policy_source)
+    )
+    return ModelScorer(model=model, weight=section.model_weight, rules=rules, decode=_written(policy, policy_source))

@@ -129,7 +129,7 @@ def build_run(config: Config, launch: Launch, resources: ExitStack, *, replay: P
     tracker = open_records(config, launch, resume_point, last_step=last_step)
     _log_sizes(config, resume_point, tracker, {"train": prompts, "validation": val_prompts})
     if engine:
-        scorer = make_scorer(config, rules, models.mesh, tokenizer)
+        scorer = make_scorer(config, rules, models.mesh, tokenizer, source)
         kept = make_kept(config, prompts, resume_point)
         sampler = make_sampler(config, engine, models.actor.learner, scorer, launch, environments, kept)
         samples = make_samples(config, prompts, sampler, scorer)
@@ -284,7 +284,7 @@ def build_validation(config: Config, launch: Launch) -> tuple[Validation, Rollou
         mesh,
         role="policy",
     )
-    scorer = make_scorer(config, rules, mesh, tokenizer)
+    scorer = make_scorer(config, rules, mesh, tokenizer, source)
     step = 0
     if checkpoint := resumed_checkpoint(trainer):
         load_learner(actor, checkpoint / "actor")

@@ -133,7 +133,7 @@ def make_limits(config: Config) -> Limits:
     return Limits.of(policy.rollout.sync, policy.rollout.dtype, policy.actor.megatron.dtype)
 
 
-def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer: Tokenizer) -> Reward:
+def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer: Tokenizer, source: Source) -> Reward:
     """Make the reward: rules, a reward model, both, or that of an environment."""
     if config.environment.name:
         return EpisodeScorer(config.environment, tokenizer)
@@ -142,6 +142,7 @@ def make_scorer(config: Config, rules: RuleScorer | None, mesh: Mesh, tokenizer:
         rules,
         section,
         tokenizer,
+        source,
         mesh,
         policy_path=config.actor_rollout_ref.model.path,
         budget=make_budget(config, section.micro_batch_size),

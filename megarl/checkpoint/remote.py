@@ -19,7 +19,7 @@ from megarl.checkpoint.manifest import Seal
 from megarl.errors import UserError
 from megarl.platform.secrets import redact
 from megarl.platform.small_files import MAX_BYTES, Damage
-from megarl.platform.uri import open_filesystem
+from megarl.platform.uri import open_filesystem, split_options
 
 WITHOUT_DIRECTORIES = ("abfs", "gcs", "s3")
 """File systems that write files without directories, and may forbid to make one."""
@@ -36,12 +36,12 @@ class Remote:
     name: str  # URI
 
     def __str__(self) -> str:
-        return redact(self.name).partition("?")[0].rstrip("/")  # a password may hold a question mark
+        return split_options(redact(self.name))[0].rstrip("/")  # a password may hold a question mark
 
     def checkpoint(self, step: int) -> "Remote":
         """Return the directory of a checkpoint in this directory."""
-        base, mark, query = self.name.partition("?")
-        return Remote(f"{base.rstrip('/')}/{STEP_PREFIX}{step}{mark}{query}")
+        base, options = split_options(self.name)
+        return Remote(f"{base.rstrip('/')}/{STEP_PREFIX}{step}{options}")
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:

@@ -13,12 +13,13 @@ from megarl.config.mesh_checks import divisors, override_faults, size_faults, st
 from megarl.config.model_files import read_sizes, tokenizer_faults
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
+from megarl.errors import UserError
 from megarl.learner.config import MegatronSection
 from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_vocabulary
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
 from megarl.platform.files import similar
-from megarl.platform.uri import why_unopened
+from megarl.platform.uri import local_path, why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
 from megarl.rollout.config import RolloutSection
@@ -298,7 +299,15 @@ def mirror_faults(trainer: TrainerSection, *, check_paths: bool) -> Iterator[Fau
     key, mirror = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
     if mirror == "":
         yield Fault(path=key, message="is empty: name a directory or a URI, or write null")
-    elif mirror and Path(mirror.removeprefix("file://")).resolve() == Path(trainer.default_local_dir).resolve():
+        return
+    if not mirror:
+        return
+    try:
+        place = local_path(mirror)
+    except UserError as error:
+        yield Fault(path=key, message=str(error))
+        return
+    if place and place.resolve() == Path(trainer.default_local_dir).resolve():
         yield Fault(path=key, message=f"{mirror} is trainer.default_local_dir itself: name a place on another disk")
-    elif mirror and check_paths:
+    elif check_paths:
         yield from uri_faults(mirror, key)

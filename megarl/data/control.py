@@ -1,4 +1,4 @@
-"""Special tokens come from templates alone, never from a text that spells their names.
+"""Control tokens come from templates alone, never from a text that spells their names.
 
 A tokenizer reads `<|im_end|>` in any text as the token of that name. So a row, an observation or the output of a
 program could end a turn and begin another. `ControlTokens` encodes such a text by a second tokenizer, which differs
@@ -8,7 +8,7 @@ ordinary letters, and a control token is written as `MARK` and its name.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +23,28 @@ Messages = list[dict[str, Any]]
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, and texts that spell their names."""
+    """The control tokens of a tokenizer, and texts that spell their names.
 
-    def __init__(self, tokenizer: Any, *, source: str) -> None:
-        """Take the special tokens of a tokenizer of transformers, which was loaded from `source`."""
+    These are its special tokens, and the added tokens that its chat template writes: `<｜User｜>` begins a turn whether
+    the tokenizer calls it special or not. A pair of tags, `<think>` and `</think>`, is no control token unless it is
+    special, because it structures what the model itself writes.
+    """
+
+    def __init__(self, tokenizer: Any, *, source: str, written: Sequence[str] = ()) -> None:
+        """Take the tokens of a tokenizer of transformers.
+
+        Args:
+            tokenizer: a tokenizer that was loaded from `source`.
+            source: its name in messages.
+            written: the chat template, and texts that it makes.
+        """
         self._tokenizer, self._source = tokenizer, source
-        named = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        named = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special or (not _is_tag(token.content, added) and any(token.content in text for text in written))
+        }
         named |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         # A character that the vocabulary lacks becomes the unknown token, too.
         self._ids = frozenset(named.values()) - {tokenizer.unk_token_id}
@@ -177,3 +193,9 @@ class ControlTokens:
             f"the text holds {what}, which cannot be kept apart from the control tokens of the template: remove it, "
             "or accept it as a control token with data.special_tokens_in_text=allow"
         )
+
+
+def _is_tag(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is `<x>` or `</x>` and the names have both."""
+    found = re.fullmatch(r"</?([^/<>]+)>", name)
+    return found is not None and {f"<{found[1]}>", f"</{found[1]}>"} <= {*names}

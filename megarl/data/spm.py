@@ -1,10 +1,9 @@
 """Converts a SentencePiece `.model` to a fast tokenizer that gives the same ids.
 
 Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact
-except for three quirks of `tokenizers`. Of two segmentations with equal score, a unigram model may choose another one
-than SentencePiece ("b bb" for "bb b"). Under a normalisation table (`nmt_nfkc`, the default of SentencePiece) it
-processes graphemes, so it may drop a combining mark after a character that the table rewrites. It would read a text
-such as `<0x41>` as the byte of that name, so the text is cut after `<`, and no piece crosses this cut.
+except for two quirks of `tokenizers`. Of two segmentations with equal score, a unigram model may choose another one
+than SentencePiece ("b bb" for "bb b"). It would read a text such as `<0x41>` as the byte of that name, so the text is
+cut after `<`, and no piece crosses this cut.
 """
 
 import re
@@ -16,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data.charsmap import table_normalizer
 from megarl.errors import UserError
 
 SPACE = "\u2581"  # SentencePiece's symbol for a space
@@ -35,7 +35,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         model.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError changes its module between versions
         raise UserError(f"{path} is not a SentencePiece model: {error}") from error
-    _check(model, path)
+    table = _table(model, path)
+    _check(model, table, path)
 
     pieces = [piece.piece for piece in model.pieces]
     special = {
@@ -44,7 +45,7 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         if (index := getattr(model.trainer_spec, f"{role}_id")) >= 0
     }
     fast = FastTokenizer(_bpe(model) if model.trainer_spec.model_type in (BPE, CHAR) else _unigram(model))
-    fast.normalizer = _normalizer(model.normalizer_spec)
+    fast.normalizer = _normalizer(model.normalizer_spec, table)
     cuts = sorted(map(re.escape, _pieces(model, USER_DEFINED)), key=len, reverse=True)
     if _pieces(model, BYTE) and (cuts or model.trainer_spec.model_type == UNIGRAM):
         cuts.append("<(?=0x[0-9A-F]{2}>)")
@@ -65,7 +66,16 @@ def _pieces(model: Any, *kinds: int) -> list[str]:
     return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 
-def _check(model: Any, path: Path) -> None:
+def _table(model: Any, path: Path) -> normalizers.Normalizer:
+    if not (table := model.normalizer_spec.precompiled_charsmap):
+        return normalizers.Sequence([])
+    try:
+        return table_normalizer(table)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _check(model: Any, table: normalizers.Normalizer, path: Path) -> None:
     if model.trainer_spec.model_type not in (UNIGRAM, BPE, CHAR):
         raise UserError(f"{path}: only SentencePiece models of type unigram, bpe and char are supported, not word")
     if _pieces(model, UNUSED) or model.trainer_spec.treat_whitespace_as_suffix:
@@ -73,14 +83,11 @@ def _check(model: Any, path: Path) -> None:
             f"{path}: unused pieces and treat_whitespace_as_suffix have no counterpart in a fast tokenizer; "
             "train the SentencePiece model without them"
         )
-    if table := model.normalizer_spec.precompiled_charsmap:
-        normalise = normalizers.Precompiled(table).normalize_str
-        rewritten = [piece for piece in _pieces(model, USER_DEFINED) if normalise(piece) != piece]
-        if rewritten:
-            raise UserError(
-                f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
-                "train it with normalization_rule_name=identity"
-            )
+    if rewritten := [piece for piece in _pieces(model, USER_DEFINED) if table.normalize_str(piece) != piece]:
+        raise UserError(
+            f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
+            "train it with normalization_rule_name=identity"
+        )
 
 
 def _unigram(model: Any) -> models.Unigram:
@@ -117,10 +124,8 @@ def _bpe(model: Any) -> models.BPE:
     )
 
 
-def _normalizer(spec: Any) -> normalizers.Normalizer:
-    steps: list[normalizers.Normalizer] = []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+def _normalizer(spec: Any, table: normalizers.Normalizer) -> normalizers.Normalizer:
+    steps = [table]
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))

@@ -19,7 +19,7 @@ from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokeniz
 from megarl.data.spm import load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.errors import UserError
-from megarl.platform.deadline import computing_at_most
+from megarl.platform.deadline import allocating_at_most, computing_at_most
 from megarl.platform.secrets import redact
 
 spare_statistics()
@@ -27,10 +27,14 @@ from transformers import AutoTokenizer  # noqa: E402
 
 TEMPLATE_SECONDS = 10.0
 """CPU time that a chat template may take for one conversation."""
+TEMPLATE_BYTES = 1 << 32
+"""Memory that a chat template may take for one conversation."""
 REMEDY = (
     "data.tokenizer takes a directory with tokenizer.json or tokenizer.model, a SentencePiece .model file, or an id of "
     "the Hugging Face hub (default: actor_rollout_ref.model.path)"
 )
+_CONVERSATIONS = (["user"], ["system", "user", "assistant", "user"], ["developer", "user", "assistant", "tool", "user"])
+"""The roles of the conversations that show which tokens a chat template writes."""
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
 RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
@@ -57,7 +61,6 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._source = source
         self.spelling: Spelling = special_tokens_in_text
-        self._control = ControlTokens(tokenizer, source=source)
         self._apply_chat_template = apply_chat_template
         self.has_template: bool = tokenizer.chat_template is not None
         if apply_chat_template and not self.has_template:
@@ -71,6 +74,7 @@ class Tokenizer:
                 "tokens in each run and on each rank: set data.chat_template to a template that does not"
             )
         self.now = now or datetime.now().replace(microsecond=0)
+        self._control = ControlTokens(tokenizer, source=source, written=self._written_by_template())
         self.eos_token_id: int = tokenizer.eos_token_id
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.pad_token_id: int | None = tokenizer.pad_token_id
@@ -155,10 +159,24 @@ class Tokenizer:
         """Return a part of what `render` returns, as a text for people."""
         return self._control.unmark(text)
 
+    def _written_by_template(self) -> list[str]:
+        """Return the chat template and what it makes of a few conversations; it may refuse some."""
+        if not self.has_template:
+            return []
+        written = [str(self._tokenizer.chat_template)]
+        for roles in _CONVERSATIONS:
+            try:
+                messages = [{"role": role, "content": "x"} for role in roles]
+                written.append(self._rendered(messages, add_generation_prompt=True))
+            except UserError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    break
+        return written
+
     def _rendered(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         template = f"the chat template of {self._source}"
         try:
-            with computing_at_most(TEMPLATE_SECONDS):
+            with computing_at_most(TEMPLATE_SECONDS), allocating_at_most(TEMPLATE_BYTES):
                 text: str = self._tokenizer.apply_chat_template(
                     messages,
                     tokenize=False,
@@ -169,6 +187,8 @@ class Tokenizer:
             raise UserError(f"{template} refuses the messages: {error}") from error
         except TimeoutError as error:
             raise UserError(f"{template} does not end: it was stopped after {TEMPLATE_SECONDS:g} s") from error
+        except MemoryError as error:
+            raise UserError(f"{template} needs more than {TEMPLATE_BYTES / 1e9:.1f} GB of memory: mend it") from error
         except Exception as error:  # a template may compute whatever it likes
             raise UserError(f"{template} fails on the messages: {type(error).__name__}: {error}") from error
         return text
@@ -180,15 +200,17 @@ class Tokenizer:
         )
         return text
 
-    def written(self, ids: Sequence[int], *, ends: Collection[int]) -> str:
+    def written(self, ids: Sequence[int], *, ends: Collection[int], before: Sequence[int] = ()) -> str:
         """Return the text of a response as it is written, without padding and the tokens of `ends` at its end.
 
-        Any other special token is a part of the text: without it, the texts around it would be joined.
+        Any other special token is a part of the text: without it, the texts around it would be joined. The text is
+        what the response adds to the text of `before`.
         """
         end = len(ids)
         while end and (ids[end - 1] in ends or ids[end - 1] == self.pad_token_id):
             end -= 1
-        return self.decode(ids[:end], with_special_tokens=not self._special_ids.isdisjoint(ids[:end]))
+        has_special_tokens = not self._special_ids.isdisjoint(ids[:end])
+        return self.decode_after(before, ids[:end], with_special_tokens=has_special_tokens)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -196,10 +218,12 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset(self._tokenizer.all_special_ids) | {number for number, token in added if token.special}
 
-    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+    def decode_after(self, before: Sequence[int], ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Return the text that `ids` add to the text of `before`; decoded alone, `ids` might lose a leading space."""
-        head, text = self.decode(before), self.decode([*before, *ids])
-        return text.removeprefix(head) if text.startswith(head) else self.decode(ids)
+        head, text, alone = (
+            self.decode(part, with_special_tokens=with_special_tokens) for part in (before, [*before, *ids], ids)
+        )
+        return text.removeprefix(head) if text.startswith(head) else alone
 
     def reach(self, ids: Sequence[int], *, before: Sequence[int] = (), half: int) -> list[int]:
         """Return the numbers of characters in the text of the first 0, 1, ... of `ids`, which follow `before`.

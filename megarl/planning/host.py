@@ -15,6 +15,7 @@ from megarl.models.trainer import parameter_shapes
 from megarl.planning.memory import RankMemory
 from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
+from megarl.rewards.config import isolation_of
 
 GIB = 1 << 30
 TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
@@ -78,15 +79,24 @@ def record_bytes(config: Config) -> int:
     return responses * rollout.n * rollout.response_length + prompts * rollout.prompt_length
 
 
-def reward_bytes(config: Config) -> int:
-    """Return the private host memory that the processes of rewards may take on a node: a bound, not a need.
+def reward_processes(config: Config) -> tuple[int, float]:
+    """Return how many processes of rewards a rank may have, and the limit of the private memory of each, in 10^9 bytes.
 
-    They call rules, or they play the episodes of an environment.
+    They call rules, or they play the episodes of an environment. A process that scores one response is forked from one
+    that has loaded the user's file and stays: two processes for each worker.
     """
-    section = config.environment if config.environment.name else config.rules
-    if section is None:
-        return 0
-    return config.trainer.n_gpus_per_node * section.num_workers * int(section.max_memory_gb * 1e9)
+    if config.environment.name:
+        return config.environment.num_workers, config.environment.max_memory_gb
+    if config.rules is None:
+        return 0, 0.0
+    is_forked = isolation_of(config.rules, config.custom_reward_function) == "response"
+    return config.rules.num_workers * (1 + is_forked), config.rules.max_memory_gb
+
+
+def reward_bytes(config: Config) -> int:
+    """Return the private host memory that the processes of rewards may take on a node: a bound, not a need."""
+    num_processes, most_gb = reward_processes(config)
+    return config.trainer.n_gpus_per_node * num_processes * int(most_gb * 1e9)
 
 
 def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> int:

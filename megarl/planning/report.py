@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megarl.config.report import batch_table
 from megarl.planning.advice import Remedy
+from megarl.planning.host import reward_processes
 from megarl.planning.memory import PHASES, RankMemory
 from megarl.planning.planner import ENGINE_TP, Plan
 from megarl.planning.traffic import SyncTraffic
@@ -105,10 +106,10 @@ def _show_host(plan: Plan, console: Screen) -> None:
     parts = ", ".join(f"{name} {_gb(num_bytes)}" for name, num_bytes in host.parts.items())
     console.print(f"host memory that a node needs: {_gb(host.total)} GB ({parts})")
     if host.rewards:
-        rules = plan.workload.config.reward_model
+        num_processes, most_gb = reward_processes(plan.workload.config)
         console.print(
-            f"host memory of a node that rewards may need in addition: {_gb(host.rewards)} GB ({rules.num_workers} "
-            f"processes of at most {rules.max_memory_gb:g} GB for each of its ranks; most runs need far less)"
+            f"host memory of a node that rewards may need in addition: {_gb(host.rewards)} GB ({num_processes} "
+            f"processes of at most {most_gb:g} GB for each of its ranks; most runs need far less)"
         )
     if plan.host_missing:
         short = f"host: {_gb(plan.host_missing)} GB short"

@@ -1,9 +1,11 @@
-"""A bound on the time that foreign code may compute in this process."""
+"""Bounds on the time and the memory that foreign code may take in this process."""
 
+import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -28,6 +30,26 @@ def computing_at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def allocating_at_most(num_bytes: int) -> Iterator[None]:
+    """Let the block map at most `num_bytes` more memory, so that Python raises MemoryError in it beyond that.
+
+    The bound holds for all threads of the process while the block runs. Only the main thread sets it. In another thread
+    the block is not bounded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    bounds = [mapped + num_bytes, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class _TimeOver(BaseException):

@@ -15,7 +15,7 @@ from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
 from megarl.errors import UserError
 from megarl.platform.secrets import redact
-from megarl.platform.uri import open_filesystem, out_of_reach, why_unopened
+from megarl.platform.uri import open_filesystem, out_of_reach, split_options, why_unopened
 
 CHUNK_BYTES = 1 << 23
 NUM_QUERIES = 16
@@ -67,8 +67,8 @@ class RemoteDirectory:
         self._read: dict[str, bytes | Exception] = {}
 
     def __str__(self) -> str:
-        base, chain, rest = redact(self.uri).partition("::")
-        return (base.partition("?")[0].rstrip("/") + chain + rest.partition("?")[0]).rstrip("/")
+        links = redact(self.uri).split("::")
+        return "::".join(split_options(link)[0].rstrip("/") for link in links)
 
     def __truediv__(self, name: object) -> RemoteFile:
         return RemoteFile(self, str(name))
@@ -165,9 +165,9 @@ class RemoteDirectory:
 def split_uri(uri: str) -> tuple[str, str]:
     """Return the URI of the directory of a file, and the name of the file in it."""
     first, chain, rest = uri.partition("::")
-    path, query, parameters = first.partition("?")
+    path, options = split_options(first)
     parent, _, name = path.rstrip("/").rpartition("/")
-    return f"{parent}{query}{parameters}{chain}{rest}", name
+    return f"{parent}{options}{chain}{rest}", name
 
 
 @lru_cache(maxsize=64)

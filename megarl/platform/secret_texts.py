@@ -8,21 +8,10 @@ bounded, and no search begins inside the text that another search has consumed.
 import re
 
 from megarl.platform.secret_names import Secrecy, secrecy_of_path
+from megarl.platform.secret_shapes import SHAPES
 
 BLOT = "***"
 
-_SHAPES = re.compile(
-    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
-    r"|(?<![A-Za-z0-9])(?:(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])"
-    r"(?:[\s:;,/|'\"=]{1,4}[A-Za-z0-9+/]{40}(?![A-Za-z0-9+/=]))?"
-    r"|(?:hf|api_org|gh[oprsu]|npm|gsk|r8|tgp_v1|dop_v1)_[A-Za-z0-9]{20,}+|nvapi-[\w-]{20,}+"
-    r"|(?:github_pat|dckr_pat)_[\w-]{20,}+|gl[a-z]{2,5}-[\w-]{20,}+|xox[a-z]-[\w-]{10,}+|xapp-[\w-]{10,}+"
-    r"|(?:[spr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}+"
-    r"|AIza[\w-]{30,}+|ya29\.[\w-]{20,}+|hv[sb]\.[\w-]{20,}+|SG\.[\w-]{16,}+\.[\w-]{16,}+"
-    r"|(?:sk|xai|pplx)-(?=[a-z_-]{0,64}+[A-Z0-9])[\w-]{20,}+|pypi-(?=[a-z0-9_-]{0,64}+[A-Z])[\w-]{20,}+"
-    r"|(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?)",
-    re.DOTALL,
-)
 _WEBHOOK = re.compile(
     r"(?i)((?<![\w.-])(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/)"
     r"[\w/.~-]{8,}+"
@@ -49,7 +38,7 @@ _PIECE = re.compile(r"[^\s'\",;:()\[\]{}]+")
 
 def blot_shapes(text: str) -> str:
     """Hide tokens of known formats, private keys, and tokens after `Bearer`."""
-    text = _WEBHOOK.sub(rf"\1{BLOT}", _SHAPES.sub(BLOT, text))
+    text = _WEBHOOK.sub(rf"\1{BLOT}", SHAPES.sub(BLOT, text))
     return _BEARER.sub(rf"\1{BLOT}", text)
 
 

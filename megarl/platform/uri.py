@@ -1,5 +1,6 @@
 """File systems of local paths and of URIs that pyarrow or fsspec opens."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,23 @@ from megarl.platform.secrets import redact
 ARROW_SCHEMES = ("abfs", "abfss", "file", "gcs", "gs", "hdfs", "s3", "viewfs")
 """The schemes that pyarrow opens; fsspec opens all others."""
 
-_MEANING = "%:/?#[]@!$&'()*+,;=-._~"  # what has a meaning in a URI; users also write blanks and letters of any script
+_AUTHORITY = "%:@[]!$&'()*+,;=-._~"  # what has a meaning between `scheme://` and the first slash
+_GCS = r"scheme|endpoint_override|retry_limit_seconds|project_id"
+_HDFS = r"user|replication|buffer_size|default_block_size|kerb_ticket|[a-z]+(?:\.[\w-]+)+"
+_S3 = (
+    r"region|scheme|endpoint_override|allow_bucket_creation|allow_bucket_deletion|allow_delayed_open|"
+    r"tls_ca_file_path|tls_ca_dir_path|tls_verify_certificates|smart_defaults"
+)
+_AZURE = (
+    r"blob_storage_authority|dfs_storage_authority|enable_tls|credential_kind|tenant_id|client_id|client_secret|"
+    r"background_writes|s[vspert]|srt|spr|sig|skoid|sktid|skt|ske|sks|skv|sip|si|sdd|saoid|suoid|scid"  # a SAS token
+)
+_OPTIONS = MappingProxyType(
+    {"abfs": _AZURE, "abfss": _AZURE, "gcs": _GCS, "gs": _GCS, "hdfs": _HDFS, "s3": _S3, "viewfs": _HDFS}
+)
+"""The names of options, by scheme: what follows the last `?` is a name of the object if its file system lacks them."""
+_WITH_QUERY = ("http", "https")
+"""The schemes whose `?` always begins a query."""
 _HADOOP = "libhdfs is found through JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)"
 REMEDIES = MappingProxyType(
     {
@@ -46,6 +63,22 @@ def local_path(name: str) -> Path | None:
     return Path(open_filesystem(name)[1]) if name.startswith("file://") else None
 
 
+def split_options(uri: str) -> tuple[str, str]:
+    """Return the URI that names the object, and its options with their `?`; an empty text if it has none.
+
+    Every other `?` belongs to the name of the object.
+    """
+    scheme = uri.partition("://")[0]
+    if scheme in _WITH_QUERY:
+        place, mark, query = uri.partition("?")
+        return place, mark + query
+    place, mark, query = uri.rpartition("?")
+    known = rf"(?:{_OPTIONS.get(scheme, '(?!)')})=[^&]*"
+    if mark and all(re.fullmatch(known, option) for option in query.split("&")):
+        return place, mark + query
+    return uri, ""
+
+
 def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
     """Call `work`, and again after each of `waits` seconds if it fails. Raise the error of the last attempt."""
     for wait in waits:
@@ -59,6 +92,8 @@ def persist(work: Callable[[], T], waits: Sequence[float] = WAITS_S) -> T:
 def open_filesystem(name: str) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` of a path or URI, and the path in it; read no file yet.
 
+    The path of a URI is taken as it is written: no character in it is a fragment, a query or a code.
+
     Raises:
         UserError: nothing opens the scheme, or the file system cannot be reached.
     """
@@ -66,14 +101,31 @@ def open_filesystem(name: str) -> tuple[Any, str]:
     if not separator:
         return LocalFileSystem(), name
     try:
-        if scheme in ARROW_SCHEMES:
-            filesystem, path = FileSystem.from_uri(quote(name, safe=_MEANING))
+        if scheme == "file":
+            filesystem, path = LocalFileSystem(), _path_of_file(name)
+        elif scheme in ARROW_SCHEMES:
+            filesystem, path = FileSystem.from_uri(_encoded(name))
         else:
             opened, path = url_to_fs(name)
             filesystem = PyFileSystem(FSSpecHandler(opened))
     except Exception as error:  # errors differ by file system; an ImportError of fsspec names the missing package
         raise out_of_reach(name, error) from error
     return filesystem, path
+
+
+def _path_of_file(uri: str) -> str:
+    path = uri.removeprefix("file://").removeprefix("localhost")
+    if not path.startswith("/"):
+        raise ValueError("a file of this machine has three slashes, file:///directory/file")
+    return path
+
+
+def _encoded(uri: str) -> str:
+    """Return the URI in which only what is meant as such is an authority, a path and options."""
+    place, options = split_options(uri)
+    scheme, _, rest = place.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{quote(authority, safe=_AUTHORITY)}{slash}{quote(path)}{options}"
 
 
 def out_of_reach(name: str, error: Exception) -> UserError:

@@ -45,8 +45,8 @@ class JudgeSection:
     """The question to the judge: a text with {prompt}, {solution_str} (the response), {ground_truth}, {data_source} or
     {extra_info[KEY]}. Write other braces twice."""
     pattern: str = r"[*_# ]*(?i:score)[*_ ]*:[*_ ]*([^\s*_]+?)[*_. ]*"
-    """Regular expression with one group. It must match the whole last line of the judge's reply that is not empty, and
-    its group must be one number, which is the score."""
+    """Regular expression with one group. It must match the whole last line of the judge's reply that is not empty, at
+    most 512 characters, and its group must be one number, which is the score."""
     lowest: Score = 0.0
     """Least score; a smaller number is no verdict."""
     highest: Score = 1.0
@@ -102,3 +102,8 @@ class RulesSection:
     trial_rows: CountFromZero = 10
     """Rows that the rules are tried on before a training run starts, each with its ground truth as the response;
     0 = none, and no look at the ground truths and prompts of all rows."""
+
+
+def isolation_of(section: RulesSection, custom: CustomRewardSection) -> Literal["response", "process"]:
+    """Return what a process scores: `process` (many responses) without a function of the user, as no rule runs one."""
+    return section.isolation if custom.path else "process"

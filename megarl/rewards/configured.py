@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from megarl.rewards.config import CustomRewardSection, RulesSection
+from megarl.rewards.config import CustomRewardSection, RulesSection, isolation_of
 from megarl.rewards.limits import WorkerLimits
 from megarl.rewards.pool import Pool
 from megarl.rewards.rules import Rules
@@ -23,7 +23,7 @@ def make_pool(section: RulesSection, custom: CustomRewardSection) -> Pool:
     """Return processes for the rules. Raises UserError if the custom file does not define its function."""
     rules = make_rules(section, custom)
     form = rules.check()
-    isolation = section.isolation if custom.path else "process"  # our own rules and the judge run no response
+    isolation = isolation_of(section, custom)
     limits = WorkerLimits(
         num_workers=section.num_workers,
         timeout_s=section.timeout_s,

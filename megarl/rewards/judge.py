@@ -22,6 +22,11 @@ from megarl.rewards.results import show
 KEY = "reward_model.judge"
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _MINUS = "\N{MINUS SIGN}"
+_LONGEST_VERDICT = 512
+"""Characters of a line that may be a verdict; the time of a pattern may grow with the square of them."""
+_THOUGHTS = "think|thinking|thoughts?|reasoning|reflection|scratchpad|analysis"
+_START_OF_THOUGHTS = re.compile(rf"(?i)<(?:{_THOUGHTS})>|\[think\]|<\|begin_of_(?:{_THOUGHTS})\|>|◁think▷")
+_END_OF_THOUGHTS = re.compile(rf"(?i)</(?:{_THOUGHTS})>|\[/think\]|<\|end_of_(?:{_THOUGHTS})\|>|◁/think▷")
 
 
 class VerdictError(Exception):
@@ -72,10 +77,12 @@ class Judge:
     def verdict_in(self, reply: str) -> float:
         """Return the number in the last line of a reply that is not empty.
 
-        Raises VerdictError if the line is anything but a verdict, or the number is not from `lowest` to `highest`.
+        Raises VerdictError if the line is long or anything but a verdict, or the number is not from `lowest` to
+        `highest`.
         """
         lines = _without_thoughts(reply).strip().splitlines()
-        verdict = re.fullmatch(self.pattern, lines[-1].strip()) if lines else None
+        last = lines[-1].strip() if lines else ""
+        verdict = re.fullmatch(self.pattern, last) if len(last) <= _LONGEST_VERDICT else None
         text = (verdict[1] or "").replace(_MINUS, "-") if verdict else ""
         if not _NUMBER.fullmatch(text):
             raise VerdictError(
@@ -120,9 +127,9 @@ class Judge:
 
 
 def _without_thoughts(reply: str) -> str:
-    """Return the text after the last `</think>`; nothing if thoughts begin in it, since they do not end."""
-    text = reply.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
+    """Return the text after the last end of thoughts; nothing if thoughts begin in it, since they do not end."""
+    text = _END_OF_THOUGHTS.split(reply)[-1]
+    return "" if _START_OF_THOUGHTS.search(text) else text
 
 
 def _read(path: Path) -> str | None:

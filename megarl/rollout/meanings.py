@@ -53,6 +53,10 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
 }
 """Reason -> arguments that are refused, unless their value means none."""
 
+_OLDER_SCHEDULING = ("max_num_partial_prefills", "max_long_partial_prefills")
+OLDER = frozenset(_OLDER_SCHEDULING)
+"""Judged arguments that the oldest tested release has and the newest lacks."""
+
 ACCEPTED = frozenset(
     {
         # kernels and graphs, which round differently and compute the same
@@ -82,8 +86,8 @@ ACCEPTED = frozenset(
         *("enable_mamba_cache_stochastic_rounding", "enable_mamba_shared_prefix_checkpoint", "use_replayssm"),
         *("swa_bounded_replay", "enable_nccl_comm_suspend"),
         # the order of work in an engine step
-        *("enable_chunked_prefill", "scheduling_policy", "max_num_partial_prefills"),
-        *("max_long_partial_prefills", "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"),
+        *("enable_chunked_prefill", "scheduling_policy", *_OLDER_SCHEDULING),
+        *("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"),
         *("max_num_scheduled_tokens", "scheduler_reserve_full_isl", "disable_sliding_window"),
         # reading of files; the weights come by a sync
         *("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "config_format"),

@@ -11,17 +11,16 @@ MLFLOW_LONGEST = 250  # characters of a key, a run's name or an experiment's nam
 WANDB_PROJECT_LONGEST = 128
 
 _DIGEST = re.compile(r"-[0-9a-f]{12}\Z")
-_SURROGATES = re.compile(r"[\ud800-\udfff]")
+_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_MLFLOW_KEY = re.compile(r"[^\w\-. :/]", re.ASCII)
-_NOT_MLFLOW_TITLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_WANDB_PROJECT = re.compile(r"[/\\#?%:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def mlflow_key(name: str) -> str:
     """Return the key of a metric, a parameter or a table: ASCII letters, digits and `_-. :/`.
 
-    MLflow reads a key as a path, so no part of it is empty, `.` or `..`. Some stores ignore spaces at its end. `mean@4`
-    becomes `mean_at_4` without a digest.
+    MLflow reads a key as a path, so no part of it is empty, `.`, or begins with `..`. Some stores ignore spaces at its
+    end. `mean@4` becomes `mean_at_4` without a digest.
     """
     readable = name.replace("@", "_at_")
     is_reversible = readable.replace("_at_", "@") == name
@@ -32,7 +31,7 @@ def mlflow_key(name: str) -> str:
 
 def mlflow_title(name: str) -> str:
     """Return the name of a run or an experiment."""
-    return _accepted(name, _NOT_MLFLOW_TITLE, MLFLOW_LONGEST)
+    return _accepted(name, _UNWRITABLE, MLFLOW_LONGEST)
 
 
 def wandb_project(name: str) -> str:
@@ -42,7 +41,8 @@ def wandb_project(name: str) -> str:
 
 def wandb_key(name: str) -> str:
     """Return the key of a metric or a table in W&B, which keeps keys that begin with `_` for itself."""
-    return with_digest(f"x{_encodable(name)}", name) if name.startswith("_") or not name else _encodable(name)
+    safe = _UNWRITABLE.sub("_", name)
+    return with_digest(f"x{safe}", name) if safe.startswith("_") or not safe else _encodable(name)
 
 
 def tensorboard_tag(name: str) -> str:
@@ -58,7 +58,9 @@ def with_digest(readable: str, name: str, longest: int = MLFLOW_LONGEST) -> str:
 
 def _part(part: str) -> str:
     stripped = part.strip()
-    return "_" if stripped in ("", ".", "..") else stripped
+    if stripped.startswith(".."):
+        return "_" + stripped.lstrip(".")
+    return "_" if stripped in ("", ".") else stripped
 
 
 def _accepted(name: str, forbidden: re.Pattern[str], longest: int) -> str:
@@ -68,6 +70,6 @@ def _accepted(name: str, forbidden: re.Pattern[str], longest: int) -> str:
 
 
 def _encodable(name: str) -> str:
-    """Return a name that UTF-8 can write."""
-    safe = _SURROGATES.sub("_", name)
+    """Return a name that UTF-8 can write, without control characters."""
+    safe = _UNWRITABLE.sub("_", name)
     return safe if safe == name and not _DIGEST.search(name) else with_digest(safe, name, len(safe) + 13)

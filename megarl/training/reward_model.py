@@ -1,10 +1,11 @@
 """The neural reward model of a run: it reads a prompt with its response and returns one number.
 
-The policy's tokens are translated: the response is decoded, appended to the prompt in the model's chat template, and
-encoded again. If both models share vocabulary and template, tokens pass unchanged.
+The policy's tokens are translated: the response is decoded, with all that the policy wrote up to its end, appended to
+the prompt in the model's chat template, and encoded again. If both models share vocabulary and template, tokens pass
+unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -26,9 +27,21 @@ T = TypeVar("T")
 class RewardModel:
     """A frozen sequence classifier, sharded as the critic is."""
 
-    def __init__(self, *, learner: Learner, budget: Budget, reader: Conversations, decoder: Tokenizer | None) -> None:
-        """Take the model and its `reader`. `decoder` decodes the policy's tokens; None passes them unchanged."""
-        self._learner, self._budget, self._reader, self._decoder = learner, budget, reader, decoder
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        budget: Budget,
+        reader: Conversations,
+        decoder: Tokenizer | None,
+        ends: Collection[int],
+    ) -> None:
+        """Take the model and its `reader`.
+
+        `decoder` decodes the policy's tokens, without those of `ends` at the end of a response; None passes all tokens
+        unchanged.
+        """
+        self._learner, self._budget, self._reader, self._decoder, self._ends = learner, budget, reader, decoder, ends
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the model's score of each sample, `[B]` float32, the same on every rank.
@@ -54,7 +67,7 @@ class RewardModel:
         if self._decoder is None:
             return self._reader.fit([*prompt.token_ids, *response])
         prefix = [] if self._reader.tokenizer.templates(prompt.raw_prompt) else prompt.token_ids
-        text = self._decoder.decode_after(prefix, response)
+        text = self._decoder.written(response, ends=self._ends, before=prefix)
         try:
             return self._reader.encode(prompt.raw_prompt, text)
         except UserError as error:
@@ -64,9 +77,11 @@ class RewardModel:
 class ModelScorer:
     """The reward of a model, alone or added to that of rules."""
 
-    def __init__(self, *, model: RewardModel, weight: float, rules: RuleScorer | None, tokenizer: Tokenizer) -> None:
-        """Weigh the model's score by `weight`. `rules` None: the model alone. `tokenizer` is the policy's."""
-        self._model, self._weight, self._rules, self._tokenizer = model, weight, rules, tokenizer
+    def __init__(
+        self, *, model: RewardModel, weight: float, rules: RuleScorer | None, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        """Weigh the model's score by `weight`. `rules` None: the model alone, and `decode` makes the texts to log."""
+        self._model, self._weight, self._rules, self._decode = model, weight, rules, decode
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
         """Start to score a response by the rules. The model scores all responses together later."""
@@ -88,7 +103,7 @@ class ModelScorer:
         }
         given = self._weight * given
         if self._rules is None:
-            texts = _of_each(len(rollouts), lambda sample: self._tokenizer.decode(rollouts.response_ids(sample)))
+            texts = _of_each(len(rollouts), lambda sample: self._decode(rollouts.response_ids(sample)))
             return _finite(rollouts.extend(Scored, texts=texts, scores=given, accuracies=given)), metrics
         scored, others = self._rules.score(rollouts)
         return _finite(replace(scored, scores=scored.scores + given)), metrics | others

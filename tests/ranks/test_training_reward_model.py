@@ -79,9 +79,16 @@ def tokenizers(root: Path) -> tuple[Path, Path]:
     return policy, own
 
 
-def conversations(policy: Any, prompt: Any) -> Rollouts:
-    """Three responses of the policy to one prompt, each with its end-of-sequence token."""
-    ids = [[*policy.encode(answer, add_special_tokens=False), policy.eos_token_id] for answer in ANSWERS]
+def conversations(policy: Any, prompt: Any, inside: Sequence[str] = ()) -> Rollouts:
+    """Three responses of the policy to one prompt, each with its end-of-sequence token, and some more `inside`."""
+    ids = [
+        [
+            *policy.encode(answer, add_special_tokens=False),
+            *policy._tokenizer.convert_tokens_to_ids(list(inside)),
+            policy.eos_token_id,
+        ]
+        for answer in ANSWERS
+    ]
     responses = torch.nn.utils.rnn.pad_sequence([torch.tensor(answer) for answer in ids], batch_first=True)
     mask = torch.arange(responses.shape[1]) < torch.tensor([len(answer) for answer in ids])[:, None]
     return Rollouts(
@@ -104,7 +111,15 @@ def conversations(policy: Any, prompt: Any) -> Rollouts:
     )
 
 
-def judged(policy_path: Path, own_path: Path, prompt: Any, split: dict[str, Any], passes: bool, length: int) -> Any:
+def judged(
+    policy_path: Path,
+    own_path: Path,
+    prompt: Any,
+    split: dict[str, Any],
+    passes: bool,
+    length: int,
+    inside: Sequence[str] = (),
+) -> Any:
     from megarl.learner.batching import Budget
     from megarl.training.reward_model import RewardModel
 
@@ -115,9 +130,10 @@ def judged(policy_path: Path, own_path: Path, prompt: Any, split: dict[str, Any]
         budget=Budget(max_tokens=8, max_sequences=None),  # of the policy's tokens: less than one sequence has here
         reader=Conversations(tokenizer=tokenizer, pad_token_id=2, max_length=length),
         decoder=None if passes else policy,
+        ends=[policy.eos_token_id],
     )
     try:
-        return model.score(conversations(policy, prompt))
+        return model.score(conversations(policy, prompt, inside))
     except ValueError as error:
         return str(error)
 
@@ -141,6 +157,22 @@ def test_another_vocabulary_and_chat_template(pool: RankPool, tmp_path: Path) ->
         torch.testing.assert_close(found, cut, **TOLERANCE)
 
 
+def test_special_tokens_inside_a_response_are_judged_as_written(pool: RankPool, tmp_path: Path) -> None:
+    policy, own = tokenizers(tmp_path)
+    tokenizer = load_tokenizer(str(own))
+    asked = {"role": "user", "content": "ab 3"}
+    for prompt, before in (([asked], ""), ("ab 3", " ")):
+        inside = ["<s>", "</s>", "<s>"]
+        read = Conversations(tokenizer=tokenizer, pad_token_id=2, max_length=100)
+        expected = classifier_scores(
+            own, [read.encode(prompt, f"{before}{answer}<s></s><s>") for answer in ANSWERS]
+        ).detach()
+        without = classifier_scores(own, [read.encode(prompt, before + answer) for answer in ANSWERS]).detach()
+        assert float((expected - without).abs().min()) > 10 * TOLERANCE["atol"]
+        for found in pool.run(2, judged, policy, own, prompt, {}, False, 100, inside):
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 def test_the_same_tokens_pass_and_prompts_that_cannot_be_read_are_named(pool: RankPool, tmp_path: Path) -> None:
     policy, refusing = tokenizers(tmp_path)
     own = write_classifier(tmp_path / "same", "llama", pad_token_id=2)
@@ -161,6 +193,7 @@ def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
     from megarl.assembly.reward import make_reward
     from megarl.config.root import RewardModelSection
     from megarl.learner.batching import Budget
+    from megarl.models.source import Source
 
     policy = load_tokenizer(str(policy_path))
     section = RewardModelSection(
@@ -174,6 +207,7 @@ def rewarded(policy_path: Path, own_path: Path, given: str | None) -> Any:
             None,
             section,
             policy,
+            Source.read(ModelSection(path=str(own_path))),
             fresh_mesh(section.megatron),
             policy_path=str(policy_path),
             budget=Budget(max_tokens=64, max_sequences=section.micro_batch_size),

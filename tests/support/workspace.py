@@ -43,7 +43,7 @@ def make_workspace(root: Path) -> Workspace:
         timeout_s=120,
     )
     model = write_checkpoint(root / "model", "llama")
-    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS)
+    train_sentencepiece(model / "tokenizer.model", vocab_size=NUM_TOKENS, normalization_rule_name="identity")
     reward = root / "reward.py"
     reward.write_text(DIGITS_REWARD)
     files = {name: data / f"{file}.parquet" for name, file in (("train", "train"), ("val", "val"), ("pairs", "sft"))}

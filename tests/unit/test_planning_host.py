@@ -87,6 +87,14 @@ def test_episodes_have_two_more_fields_and_processes_of_their_own() -> None:
     assert found.rewards == 8 * 3 * 2 * GB
 
 
+def test_a_process_that_scores_one_response_has_a_parent_that_stays() -> None:
+    """A worker of the user's function is two processes, unless one process scores all responses."""
+    limits = ("reward_model.num_workers=3", "reward_model.max_memory_gb=2")
+    custom = (*limits, "custom_reward_function.path=scripts/rewards/sentiment.py")
+    for keys, num_processes in ((limits, 3), (custom, 6), ((*custom, "reward_model.isolation=process"), 3)):
+        assert plan(DEEPSEEK, *keys).host.rewards == 8 * num_processes * 2 * GB
+
+
 def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> None:
     """Tensor 4 x data 2 on one node: four ranks have all of their part, and four the shard that they send."""
     found = plan(*LLAMA_8B)

@@ -126,14 +126,44 @@ TEXTS: dict[str, tuple[st.SearchStrategy[str], Callable[[str], str]]] = {
     ),
     "JWT": (BODY, lambda secret: f"eyJhbGciOiJIUzI1NiJ9.eyJ{secret}.{secret}"),
     "Slack": (BODY, lambda secret: f"POST https://hooks.slack.com/services/T01/B02/{secret} failed"),
+    "SAS": (BODY, lambda secret: f"https://a.blob.core.windows.net/c?sv=2024&sig={secret}%3D&se=2026"),
     "webhook": (WORDS, lambda secret: f"https://discord.com/api/webhooks/123456789/{secret}"),
 } | {
     prefix: (BODY, lambda secret, prefix=prefix: f"it refused {prefix}{secret}, so")
     for prefix in words(
         "sk- sk-ant-api03- sk-proj- sk-or-v1- npm_ sk_live_ rk_live_ sk_test_ pypi- ghp_ gho_ ghs_ github_pat_ glpat- "
-        "hf_ xoxb- xoxp- xapp-1- gsk_ AIza whsec_ hvs. ya29. r8_"
+        "hf_ xoxb- xoxp- xapp-1- gsk_ AIza whsec_ hvs. ya29. r8_ xai- pplx- tgp_v1_ nvapi- fw_ tvly-dev- rpa_ "
+        "wandb_v1_ lsv2_pt_ lsv2_sk_ jina_ figd_ sb_secret_ fm2_ lin_api_ ntn_ rubygems_ sbp_ GOCSPX- AQ.Ab "
+        "tskey-auth- pcsk_ csk- ATATT3x ATCTT3x ABSK AKLT dp.pt. a1b2c3d4e5f6g7.atlasv1. pscale_tkn_ "
+        "sntrys_ dop_v1_ NRAK- HRKU- gldt-"
     )
 }
+HEX = "".join(f"{7 * place % 16:x}" for place in range(100))
+MIXED = ("aB3dE5gH7jK9mN1pQ3sT5vW7xY9z" * 3)[:80]
+OF_FIXED_LENGTH = {
+    "Databricks": f"dapi{HEX[:32]} dapi{HEX[:32]}-2",
+    "Grafana": f"glsa_{MIXED[:32]}_{HEX[:8]} glc_{MIXED}==",
+    "Shopify": f"shpat_{HEX[:32]} shpss_{HEX[:32]}",
+    "Atlassian": f"ATATT3xFfGF0{MIXED}-_{MIXED[:9]}=1A2B3C4D",
+    "GitLab": f"glpat-{MIXED[:27]}.01.{MIXED[:9]}",
+    "AWS": f"AKIA{HEX[:16].upper()} ABSK{MIXED}{MIXED}==",
+    "Azure": f"abC8Q~{MIXED[:34]}",
+    "LangSmith": f"lsv2_pt_{HEX[:32]}_{HEX[:10]}",
+    "OpenAI": f"sk-proj-{MIXED}_{MIXED} sk-{HEX[:48]}",
+    "mail, telephone, chat": f"key-{HEX[:32]} SK{HEX[:32]} 123456789:AA{MIXED[:33]}",
+    "Discord": f"MTIzNDU2Nzg5MDEyMzQ1Njc4OTA.GabcDE.{MIXED[:38]}",
+    "clouds": f"LTAI5t{MIXED[:18]} AKID{MIXED[:32]} bce-v3/ALTAK-{MIXED[:21]}/{HEX[:40]}",
+    "devices": f"ak-{MIXED[:22]} as-{MIXED[:22]} e2b_{HEX[:40]} sk_{HEX[:48]} fc-{HEX[:32]}",
+    "tables": f"pat{MIXED[:14]}.{HEX[:64]} PMAK-{HEX[:24]}-{HEX[:34]} pul-{HEX[:40]}",
+}
+
+
+@pytest.mark.parametrize("service", OF_FIXED_LENGTH)
+def test_tokens_of_a_fixed_form_are_hidden(service: str) -> None:
+    for token in OF_FIXED_LENGTH[service].split():
+        shown = redact(f"it refused ({token}): why?", NO_VARIABLES)
+        assert BLOT in shown
+        assert not pieces(token[10:]) & pieces(shown), shown
 
 
 @pytest.mark.parametrize("place", TEXTS)
@@ -165,6 +195,8 @@ ann@host.org, git@github.com:a/b.git, user@10.0.0.1:22, torch==2.13.0+cpu, sk-le
 sk-estimator-doc-link-container risk-adjusted-something-longer pypi-attestation-models-client hf_hub npm_config_registry
 --steps 3 --tokenizer models/a --max-tokens 512 --check; <answer>3 + 4</answer> <think>token by token</think>
 moe_token_dispatcher_type=alltoall loss_agg_mode=token-mean stop_token_ids=[1, 2] eos_token='</s>' data.prompt_key=p
+glc_color_space_conversion_table fw_version_of_the_device_tree dp.to.device NO-OP MNO-1234.abcdef.x as-is-and-where-is
+SKILL key-value-store fc-layer-of-the-model csk-1 ak-47 tvly pul-down pattern.of.words atlasv1 jina_ai fm2_ x.8Q
 data:image/png;base64,iVBORw0KGgo= sha256:9f86d081884c7d659a2feaa0c55ad015 SHA-256: 1b4f0e98 uuid 123e4567-e89b-12d3
 """.strip().splitlines()
 
@@ -183,6 +215,20 @@ def test_the_name_of_a_file_is_no_secret() -> None:
 UNITS = (
     *("http://", "s3://a:", "s3://a:a@", ":/", "@", "a@", ",a://", "{", "[", "(", "'", '"', '\\"', "\\", "'\"'\"'"),
     *("sk-", "sk-ant-", "sk_live_", "pypi-", "npm_", "ghp_", "github_pat_", "glpat-", "hf_", "xoxb-", "AKIA", "AIza"),
+    *(
+        "fw_",
+        "wandb_v1_",
+        "lsv2_pt_",
+        "glc_",
+        "dapi",
+        "dapi0",
+        "ATATT",
+        "0123456789",
+        "1:AA",
+        "a.atlasv1.",
+        "8Q~",
+        "M.a",
+    ),
     *("eyJ", "eyJaaaaaaaa.", "eyJaaaaaaaa-", "SG.", "SG.aaaaaaaaaaaaaaaa", "-----BEGIN ", "hvs."),
     *("-----BEGIN RSA PRIVATE KEY-----", "hooks.slack.com/services/", "bearer ", "Bearer ab", "Authorization: Bearer "),
     *("token", "token=", "token: ", "tokens=[", 'token="', "password=", "password=self.", "api_key={", "a.b=", "a=b="),

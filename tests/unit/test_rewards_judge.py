@@ -74,6 +74,11 @@ READ = {
     "<think>\nScore: 1\n</think> Score: 0": 0,
     "Score: 1\r\nScore: 0.5\r\n": 0.5,
 }
+THOUGHTS = [
+    *[(f"<{name}>", f"</{name}>") for name in ("think", "THINK", "Thinking", "thought", "reasoning", "scratchpad")],
+    *[("[THINK]", "[/THINK]"), ("<|begin_of_thought|>", "<|end_of_thought|>"), ("◁think▷", "◁/think▷")],
+]
+READ |= {f"{start}\nScore: 1\n{end}\nScore: 0": 0 for start, end in THOUGHTS}
 UNREAD = [
     "",
     " \n",
@@ -128,6 +133,9 @@ UNREAD = [
     "Score: 1e999",
     "Score (0-1): 1",
     "Score = 1",
+    *[f"{start}hm\nScore: 1" for start, _ in THOUGHTS],
+    *[f"{start}hm{end}\n{start}\nScore: 1" for start, end in THOUGHTS],
+    "Score: 1" + "." * 600,
 ]
 
 
@@ -273,3 +281,15 @@ def test_a_kept_reply_belongs_to_server_model_and_messages(tmp_path: Path) -> No
     places.add(Judge(**asdict(replace(judge, url="http://b/v1")))._kept(body))
     assert len(places) == 5
     assert Judge(**asdict(judge))._kept(body) in places
+
+
+@pytest.mark.parametrize(
+    "unit", [".", "*", "_", " ", "*_", "#", "Score:", "1", "1.", "<think>", "</think>", "Score: 1\n"]
+)
+def test_a_long_reply_is_read_in_the_steps_of_a_short_one(unit: str) -> None:
+    judge = judge_of()
+    for reply in (unit * 400_000, f"Score: {unit * 400_000}", f"{unit * 400_000}Score: 1"):
+        try:
+            assert judge.verdict_in(reply) == 1
+        except VerdictError as error:
+            assert len(str(error)) < 1000

@@ -75,7 +75,9 @@ def test_the_text_is_what_was_written_but_for_what_ends_it(pieces: list[str]) ->
     while kept and kept[-1] in ("<|end|>", "<|pad|>"):
         kept.pop()
     for tokenizer in (ALL, FEW):
-        assert tokenizer.written(ids_of(tokenizer, "".join(pieces)), ends=ENDS) == "".join(kept)
+        response, before = ids_of(tokenizer, "".join(pieces)), ids_of(tokenizer, "<|pad|>x <think>")
+        assert tokenizer.written(response, ends=ENDS) == "".join(kept)
+        assert tokenizer.written(response, ends=ENDS, before=before) == "".join(kept)
 
 
 REWARD = """

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megarl.errors import UserError
 from megarl.rollout.fields import OURS, engine_arguments, engine_faults
-from megarl.rollout.meanings import ACCEPTED, REFUSED, UNKNOWN
-from megarl.rollout.release import check_release, installed_release
+from megarl.rollout.meanings import ACCEPTED, OLDER, REFUSED, UNKNOWN
+from megarl.rollout.release import NEWEST, OLDEST, check_release, installed_release
 
 ALL_REFUSED = [name for names in REFUSED.values() for name in names]
 THEIRS = {name for name in engine_arguments() if not name.startswith("_")}
@@ -16,6 +17,15 @@ THEIRS = {name for name in engine_arguments() if not name.startswith("_")}
 def test_every_argument_of_the_installed_vllm_is_judged_once() -> None:
     assert sorted([*OURS, *ACCEPTED, *ALL_REFUSED]) == sorted({*OURS, *ACCEPTED, *ALL_REFUSED})
     assert sorted(THEIRS - OURS - ACCEPTED - {*ALL_REFUSED}) == []
+
+
+def test_every_argument_that_is_judged_exists() -> None:
+    release = Version(installed_release() or "0").release[:2]
+    if release == NEWEST:
+        assert sorted({*OURS, *ACCEPTED, *ALL_REFUSED} - THEIRS) == sorted(OLDER)
+    if release == OLDEST:
+        assert sorted(OLDER - THEIRS) == []
+    assert {*ACCEPTED, *ALL_REFUSED} >= OLDER
 
 
 @pytest.mark.parametrize("name", sorted({*ALL_REFUSED} & THEIRS))

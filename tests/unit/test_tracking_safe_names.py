@@ -10,7 +10,7 @@ from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from megarl.tracking.safe_names import mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project
 
-ALPHABET = st.characters(codec=None) | st.sampled_from("a@_/. :-\ud800")
+ALPHABET = st.characters(codec=None) | st.sampled_from("a@_/. :-\ud800\x00\n")
 NAMES = st.text(ALPHABET, max_size=400)
 RULES = [mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project]
 
@@ -25,6 +25,9 @@ def near(name: str) -> set[str]:
 @example("mean@4", "mean_at_4")
 @example("a_at@", "a@at_")
 @example("數" * 300, "數" * 301)
+@example("..b", "_b")
+@example("a\x00", "a\n")
+@example("\ud800", "\udc00")
 @settings(max_examples=300, deadline=None)
 @pytest.mark.parametrize("rule", RULES)
 def test_different_names_stay_different(rule: object, one: str, other: str) -> None:
@@ -34,6 +37,10 @@ def test_different_names_stay_different(rule: object, one: str, other: str) -> N
 
 
 @given(NAMES)
+@example("..b")
+@example("...")
+@example("\ud800")
+@example("\x00a")
 @settings(max_examples=500, deadline=None)
 def test_every_name_is_accepted(name: str) -> None:
     key = mlflow_key(name)
@@ -46,7 +53,7 @@ def test_every_name_is_accepted(name: str) -> None:
     assert 0 < len(project) <= 128 and not set("/\\#?%:") & set(project)
     assert not wandb_key(name).startswith("_")
     for rule in RULES:
-        rule(name).encode()
+        assert not any(letter < " " for letter in rule(name).encode().decode())
 
 
 @pytest.mark.parametrize(
