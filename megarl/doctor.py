@@ -91,12 +91,13 @@ def torchvision_findings(
         problem_of: returns why a module cannot be imported, None if it can.
     """
     found = version("torchvision")
-    if found and (problem := problem_of("torchvision")) is None:
-        return [Finding("torchvision", found)]
+    problem = problem_of("torchvision") if found else "missing"
+    if problem is None:
+        return [Finding("torchvision", str(found))]
     if version("vllm"):
         pin = next((text for text in requires("vllm") if Requirement(text).name == "torchvision"), "torchvision")
         remedy = f"the engine imports it when it starts: pip install '{pin}'"
-        return [Finding("torchvision", problem if found else "missing", remedy, "fault")]
+        return [Finding("torchvision", problem, remedy, "fault")]
     if not found:
         return []
     return [Finding("torchvision", problem, "pip uninstall torchvision torchaudio torchcodec (not needed)", "fault")]

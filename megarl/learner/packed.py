@@ -23,7 +23,7 @@ from megarl.platform.device import to_device
 
 
 @dataclass(kw_only=True)
-class Bounds(PackedSeqParams):  # type: ignore[misc]
+class Bounds(PackedSeqParams):
     """Megatron's record of the bounds of the sequences in a packed row."""
 
     lengths: Tensor  # [S] int64, a tensor of the host, which need not ask a device for them

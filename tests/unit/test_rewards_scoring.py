@@ -1,7 +1,6 @@
 """From functions to numbers: the built-in rewards, the user's own, their weighted sum, and the metrics of a batch."""
 
 import math
-from collections.abc import Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from pathlib import Path
@@ -136,12 +135,8 @@ def test_a_weighted_model_score_beyond_float32_is_named() -> None:
         def score(self, rollouts: Rollouts) -> torch.Tensor:
             return torch.tensor([1.0, 2e8])
 
-    class Ids:
-        def decode(self, ids: Sequence[int]) -> str:
-            return ""
-
     def scorer(weight: float) -> ModelScorer:
-        return ModelScorer(model=cast(Any, Model()), weight=weight, rules=None, tokenizer=cast(Any, Ids()))
+        return ModelScorer(model=cast(Any, Model()), weight=weight, rules=None, decode=lambda ids: "")
 
     scored, _ = scorer(1e30).score(answer(prompts([1]), [1, 1]))
     assert scored.scores.isfinite().all()
