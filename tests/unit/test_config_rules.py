@@ -249,14 +249,9 @@ def test_a_sound_configuration_has_no_fault(argv: list[str]) -> None:
             "./run is trainer.default_local_dir itself",
         ),
         (
-            ["trainer.default_local_dir=/tmp/run#2", "trainer.default_hdfs_dir=file:///tmp/./x/../run#2"],
+            ["trainer.default_local_dir=/tmp/run#2", "trainer.default_hdfs_dir=file://localhost/tmp/./x/../run#2/"],
             "trainer.default_hdfs_dir",
-            "run#2 is trainer.default_local_dir itself",
-        ),
-        (
-            ["trainer.default_local_dir=/tmp/run", "trainer.default_hdfs_dir=file://localhost/tmp/run/"],
-            "trainer.default_hdfs_dir",
-            "run/ is trainer.default_local_dir itself",
+            "run#2/ is trainer.default_local_dir itself",
         ),
         (["trainer.default_hdfs_dir=file://mirror"], "trainer.default_hdfs_dir", "has three slashes"),
         (["data.val_files=nothere.parquet"], "data.val_files", "no such file: nothere.parquet"),
