@@ -1,14 +1,14 @@
 r"""Markup around an answer and its parts: bold type, `$...$`, `\(...\)`, `\boxed{...}`, `\text{...}`.
 
-Each mark of a pair becomes a `GAP`, so markup never joins what stands on its two sides: `1{8}` is not 18. A mark
-without its partner stays in the text, where no grammar has a place for it.
+Each mark of a pair becomes a `GAP`, so markup never joins its two sides: `1{8}` is not 18. A mark without its partner
+remains in the text, and no grammar has a place for it.
 """
 
 import re
 from collections import Counter
 
 GAP = "\x1f"
-"""Stands where a mark was."""
+"""The character in place of a mark."""
 
 _COMMAND = r"\\(?:boxed|fbox|mbox|emph|underline|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it))\s*\{"
 _TOKEN = re.compile(rf"{_COMMAND}|\\displaystyle(?![a-zA-Z])|\\.|\*{{1,3}}|_{{1,2}}|`+|\$\$?|[{{}}()\"'“”]", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The words that may stand at a number: units, counted things, and the names that a number is given.
+"""The words that may accompany a number: units, counted things, and the names that a number is given.
 
 The lists are closed. No word of them changes a number: `dozen`, `pair`, `half`, `less` and `million` are not here.
 """
@@ -11,7 +11,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 CURRENCIES = ("$", "€", "£", "¥", "₹", "USD", "EUR", "GBP", "INR", "CNY", "JPY", "AUD", "CAD", "CHF", "MXN")
-"""What may stand before a number of money."""
+"""Signs and codes of currencies, which may precede a number."""
 SYMBOLS = frozenset(CURRENCIES) | _words(
     """
     % ° °C °F ¢ m km cm mm mi ft in yd kg g mg lb lbs oz l L ml mL s sec min h hr hrs mph kph rpm Hz kHz W kW kWh V Ω
@@ -61,7 +61,7 @@ _JOINING = _words(
     square cubic sq cu more new old extra additional red blue green white black yellow
     """
 )
-"""Words that may stand between units, or beside a unit."""
+"""Words that may connect units, precede one or follow one."""
 _ALONE = _words("total altogether each left remaining overall")
 """Words that may follow a number without a unit."""
 _NAMES = _words(
@@ -85,7 +85,7 @@ def is_unit(word: str) -> bool:
 def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
     """Return whether a text may follow a number, up to the end of the answer: nothing, a unit, `dollars per day`.
 
-    It ends in one punctuation mark at most. If a currency stands before the number (`of_money`), no sign of a unit
+    It ends in one punctuation mark at most. If a currency precedes the number (`of_money`), no sign of a unit
     follows it directly, since `$18 m` are millions.
     """
     phrase = text.rstrip()

@@ -114,9 +114,47 @@ Final answer: {0} is a knight, {1} is a knave
 | {0} | knight |¶| {1} | knave |
 - {0}: knight¶- {1}: knave
 The roles:¶{0} is a knight¶{1} is a knave
-Here is who is a knight:¶{0} is a knight¶{1} is a knave
+The roles are: {0} is a knight; {1} is a knave
+| Name | Role |¶|---|---|¶| {0} | knight |¶| {1} | knave |
+{0} is a knight.¶¶Therefore, {1} is a knave.
+1. **{0}**: knight¶2. **{1}**: knave
+**{0} is a knight, {1} is a knave**
+* {0} is a knight¶* {1} is a knave
+{0} is a knight & {1} is a knave
 {0} is a knight! {1} is a knave!"""
-SPOILT = """{all}. Or {1} is a knight, {0} is a knave
+SPOILT = """{all}. Vice versa
+{all}. Just kidding
+{all}. Ignore the above
+{all}. Nope
+{all}, or so
+{all}?
+{all} lol
+{all}. 1
+{all} (maybe)
+{all}, it seems
+{all}¶Hm.
+{all}, {0}
+Reversed:¶{all}
+Suppose:¶{all}
+Here is who is a knight:¶{all}
+Opposite day: {all}
+I guess {all}
+Perhaps {all}
+The answer is not: {all}
+The wrong answer is: {all}
+knight {all}
+{0} {1} is a knight, {1} is a knave
+{0}, {1} is a knight
+{0} is a knight {1} is a knave
+{0} is a knight/knave, {1} is a knave
+{0} is a knighty, {1} is a knave
+{0} is a (knight), {1} is a knave
+{0} (knight, {1} (knave)
+**{0} is a knight, {1} is a knave
+{0} is a kni**ght**, {1} is a knave
+{0} is a `kni`ght, {1} is a knave
+{0} is anti knight, {1} is a knave
+{all}. Or {1} is a knight, {0} is a knave
 {all}. That is wrong
 {all}. The opposite is true
 {all}. This is false
