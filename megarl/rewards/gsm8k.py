@@ -18,7 +18,7 @@ _MAX_LINE = 1000
 """Most characters of the line of an answer."""
 _BLANK = f"[ {GAP}]*"
 _LINE = re.compile(
-    rf"(?:(?P<name>[a-zA-Z {GAP}]*)(?:[=:]|\bis\b))?{_BLANK}"
+    rf"(?:=|(?P<name>[a-zA-Z {GAP}]+)(?:[=:]|\bis\b))?{_BLANK}"
     rf"(?P<sign>[-+]?){_BLANK}(?P<money>(?:{'|'.join(map(re.escape, CURRENCIES))})?){_BLANK}(?P<second>-?){_BLANK}"
     rf"(?P<digits>{NUMERAL})(?P<rest>(?![0-9]).*)"
 )
@@ -56,8 +56,8 @@ def extract_strict(text: str) -> Decimal | None:
     found = _LINE.fullmatch(plain.strip(f" {GAP}"))
     if found is None or (found["sign"] and found["second"]):
         return None
-    name = (found["name"] or "").replace(GAP, " ").strip()
-    if name and not is_name(name):
+    name = found["name"]
+    if name is not None and not is_name(name.replace(GAP, " ")):
         return None
     if not is_unit_phrase(found["rest"].replace(GAP, " "), of_money=bool(found["money"])):
         return None

@@ -6,20 +6,21 @@ The lists are closed. No word of them changes a number: `dozen`, `pair`, `half`,
 import re
 
 
-def _words(text: str) -> frozenset[str]:
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 CURRENCIES = ("$", "€", "£", "¥", "₹", "USD", "EUR", "GBP", "INR", "CNY", "JPY", "AUD", "CAD", "CHF", "MXN")
 """Signs and codes of currencies, which may precede a number."""
-SYMBOLS = frozenset(CURRENCIES) | _words(
+SYMBOLS = frozenset(CURRENCIES) | words_of(
     """
     % ° °C °F ¢ m km cm mm mi ft in yd kg g mg lb lbs oz l L ml mL s sec min h hr hrs mph kph rpm Hz kHz W kW kWh V Ω
     KB MB GB TB kB
     """
 )
 """Signs of units, as they are written."""
-_NOUNS = _words(
+_NOUNS = words_of(
     """
     percent degree celsius fahrenheit radian unit point dollar buck cent euro pound pence penny peso rupee yen yuan
     franc ruble dime nickel coin second minute hour day night week weekend weekday month year decade century meter
@@ -55,16 +56,16 @@ _NOUNS = _words(
     crop grain bean nut peanut almond walnut pancake waffle dumpling noodle salad soup
     """
 )
-_JOINING = _words(
+_JOINING = words_of(
     """
     per a an the of in on at for to from each every his her their its my our total altogether left remaining overall
     square cubic sq cu more new old extra additional red blue green white black yellow
     """
 )
 """Words that may connect units, precede one or follow one."""
-_ALONE = _words("total altogether each left remaining overall")
+_ALONE = words_of("total altogether each left remaining overall")
 """Words that may follow a number without a unit."""
-_NAMES = _words(
+_NAMES = words_of(
     """
     the my our a final total overall correct numerical answer result value sum product difference quotient profit cost
     price age amount number revenue income distance time speed area perimeter volume length width height weight
