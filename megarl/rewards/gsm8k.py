@@ -24,7 +24,8 @@ _LINE = re.compile(
 )
 """A line with an answer; `is_name` and `is_unit_phrase` know the names and the units that it may have."""
 # a minus after a digit or a parenthesis is a subtraction, not a sign
-_FLEXIBLE = re.compile(r"((?<![0-9.)])-)?\$?([0-9.,]*[0-9])")
+_PUNCTUATION = re.compile(r"^(?:\.{2,}|,+)")
+_RUN = re.compile(r"((?<![0-9.)])-)?\$?(?<![0-9.,])([0-9.,]+)")
 
 
 def compute_score(
@@ -66,10 +67,9 @@ def extract_strict(text: str) -> Decimal | None:
 
 def extract_flexible(text: str) -> Decimal | None:
     """Return the last number; None if there is none, or if its commas and points do not make one number."""
-    numbers = _FLEXIBLE.findall(join_thousands(as_ascii(text)))
-    if not numbers:
-        return None
-    minus, digits = numbers[-1]
+    runs = _RUN.findall(join_thousands(as_ascii(text)))
+    minus, run = next((found for found in reversed(runs) if found[1].strip(".,")), ("", ""))
+    digits = _PUNCTUATION.sub("", run.rstrip(".,"))
     return Decimal(minus + digits) if re.fullmatch(NUMERAL, digits) else None
 
 

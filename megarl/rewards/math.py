@@ -163,6 +163,8 @@ def _foreign_part(truth: str) -> str | None:
     if forms.letters(plain):
         return None
     is_incomplete = not all(side for member in forms.members(plain) for side in forms.sides(member))
+    if "\n" in truth.strip() and "\\begin" not in truth:
+        return "a line break"
     part = "an empty side of an equation" if is_incomplete else foreign_part(plain)
     numbers = _NUMBER.findall(plain)
     if part and len(numbers) == 1:

@@ -56,6 +56,8 @@ _LAYOUT = re.compile(
 _ESTIMATE = re.compile(r"\\approx")
 _DECIMAL = re.compile(r"[-+]? ?[0-9]+(?:\.[0-9]+)?")
 _MERIDIEM = re.compile(r"(?<=[0-9]) ?([ap])\.?m(?![a-z])\.?", re.IGNORECASE)
+_FREE_BLANKS = re.compile(r" (?![^\W_])|(?<![^\W_])(?<![0-9],) |(?<=,) (?![0-9])")
+"""Blanks that separate nothing: `58, 500` are two numbers, and `58,500` is one."""
 _MEMBERSHIP = re.compile(r"^[\s$]*[a-z] *\\in(?![a-z])")
 _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])(?![a-zA-Z])")
 _BASE_IN_WORDS = re.compile(r"_\{? ?\\text\{ ?([a-z]+) ?\} ?\}?")
@@ -67,7 +69,8 @@ _GROUPED = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 def plain(latex: str) -> str:
     r"""Return an answer without what only changes its looks: `\color{red}{5} \checkmark.` becomes `{5}`."""
-    text = _TEXT_COMMAND.sub(r"\\text{", _LOOKS.sub(" ", latex.translate(_SIGNS))).replace("\\varnothing", "\\emptyset")
+    signs = " ".join(latex.translate(_SIGNS).split())
+    text = _TEXT_COMMAND.sub(r"\\text{", _LOOKS.sub(" ", signs)).replace("\\varnothing", "\\emptyset")
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = _MEMBERSHIP.sub("", text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", _BASE_IN_WORDS.sub(_base_in_digits, text))
@@ -85,7 +88,7 @@ def _base_in_digits(index: re.Match[str]) -> str:
 def flat(latex: str) -> str:
     r"""Return an answer without `\text`, with blanks between letters and digits alone: `3:30\text{ PM}` is `3:30pm`."""
     text = _TEXT.sub(r" \1 ", latex).replace("\\!", " ")
-    text = re.sub(r"(?<![^\W_]) | (?![^\W_])", "", " ".join(text.split()))
+    text = _FREE_BLANKS.sub("", " ".join(text.split()))
     return _MERIDIEM.sub(lambda found: f"{found[1].lower()}m", text)
 
 

@@ -85,8 +85,6 @@ def foreign_part(truth: str) -> str | None:
 
     A truth is one line of mathematics. It may have any command, and any words in `\\text{...}`.
     """
-    if "\n" in truth and "\\begin" not in truth:
-        return "a line break"
     if label := _LABEL.search(truth):
         return repr(label[0])
     for token in _TOKEN.finditer(truth):

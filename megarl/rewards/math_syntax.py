@@ -12,7 +12,8 @@ MAX_DEPTH = 30
 """Most brackets inside each other."""
 
 _TOKEN = re.compile(
-    r"\\text\{[^{}]*\}|\\mathbb\{[A-Z]\}|\\(?:begin|end)\{[^{}]*\}(?:\{[clr|]*\})?|\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]+)?\.?"
+    r"\\text\{[^{}]*\}|\\mathbb\{[A-Z]\}|\\(?:begin|end)\{[^{}]*\}(?:\{[clr|]*\})?|\\[a-zA-Z]+|\\."
+    r"|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9])|[0-9]+(?:\.[0-9]+)?\.?"
     r"|\.[0-9]+|:=|[^\W\d_]+|\S",
     re.DOTALL,
 )
@@ -202,5 +203,5 @@ class _Reader:
         if not token:
             raise _MalformedError
         self._place += 1
-        self.read.append(token)
+        self.read.append(", " if token == "," else token)  # `58, 500` are two numbers
         return token

@@ -45,8 +45,8 @@ SIGNS = str.maketrans("−–‒﹣－×∙⋅·∗÷∕", "-----*****//")
 
 def plain(text: str) -> str:
     """Return an answer in ASCII, with one blank for each space."""
-    text = unicodedata.normalize("NFKC", text.translate(SIGNS)).replace("{}", "").replace("\\ ", " ")
-    return " ".join(text.split())
+    text = unicodedata.normalize("NFKC", text.translate(SIGNS)).replace("{}", "")
+    return " ".join(re.sub(r"\\[,;:! ]", " ", text).split())
 
 
 def value(text: str) -> Any:
