@@ -12,7 +12,7 @@ MAX_CHARACTERS = 1000
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Return whether an answer in LaTeX is right: math-verify accepts it, and it says nothing else than the truth.
+    """Return whether an answer in LaTeX is right: math-verify accepts it, and it holds nothing else.
 
     Every side of an equation counts, except a name; words are compared by their letters, numbers in a base by both.
     """

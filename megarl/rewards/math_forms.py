@@ -93,7 +93,7 @@ def flat(latex: str) -> str:
 
 
 def meridiem(latex: str) -> str | None:
-    """Return whether a time is `a` (before noon) or `p` (after noon); None if the answer does not say so."""
+    """Return whether a time is `a` (before noon) or `p` (after noon); None if the answer has neither."""
     found = _MERIDIEM.search(flat(latex))
     return found[1].lower() if found else None
 

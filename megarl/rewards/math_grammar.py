@@ -1,4 +1,4 @@
-r"""What an answer in LaTeX may hold: signs, commands and words of closed lists, and whatever its ground truth holds.
+r"""The parts of an answer in LaTeX: signs, commands and words of closed lists, and those of its ground truth.
 
 Math-verify leaves out commands and words that it does not know: to it, `\forall 5` and `5\text{ is wrong}` are 5.
 """

@@ -1,4 +1,4 @@
-"""A right answer with one token more stays right only if the page of the rules says so.
+"""A right answer with one token more stays right only if the page of the rules derives it.
 
 The tables and patterns here are read off `docs/rewards.md` by hand and use nothing of the rules.
 """
