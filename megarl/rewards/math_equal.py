@@ -26,6 +26,9 @@ def equal(answer: str, truth: str) -> bool:
         return same_words
     if forms.meridiem(found) != forms.meridiem(gold):
         return False
+    units, gold_units = forms.quantities(found), forms.quantities(gold)
+    if units and gold_units and units.isdisjoint(gold_units):
+        return False
     bases = forms.base(found), forms.base(gold)
     if None not in bases and bases[0] != bases[1]:
         return False

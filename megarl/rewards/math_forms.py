@@ -7,6 +7,8 @@ the last side of `1=2=3`, the product of the letters of a word, and a number wit
 import re
 from decimal import Decimal
 
+from megarl.rewards.units import quantities_of
+
 _AS_LATEX = {
     **dict.fromkeys("−–﹣－", "-"),
     "×": "\\times ",
@@ -96,6 +98,12 @@ def meridiem(latex: str) -> str | None:
     """Return whether a time is `a` (before noon) or `p` (after noon); None if the answer has neither."""
     found = _MERIDIEM.search(flat(latex))
     return found[1].lower() if found else None
+
+
+def quantities(latex: str) -> frozenset[str]:
+    r"""Return the units in `\text{...}` and `\$` that other units exclude."""
+    money = " $" if "\\$" in latex else ""
+    return quantities_of(" ".join(_TEXT.findall(latex)) + money)
 
 
 def letters(latex: str) -> str | None:

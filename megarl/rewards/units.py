@@ -56,6 +56,21 @@ _NOUNS = words_of(
     crop grain bean nut peanut almond walnut pancake waffle dumpling noodle salad soup
     """
 )
+_QUANTITIES = {
+    **dict.fromkeys(words_of("mm millimeter millimetre"), "mm"),
+    **dict.fromkeys(words_of("cm centimeter centimetre"), "cm"),
+    **dict.fromkeys(words_of("m meter metre"), "m"),
+    **dict.fromkeys(words_of("km kilometer kilometre"), "km"),
+    **dict.fromkeys(words_of("inch inche"), "in"),
+    **dict.fromkeys(words_of("ft foot feet"), "ft"),
+    **dict.fromkeys(words_of("mi mile mph"), "mi"),
+    **dict.fromkeys(words_of("s sec second"), "s"),
+    **dict.fromkeys(words_of("min minute"), "min"),
+    **dict.fromkeys(words_of("h hr hour"), "h"),
+    **{word: word for word in words_of("day week month year degree radian dollar cent gram pound ounce")},
+    **{"g": "gram", "lb": "pound", "oz": "ounce", "kg": "kg", "kilogram": "kg", "$": "dollar"},
+}
+"""Units that exclude each other, by their words and signs in the singular."""
 _JOINING = words_of(
     """
     per a an the of in on at for to from each every his her their its my our total altogether left remaining overall
@@ -102,6 +117,13 @@ def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
     is_short = len(known) <= _MAX_WORDS and "//" not in phrase.replace(" ", "")
     has_unit = any(is_unit(part) or part.lower() in _ALONE for part in known)
     return is_short and has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)
+
+
+def quantities_of(text: str) -> frozenset[str]:
+    """Return the units in a text that other units exclude: metres are no centimetres."""
+    words = (word for word in re.split(r"[^\w$]+", text) if word)
+    known = (_QUANTITIES.get(word) or _QUANTITIES.get(word.lower().removesuffix("s")) for word in words)
+    return frozenset(unit for unit in known if unit)
 
 
 def is_name(text: str) -> bool:
