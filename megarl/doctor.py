@@ -49,7 +49,7 @@ PATCHING = (
     "megarl.distributed.gloo",
     "megarl.learner.patches",
     "megarl.rollout.patches",
-    "megarl.rewards.math",
+    "megarl.rewards.math_terms",
 )
 """The modules that declare replacements of other libraries' code."""
 

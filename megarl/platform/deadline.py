@@ -11,7 +11,9 @@ from typing import NoReturn
 
 @contextmanager
 def computing_at_most(seconds: float) -> Iterator[None]:
-    """Interrupt the block after `seconds` of CPU time of this process; load on the machine does not count.
+    """Interrupt the block after `seconds` of CPU time of this process, the kernel's time for it included.
+
+    Load on the machine does not count.
 
     Only the main thread can be interrupted. In another thread the block is not bounded.
 
@@ -21,15 +23,15 @@ def computing_at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    before = signal.signal(signal.SIGPROF, _interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     except _TimeOver as over:
         raise TimeoutError from over
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager

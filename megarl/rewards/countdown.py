@@ -117,9 +117,12 @@ def _plain(text: str) -> str:
 def _read(truth: Any) -> tuple[float, list[int]]:
     """Return the target and the sorted numbers of a ground truth. Raises UserError if it has something else."""
     try:
-        target, numbers = float(exact_number(truth["target"])), [exact_integer(number) for number in truth["numbers"]]
+        target, given = float(exact_number(truth["target"])), truth["numbers"]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
+    if not isinstance(given, list | tuple):  # a text would be read as its digits
+        raise UserError(f"the ground truth {truth!r} has numbers that are no list")
+    numbers = [exact_integer(number) for number in given]
     if not numbers or min(numbers) < 0:
         raise UserError(f"the ground truth {truth!r} has no numbers, or a negative number")
     return target, sorted(numbers)

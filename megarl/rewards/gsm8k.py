@@ -1,7 +1,7 @@
 """GSM8K: the number after `####` (strict), or the last number of the response (flexible), equals the ground truth.
 
-The line of the strict rule holds the number and its unit, and nothing else: `#### 18 or 19` and `#### 18/5` have no
-answer.
+A grammar derives the line of the strict rule: perhaps the name of the number, the number, perhaps its unit. A line
+that the grammar does not derive has no answer: `#### 18 or 19`, `#### 18M` and `#### 18/5`.
 """
 
 import re
@@ -9,26 +9,23 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from megarl.rewards.notation import as_ascii, exact_number, join_thousands, without_markup
+from megarl.rewards.markup import GAP, without_markup
+from megarl.rewards.notation import NUMERAL, as_ascii, exact_number, join_thousands
+from megarl.rewards.units import CURRENCIES, is_name, is_unit_phrase
 
 _MARK = "####"
-_DIGITS = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-_POWER = r"(?:\^[23]|[²³])?"
-_LETTER = r"[^\W\d_²³]"
-_UNIT = rf"(?:%|°[CF]?|{_LETTER}(?:{_LETTER}|['’])*\.?{_POWER}(?:/{_LETTER}+{_POWER})?)"
+_MAX_LINE = 1000
+"""Most characters of the line of an answer."""
+_BLANK = f"[ {GAP}]*"
 _LINE = re.compile(
-    rf"(?:[a-zA-Z][a-zA-Z'’ ]{{0,30}}[=:] ?)?([-+]?) ?[$€£¥]? ?(-?) ?({_DIGITS}) ?[$€£¥]?"
-    rf"(?: ?\(?({_UNIT}(?: {_UNIT}){{0,7}})\)?)?[ .!$]*"
+    rf"(?:=|(?P<name>[a-zA-Z {GAP}]+)(?:[=:]|\bis\b))?{_BLANK}"
+    rf"(?P<sign>[-+]?){_BLANK}(?P<money>(?:{'|'.join(map(re.escape, CURRENCIES))})?){_BLANK}(?P<second>-?){_BLANK}"
+    rf"(?P<digits>{NUMERAL})(?P<rest>(?![0-9]).*)"
 )
-"""A line with an answer: perhaps a name and `=`, the number with its sign and currency, and up to 8 words of a unit."""
-_NO_UNITS = re.compile(
-    r"\b(?:[eikxy]|bn|(?:thousand|million|billion|trillion|hundred|dozen|third|quarter)s?|half|halves|point|plus|minus"
-    r"|times|divided|over|or|and|not|no|nor|to|wrong|false|incorrect|either|maybe)\b",
-    re.IGNORECASE,
-)
-"""Words after a number that change it, or take it back."""
+"""A line with an answer; `is_name` and `is_unit_phrase` know the names and the units that it may have."""
 # a minus after a digit or a parenthesis is a subtraction, not a sign
-_FLEXIBLE = re.compile(rf"(?:(?<![0-9.)])-)?\$?{_DIGITS}")
+_PUNCTUATION = re.compile(r"^(?:\.{2,}|,+)")
+_RUN = re.compile(r"((?<![0-9.)])-)?\$?(?<![0-9.,])([0-9.,]+)")
 
 
 def compute_score(
@@ -51,22 +48,29 @@ def right_answer(ground_truth: Any) -> str:
 
 
 def extract_strict(text: str) -> Decimal | None:
-    """Return the number on the line after the last `####`; None if the line holds anything but it and its unit."""
-    said = next((part for part in reversed(text.split(_MARK)[1:]) if part.strip()), "").lstrip()
-    line = without_markup(join_thousands(as_ascii(said.partition("\n")[0]))).strip()
-    found = _LINE.fullmatch(" ".join(line.strip("$ ").split()))
-    if found is None or _NO_UNITS.search(found[4] or ""):
+    """Return the number on the line after the last `####`; None if the grammar does not derive the line."""
+    said = next((part for part in reversed(text.split(_MARK)[1:]) if part.strip()), "").strip()
+    line = said.partition("\n")[0].strip()
+    if len(line) > _MAX_LINE:
         return None
-    sign, second_sign, digits = found[1], found[2], found[3]
-    if sign and second_sign:
+    plain = " ".join(without_markup(join_thousands(as_ascii(line)), parentheses=True).split(" "))
+    found = _LINE.fullmatch(plain.strip(f" {GAP}"))
+    if found is None or (found["sign"] and found["second"]):
         return None
-    return Decimal(("-" if "-" in sign + second_sign else "") + digits)
+    name = found["name"]
+    if name is not None and not is_name(name.replace(GAP, " ")):
+        return None
+    if not is_unit_phrase(found["rest"].replace(GAP, " "), of_money=bool(found["money"])):
+        return None
+    return Decimal(("-" if "-" in found["sign"] + found["second"] else "") + found["digits"])
 
 
 def extract_flexible(text: str) -> Decimal | None:
-    """Return the last number; None if there is none."""
-    answers = _FLEXIBLE.findall(join_thousands(as_ascii(text)))
-    return Decimal(answers[-1].replace("$", "")) if answers else None
+    """Return the last number; None if there is none, or if its commas and points do not make one number."""
+    runs = _RUN.findall(join_thousands(as_ascii(text)))
+    minus, run = next((found for found in reversed(runs) if found[1].strip(".,")), ("", ""))
+    digits = _PUNCTUATION.sub("", run.rstrip(".,"))
+    return Decimal(minus + digits) if re.fullmatch(NUMERAL, digits) else None
 
 
 def answer_in(text: str) -> str:

@@ -1,8 +1,8 @@
 """Knights and knaves: find the persons who always tell the truth and those who always lie.
 
-The ground truth is `{names, is_knight}`, two lists of the same length. A response must give every person one role, in
-sentences that state roles and nothing else. A sentence with a condition, a negation or a reason states none, and if it
-names a person or a role, or denies something, no sentence of the answer counts.
+The ground truth is `{names, is_knight}`, two lists of the same length. A response must give every person one role. Its
+answer is the content of its last tags, or its last line. A grammar derives it: perhaps an opening such as `The answer
+is:`, then statements of roles with joining words between them. An answer with anything else states no role.
 """
 
 import re
@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.rewards.markup import GAP, without_markup
 from megarl.rewards.tags import answer_of
 
 CORRECT = 1.0
@@ -20,23 +21,26 @@ WELL_FORMED = 0.1
 Roles = frozenset[tuple[str, bool]]
 """Lower-case names, and whether they are knights."""
 
-_MARKUP = str.maketrans("’", "'", "*_`#\"'$")
-_SENTENCES = re.compile(r"[.;!\n]")
-_CLAUSES = re.compile(r",|&| and | while | but |(?<= )(?=\([0-9]{1,3}\))")
-_CLAIM = (
-    r"(?i:(?:so|thus|hence|therefore|finally|and|while|but|(?:the |my )?(?:final )?answer(?: is)?)(?: ?: ?| |$))?"
-    r"(?:[-•] )?(?:\(?[0-9]{{1,3}}\) ?)?"
-    r"(?:\|? ?({name})(?i: is (?:an? |the )?| ?[:=|–-]>? ?(?:an? )?| ?→ ?| \()(?i:(knight|knave))\)?(?: ?\|)?)?"
-)
-"""A clause: perhaps an opening word, perhaps a number, perhaps the role of a person in one of several forms."""
-_ANY_NAME = r"[^\W_][\w-]*(?: [A-Z][\w-]*){0,2}"
-_ROLE = re.compile(r"\b(?:knight|knave)s?\b", re.IGNORECASE)
-_DENIAL = re.compile(
-    r"\b(?:not|\w+nt|never|no|nor|neither|or|either|if|unless|otherwise|false|untrue|wrong|incorrect|mistaken|opposite"
-    r"|contrary|reverse|inverse|converse|swap(?:ped)?|lies?|lying|liars?)\b|\?",
+_APOSTROPHE = str.maketrans("’", "'")
+_JOINING = ("and", "while", "whereas", "but", "so", "thus", "hence", "therefore", "finally")
+_JOINS = rf"(?:(?:{'|'.join(_JOINING)}|&)(?:,? |(?=\n)))"
+_NUMBERED = r"(?:\(?[0-9]{1,3}[).] ?|[-*•] )"
+_OPENING = re.compile(
+    rf"{_JOINS}?(?:(?:the |my )?(?:final )?(?:answer|solution|conclusion|roles)(?: ?:| (?:is|are)(?: ?:)?)[ \n])?"
+    r"(?:\|? ?(?:name|person|inhabitant) ?\| ?(?:role|type) ?\|?\n\|?[-:| ]+\n)?",
     re.IGNORECASE,
 )
-"""Words of a sentence that may take back what other sentences say; "isn't" has lost its apostrophe."""
+"""The opening of an answer: a joining word, `The answer is:`, the head of a table."""
+_SEPARATOR = re.compile(rf"(?: ?[.,;!]?\n| ?[.,;!] ?| (?={_JOINS}|{_NUMBERED})){_JOINS}?", re.IGNORECASE)
+_BEFORE_NAME = rf"{_NUMBERED}?(?:\| ?)?"
+_AFTER_NAME = (
+    r"(?: is (?:an? |the )?| ?(?:[:=|–—→-]|[-=]>) ?(?:an? |the )?| ?(\( ?))(knight|knave)\b(?(2) ?\))(?: ?\|)?"
+)
+"""The role of a person, in one of several forms: `is a`, `:`, `=`, `->`, parentheses, a row of a table."""
+_END = re.compile(r" ?[.!]?")
+_ANY_NAME = r"[^\W_][\w'-]*(?: (?-i:[^\W\d_a-z])[\w'-]*){0,2}"
+_NAME = re.compile(r"[^\W_][\w'-]*(?: [\w'-]+){0,3}")
+_WORDS_OF_STATEMENTS = frozenset((*_JOINING, "is", "a", "an", "the", "knight", "knave"))
 
 
 def compute_score(
@@ -75,62 +79,52 @@ def _claims(roles: Sequence[tuple[str, bool]]) -> str:
 def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
     """Return the names as a response states them, and the roles. Raises UserError for anything else."""
     try:
-        pairs = tuple(zip(truth["names"], truth["is_knight"], strict=True))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise UserError(f"the ground truth {truth!r} is not {{names, is_knight}}, lists of the same length") from error
-    if not pairs or any(not isinstance(name, str) for name, _ in pairs):
+        names, knights = truth["names"], truth["is_knight"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"the ground truth {truth!r} is not {{names, is_knight}}") from error
+    if not all(isinstance(values, list | tuple) for values in (names, knights)) or len(names) != len(knights):
+        raise UserError(f"the ground truth {truth!r} has other names or roles than two lists of the same length")
+    if not names or any(not isinstance(name, str) for name in names):
         raise UserError(f"the ground truth {truth!r} has no names, or a name that is no text")
-    if any(not isinstance(knight, bool) and knight not in (0, 1) for _, knight in pairs):
+    if any(not isinstance(knight, bool) and knight not in (0, 1) for knight in knights):
         raise UserError(f"the ground truth {truth!r} has a role that is neither true nor false: write no texts")
-    return _readable(tuple((name, bool(knight)) for name, knight in pairs))
+    return _readable(tuple((name, bool(knight)) for name, knight in zip(names, knights, strict=True)))
 
 
 @lru_cache(maxsize=4096)
 def _readable(roles: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Roles]:
-    names = tuple(_plain(name) for name, _ in roles)
-    wanted = frozenset((name.lower(), knight) for name, (_, knight) in zip(names, roles, strict=True))
-    if _stated(_claims(roles), names) != wanted or len({name.lower() for name in names}) < len(roles):
+    names = tuple(" ".join(name.translate(_APOSTROPHE).split()) for name, _ in roles)
+    small = [name.lower() for name in names]
+    is_readable = all(
+        _NAME.fullmatch(name) and _WORDS_OF_STATEMENTS.isdisjoint(name.split(" ")) for name in small
+    ) and len(set(small)) == len(roles)
+    if not is_readable:
         raise UserError(
             f"no response can state the roles of {', '.join(name for name, _ in roles)}: give each person another "
             "name, of letters, digits, hyphens and spaces"
         )
-    return names, wanted
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.translate(_MARKUP).split())
+    return names, frozenset((name, knight) for name, (_, knight) in zip(small, roles, strict=True))
 
 
 def _stated(words: str, names: tuple[str, ...]) -> Roles:
-    """Return the roles that sentences state, of any names if `names` is empty; none if another sentence denies."""
+    """Return the roles that an answer states, of any names if `names` is empty; none if it is not derived."""
+    plain = without_markup(words.translate(_APOSTROPHE)).replace(GAP, " ")
+    text = "\n".join(line for line in (" ".join(line.split()) for line in plain.splitlines()) if line)
+    statement = _statement_of(names)
     roles = set[tuple[str, bool]]()
-    for sentence in _SENTENCES.split(words.translate(_MARKUP)):
-        plain = " ".join(sentence.split())
-        claimed = _claimed(plain, _claim_of(names))
-        if claimed is None and _spoils(plain, names):
+    separator = _OPENING.match(text)
+    while separator is not None:
+        found = statement.match(text, separator.end())
+        if found is None:
             return frozenset()
-        roles.update(claimed or ())
-    return frozenset(roles)
+        roles.add((found[1].lower(), found[3].lower() == "knight"))
+        if _END.fullmatch(text, found.end()):
+            return frozenset(roles)
+        separator = _SEPARATOR.match(text, found.end())
+    return frozenset()
 
 
 @lru_cache(maxsize=4096)
-def _claim_of(names: tuple[str, ...]) -> re.Pattern[str]:
+def _statement_of(names: tuple[str, ...]) -> re.Pattern[str]:
     known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.compile(_CLAIM.format(name=f"(?i:{known})" if known else _ANY_NAME))
-
-
-def _claimed(sentence: str, claim: re.Pattern[str]) -> list[tuple[str, bool]] | None:
-    """Return the roles that a sentence states; None if it says anything else."""
-    clauses = [claim.fullmatch(clause.strip()) for clause in _CLAUSES.split(sentence)]
-    if None in clauses:
-        return None
-    return [(clause[1].lower(), clause[2].lower() == "knight") for clause in clauses if clause and clause[1]]
-
-
-def _spoils(sentence: str, names: tuple[str, ...]) -> bool:
-    """Return whether a sentence that states no role may take back what others state."""
-    if _DENIAL.search(sentence):
-        return True
-    words = sentence.lower()
-    is_heading = words.endswith(":")
-    return any(name.lower() in words for name in names) or bool(_ROLE.search(sentence) and not is_heading)
+    return re.compile(f"{_BEFORE_NAME}({known or _ANY_NAME}){_AFTER_NAME}", re.IGNORECASE)

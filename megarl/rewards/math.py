@@ -1,65 +1,23 @@
 """MATH: the answer in the last `\\boxed{...}` equals the ground truth, as math-verify reads both.
 
-Sympy computes the expressions that math-verify reads, and a tower of powers may take any time and memory. Powers are
-bounded in bits, and the rule in its CPU time; math-verify's own timers, which count the load of the machine, are off.
-Sympy reads numerals, and math-verify reads arithmetic in plain text, with Python's `eval`. This module replaces both by
-its own parser. `docs/rewards.md` lists the differences from math-verify's results.
+An answer holds nothing else than the grammar of `math_grammar` derives. `docs/rewards.md` lists the differences from
+math-verify's results.
 """
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
-from functools import cache, lru_cache, partial
-from importlib import import_module
-from types import ModuleType
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.platform.deadline import computing_at_most
-from megarl.platform.patching import declare, replaced
 from megarl.rewards import math_forms as forms
-from megarl.rewards.arithmetic import Operations, read
+from megarl.rewards.math_equal import equal
+from megarl.rewards.math_grammar import foreign_part
+from megarl.rewards.math_terms import bounded, load, parsed, verified
 
-PARSERS = tuple(
-    declare(
-        module,
-        "parse_expr",
-        library="math-verify",
-        versions=">=0.9,<0.10",
-        reason="reads plain text of a response by `eval`",
-        upstream="sympy/parsing/sympy_parser.py: parse_expr, whose docstring warns of `eval`",
-        until="sympy parses without `eval`",
-    )
-    for module in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser")
-)
-COMPILER = declare(
-    "sympy.utilities.lambdify",
-    *("compile", "eval", "exec"),
-    library="math-verify",
-    versions=">=0.9,<0.10",
-    reason="writes the names of symbols, which may be any text, into code and runs it",
-    upstream="sympy/utilities/lambdify.py: lambdify",
-    until="sympy evaluates numerically without generated code",
-)
-POWERS = tuple(
-    declare(
-        f"sympy.core.numbers:{name}",
-        "_eval_power",
-        library="math-verify",
-        versions=">=0.9,<0.10",
-        reason="computes powers of any size, and nothing can interrupt Python's product of large integers",
-        upstream=f"sympy/core/numbers.py: {name}._eval_power",
-        until="sympy bounds the size of the integers that it computes",
-    )
-    for name in ("Integer", "Rational")
-)
-MAX_CHARACTERS = 1000
-"""Most characters of an answer that is compared, six times the longest of MATH: math-verify's time is superlinear."""
-
-MAX_BITS = 100_000
-"""Most bits of a power of integers; sympy refuses a larger power, and the answer is wrong."""
 CPU_S = 1.0
 """Most seconds of CPU time for one response."""
 
@@ -68,7 +26,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"(?=[-+.(\[|\d\\]|[a-zA-Z](?![a-zA-Z]))([^$\n]*)")
 _CLOSES_MATHEMATICS = re.compile(r"\\[)\]]")
 _NEIGHBOURS = re.compile(r"[\s$]*(?:[,;&]|\band\b)(?:[\s$]|\band\b|\\(?:quad|text\{ *and *\}))*")
-_SAID = re.compile(r"answer[*_]*(?:\s*[:：]| is\b)[\s*_:]*", re.IGNORECASE)
+_SAID = re.compile(r"answer[*_]*(?: is)?[*_]*\s*[:：][\s*_:]*", re.IGNORECASE)
+_SAID_IN_WORDS = re.compile(r"answer[*_]* is\b[\s*_]*", re.IGNORECASE)
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _NO_TRUTHS = ("", "nan", "none", "null")
 _STRUCTURE = re.compile(r"\s*[\[({]\s*['\"]")
 _NEUTRAL = re.compile(  # commands that change the looks of an expression, not its meaning
@@ -127,6 +87,10 @@ def accepted(ground_truth: Any) -> list[str]:
             raise UserError(f"the ground truth {value!r} is the text of a list or a mapping: give a list of answers")
         if not _is_readable(text):
             raise UserError(f"the ground truth {value!r} is no complete LaTeX, or math-verify reads nothing in it")
+        if part := _foreign_part(text):
+            raise UserError(
+                f"no usual answer equals the ground truth {value!r}, because of {part}: give the answer alone"
+            )
     if not texts:
         raise UserError("the ground truth is a list without an answer")
     return texts
@@ -172,69 +136,12 @@ def _boxed(text: str, box: re.Match[str], closings: Mapping[int, int], limit: in
 
 
 def said(text: str) -> str | None:
-    """Return the text after the last `Answer:` on its line; without `Answer:`, the last box."""
-    marks = list(_SAID.finditer(text))
+    """Return the text after the last `Answer:` on its line, else after the last `answer is`; else the last box."""
+    marks = list(_SAID.finditer(text)) or list(_SAID_IN_WORDS.finditer(text))
     if not marks:
         return last_boxed(text)
     line = text[marks[-1].end() :].partition("\n")[0]
     return last_boxed(line) or line.strip(" *$").rstrip(".").rstrip(" *$") or None
-
-
-def equal(answer: str, truth: str) -> bool:
-    """Return whether an answer in LaTeX is right: math-verify accepts it, and it says nothing else than the truth.
-
-    Every side of an equation counts, except a name; words are compared by their letters, numbers in a base by both.
-    """
-    if len(answer) > MAX_CHARACTERS:
-        return False
-    found, gold = forms.plain(answer), forms.plain(truth)
-    words, gold_words = forms.word(found), forms.word(gold)
-    if words and gold_words:
-        return words == gold_words
-    if forms.connects(found) and not forms.connects(gold):
-        return False
-    if forms.base(found) and forms.base(gold) and forms.base(found) != forms.base(gold):
-        return False
-    parts = forms.members(found)
-    if len(parts) == 1:
-        return _sides_equal(parts[0], gold) if len(forms.members(gold)) == 1 else verified(found, gold)
-    is_equation = len(forms.members(gold)) == 1 and len(forms.sides(gold)) > 1
-    is_list = not is_equation and verified(found, gold)
-    return all(map(_is_consistent, parts)) and (is_list or all(_sides_equal(part, gold) for part in parts))
-
-
-def _is_consistent(part: str) -> bool:
-    """Return whether all sides of an equation that are no names are equal."""
-    values = [side for side in forms.sides(part) if not forms.is_name(side)]
-    return all(verified(side, values[-1]) for side in values[:-1])
-
-
-def _sides_equal(found: str, gold: str) -> bool:
-    sides, gold_sides = forms.sides(found), forms.sides(gold)
-    if len(gold_sides) == 2 and forms.is_name(gold_sides[0]):
-        value = gold_sides[1]
-    elif len(gold_sides) > 1:  # an equation is no number
-        return len(sides) == len(gold_sides) and verified(found, gold)
-    else:
-        value = gold
-    if len(sides) == 1:
-        return verified(sides[0], gold)
-    values = [side for side in sides if not forms.is_name(side)] or sides[-1:]
-    return all(verified(side, value) for side in values) or (
-        len(sides) == len(gold_sides) and gold_sides[0] in found and verified(found, gold)
-    )
-
-
-def verified(answer: str, truth: str) -> bool:
-    """Return whether math-verify accepts an answer in LaTeX as equal to the truth. Its time is not bounded here."""
-    load()
-    with _bounded():
-        gold, found = (_parsed(text) for text in (truth, answer))
-        return bool(load().verify(gold, found, timeout_seconds=None))
-
-
-def _parsed(text: str) -> Any:
-    return load().parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
 
 @lru_cache(maxsize=4096)
@@ -245,23 +152,32 @@ def _is_readable(truth: str) -> bool:
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         if depth < 0:
             return False
-    with _in_time(), _bounded():
-        return depth == 0 and bool(_parsed(forms.plain(truth)))
+    with _in_time(), bounded():
+        return depth == 0 and bool(parsed(forms.plain(truth)))
+
+
+@lru_cache(maxsize=4096)
+def _foreign_part(truth: str) -> str | None:
+    """Return the part of a truth that no usual answer has; None if there is none, or if its only number equals it."""
+    plain = forms.plain(truth)
+    if forms.letters(plain):
+        return None
+    is_incomplete = not all(side for member in forms.members(plain) for side in forms.sides(member))
+    if "\n" in truth.strip() and "\\begin" not in truth:
+        return "a line break"
+    part = "an empty side of an equation" if is_incomplete else foreign_part(plain)
+    numbers = _NUMBER.findall(plain)
+    if part and len(numbers) == 1:
+        with _in_time():
+            return None if verified(numbers[0], plain) else part
+    return part
 
 
 def _is_text(truth: str) -> bool:
-    if forms.word(truth) is not None:
+    if forms.letters(truth) is not None:
         return False
-    with _in_time(), _bounded():
-        return forms.is_prose(truth) or all(isinstance(value, str) for value in _parsed(truth))
-
-
-@cache
-def load() -> ModuleType:
-    """Import math-verify, which takes a second, and the modules that it imports at its first call."""
-    import_module("sympy.physics.units")  # defines names by `parse_expr`, which `_bounded` replaces
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
-    return import_module("math_verify")
+    with _in_time(), bounded():
+        return forms.is_prose(truth) or all(isinstance(value, str) for value in parsed(truth))
 
 
 def _score(answer: str | None, truth: Any) -> float:
@@ -297,64 +213,3 @@ def _in_time() -> Iterator[None]:
             yield
     except TimeoutError as error:
         raise TimeoutError(f"the comparison needs more than {CPU_S:g} s of CPU time") from error
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Make sympy and math-verify read plain text with `_term` instead of `parse_expr`, which calls `eval`.
-
-    Sympy's other way from text to code, `lambdify`, writes the names of symbols into code, and names may be any text.
-    It is disabled: sympy computes the same in another way, or not at all. Powers are bounded by `MAX_BITS`.
-    """
-    with ExitStack() as stack:
-        for parser in PARSERS:
-            stack.enter_context(replaced(parser, parse_expr=_term))
-        for numbers in POWERS:
-            stack.enter_context(replaced(numbers, _eval_power=_power_of(numbers.original("_eval_power"))))
-        stack.enter_context(replaced(COMPILER, compile=_refuse, eval=_refuse, exec=_refuse))
-        yield
-
-
-def _power_of(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return sympy's method for powers with a bound on the bits of the result."""
-
-    def power(base: Any, exponent: Any) -> Any:
-        largest = max(abs(base.p), base.q)
-        is_large = (
-            exponent.is_Rational and largest > 1 and largest.bit_length() * abs(exponent.p) > MAX_BITS * exponent.q
-        )
-        if is_large:
-            raise OverflowError("a power too large")
-        return compute(base, exponent)
-
-    return power
-
-
-def _refuse(*arguments: Any, **options: Any) -> NoReturn:
-    raise NotImplementedError("code made from a response is not run")
-
-
-def _term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:
-    """Return arithmetic as a term of sympy. Raises ValueError for anything else."""
-    import sympy
-
-    add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))
-
-    def minus(term: Any) -> Any:
-        return -term if term.is_Number else multiply(-1, term)
-
-    return read(
-        text,
-        Operations(
-            number=lambda digits: sympy.Integer(int(digits)) if digits.isdigit() else sympy.Float(digits),
-            unary={"+": lambda term: term, "-": minus},
-            binary={
-                "+": add,
-                "-": lambda left, right: add(left, minus(right)),
-                "*": multiply,
-                "/": lambda left, right: multiply(left, power(right, -1)),
-                "//": lambda left, right: left // right,
-                "**": power,
-            },
-        ),
-    )

@@ -5,6 +5,9 @@ the last side of `1=2=3`, the product of the letters of a word, and a number wit
 """
 
 import re
+from decimal import Decimal
+
+from megarl.rewards.units import quantities_of
 
 _AS_LATEX = {
     **dict.fromkeys("−–﹣－", "-"),
@@ -37,45 +40,97 @@ _LOOKS = re.compile(
     r"|(?:blacksquare|square|blacktriangle|qed)(?=[\s$.]*$))(?![a-zA-Z])"
     r"|\*\*|__"
 )
-_WORDS_ALONE = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|mathrm|mathsf|mbox|operatorname)\{([^{}]*)\}")
-_WORD = re.compile(r"[A-Za-z][A-Za-z ']{3,}|[A-Z]{3}")
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox|math(?:rm|sf|it)|operatorname)\s*\{")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z '-]+")
+_PRODUCT = re.compile(r"[a-dhkmnp-z]{2,4}")
+_FAMILIES = ("abcd", "mn", "pqrs", "uvw", "xyz")
 _TOKENS = re.compile(
     r"\\(?:begin|end)\{[^{}]*\}|\\text\{ *(?:or|and) *\}|\\[a-zA-Z]+|\\.|:=|==|[<>!]=|.",
     re.DOTALL,
 )
 _MEMBER = re.compile(r",|;|\\\\|\\text\{.*\}")
+_CONJUNCTIONS = re.compile(r"[,;]?\s*\\text\{[,; ]*(?:and|or)[,; ]*\}")
 _EQUALS = re.compile(r"=|:=|==|\\(?:equiv|sim|simeq|cong|propto)")
-_LAYOUT = re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|split|gathered|cases|equation\*?)\}|(?<!\\)&")
-_ROUGHLY = re.compile(r"(?<=\S)\s*\\approx(?![a-z]).*", re.DOTALL)
+_LAYOUT = re.compile(
+    r"\\(?:begin|end)\{(?:aligned|align\*?|split|gathered|cases|equation\*?)\}|(?<!\\)&(?= *(?:[=<>]|\\[gl]e))"
+)
+_ESTIMATE = re.compile(r"\\approx")
+_DECIMAL = re.compile(r"[-+]? ?[0-9]+(?:\.[0-9]+)?")
+_MERIDIEM = re.compile(r"(?<=[0-9]) ?([ap])\.?m(?![a-z])\.?", re.IGNORECASE)
+_FREE_BLANKS = re.compile(r" (?![^\W_])|(?<![^\W_])(?<![0-9],) |(?<=,) (?![0-9])")
+"""Blanks that separate nothing: `58, 500` are two numbers, and `58,500` is one."""
+_MEMBERSHIP = re.compile(r"^[\s$]*[a-z] *\\in(?![a-z])")
+_BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])(?![a-zA-Z])")
+_BASE_IN_WORDS = re.compile(r"_\{? ?\\text\{ ?([a-z]+) ?\} ?\}?")
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASE = re.compile(r"\(?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?\)?_\{?(?:\\text\{)?([0-9]+|[a-z]+)\}?\}?")
-_CONNECTIVES = re.compile(
-    r"\\(?:implies|impliedby|iff|(?:L|l|R|r|Longr|longr|Leftr|leftr)(?:eft|ight)?arrow|to|mapsto|neg|lnot|land|lor|neq?|not)"
-    r"(?![a-zA-Z])"
-    r"|^\s*(?:\\(?:leq?|geq?|lt|gt)(?![a-zA-Z])|[<>])"
-)
-_OPERATORS = re.compile(
-    r"[-+*/^<>!]|\\(?:d|t|c)?frac|\\(?:sqrt|cdot|times|div|sum|int|prod|d?binom|pm|mp|le|ge|in)(?![a-z])"
-)
 _ENDS = re.compile(r"(?:\\\\|\\[,;:! ]|[\s$])+$|^(?:\\[,;:! ]|[\s$])+")
 _GROUPED = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
 def plain(latex: str) -> str:
     r"""Return an answer without what only changes its looks: `\color{red}{5} \checkmark.` becomes `{5}`."""
-    text = _LOOKS.sub("", latex.translate(_SIGNS)).replace("\\textbf", "\\text").replace("\\varnothing", "\\emptyset")
+    signs = " ".join(latex.translate(_SIGNS).split())
+    text = _TEXT_COMMAND.sub(r"\\text{", _LOOKS.sub(" ", signs)).replace("\\varnothing", "\\emptyset")
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = _MEMBERSHIP.sub("", text)
+    text = _BLACKBOARD.sub(r"\\mathbb{\1}", _BASE_IN_WORDS.sub(_base_in_digits, text))
     text = _GROUPS.sub(lambda number: number[1] + re.sub(r"[^0-9]", "", number[2]), text)
-    for _ in range(2):
-        text = _ENDS.sub("", text)
-        if text.endswith((".", ",", ";")) and not text.endswith(".."):
-            text = text[:-1]
-    return _WORDS_ALONE.sub(lambda words: words[0].replace(words[1], words[1].rstrip(".! ")) if words[1] else "", text)
+    text = _ENDS.sub("", text)
+    if text.endswith((".", ",", ";")) and not text.endswith(".."):
+        text = _ENDS.sub("", text[:-1])
+    return _TEXT.sub(lambda words: words[0].replace(words[1], words[1].rstrip(".! ")) if words[1] else "", text)
 
 
-def word(latex: str) -> str | None:
-    """Return the small letters of an answer that is words: 4 letters or more, or 3 capitals; None if it is none."""
-    text = " ".join(_WORDS_ALONE.sub(r"\1", latex).replace("{", "").replace("}", "").split())
-    return text.lower() if _WORD.fullmatch(text) else None
+def _base_in_digits(index: re.Match[str]) -> str:
+    return f"_{{{_BASES.index(index[1]) + 2}}}" if index[1] in _BASES else index[0]
+
+
+def flat(latex: str) -> str:
+    r"""Return an answer without `\text`, with blanks between letters and digits alone: `3:30\text{ PM}` is `3:30pm`."""
+    text = _TEXT.sub(r" \1 ", latex).replace("\\!", " ")
+    text = _FREE_BLANKS.sub("", " ".join(text.split()))
+    return _MERIDIEM.sub(lambda found: f"{found[1].lower()}m", text)
+
+
+def meridiem(latex: str) -> str | None:
+    """Return whether a time is `a` (before noon) or `p` (after noon); None if the answer has neither."""
+    found = _MERIDIEM.search(flat(latex))
+    return found[1].lower() if found else None
+
+
+def quantities(latex: str) -> frozenset[str]:
+    r"""Return the units in `\text{...}` and `\$` that other units exclude."""
+    money = " $" if "\\$" in latex else ""
+    return quantities_of(" ".join(_TEXT.findall(latex)) + money)
+
+
+def letters(latex: str) -> str | None:
+    """Return the letters of an answer that is words, with blanks between words; None if it is anything else."""
+    text = " ".join(_TEXT.sub(r"\1", latex).replace("{", "").replace("}", "").split())
+    return text if _LETTERS.fullmatch(text) else None
+
+
+def same_words(found: str, gold: str) -> bool | None:
+    """Return whether an answer has the words of the truth; None if the truth is no word, or may be a product.
+
+    `xyz` and `bx` may be products, `no` and `ten` may not. The letters of a product of one family, such as `ab` and
+    `xyz`, commute. Case counts for one to three capitals outside `\\text`, which are points.
+    """
+    of_gold, of_found = letters(gold), letters(found)
+    if of_gold is None:
+        return None
+    if _PRODUCT.fullmatch(gold) and (of_found is None or _commutes(gold)):
+        return None
+    if of_found is None:
+        return False
+    are_points = gold.isupper() and len(gold) <= 3 and gold not in ("NO", "YES")
+    return of_found == of_gold if are_points else of_found.lower() == of_gold.lower()
+
+
+def _commutes(product: str) -> bool:
+    return any(product in family for family in _FAMILIES)
 
 
 def is_prose(latex: str) -> bool:
@@ -86,15 +141,26 @@ def is_prose(latex: str) -> bool:
 def members(latex: str) -> list[str]:
     """Return the answers of a list, or of the lines of an environment; one answer if there is no list."""
     plainer = latex if "matrix}" in latex or "array}" in latex else _LAYOUT.sub(" ", latex)
-    return [part for part in _split(plainer, _MEMBER) if part] or [latex]
+    return _split(_CONJUNCTIONS.sub(r"\\text{and}", plainer), _MEMBER)
+
+
+def estimate(latex: str) -> tuple[str, str | None]:
+    r"""Return the parts of an answer before and after its first `\approx`; the second is None if there is none."""
+    parts = _split(latex, _ESTIMATE)
+    return (parts[0], "\\approx".join(parts[1:])) if len(parts) > 1 and parts[0] else (latex, None)
+
+
+def decimal(latex: str) -> Decimal | None:
+    """Return the value of a decimal number; None for anything else."""
+    return Decimal(latex.replace(" ", "")) if _DECIMAL.fullmatch(latex) else None
 
 
 def sides(latex: str) -> list[str]:
     """Return the sides of an equation, or of a chain of equations; one side if there is no `=`."""
-    inner = _ROUGHLY.sub("", latex.strip())
+    inner = latex.strip()
     while _EQUALS.search(inner) and inner.startswith(("(", "[", "{", "\\{")) and _closes_at_end(inner):
         inner = inner.removeprefix("\\")[1:-1].removesuffix("\\").strip()
-    return [side for side in _split(inner, _EQUALS) if side] or [latex]
+    return _split(inner, _EQUALS)
 
 
 def _split(latex: str, separator: re.Pattern[str]) -> list[str]:
@@ -123,19 +189,6 @@ def _closes_at_end(latex: str) -> bool:
         if depth <= 0:
             return token.end() == len(latex)
     return False
-
-
-def is_name(side: str) -> bool:
-    r"""Return whether a side of an equation names something, as `x`, `a_{10}`, `f(3)`, `\angle ABC` and `|AB|` do."""
-    if re.fullmatch(r"\([a-z](?:,\s*[a-z])+\)", side):  # the unknowns of a system
-        return True
-    outside = re.sub(r"\([^()]*\)|_\{[^{}]*\}|_[0-9a-zA-Z]", "", side)
-    return bool(re.match(r"[a-zA-Z\\|]", side)) and not _OPERATORS.search(outside) and not re.search("[0-9]", outside)
-
-
-def connects(latex: str) -> bool:
-    r"""Return whether an answer is a statement about others, as `6 \implies 5` and `\neg 5` are."""
-    return bool(_CONNECTIVES.search(latex))
 
 
 def base(latex: str) -> str | None:

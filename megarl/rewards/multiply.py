@@ -1,25 +1,28 @@
 """Multiply: the product of two integers. The ground truth is the product.
 
 The scores are those of TinyZero's `multiply.compute_score`, which reads fewer answers: only digits with a sign, in
-tags.
+tags. An answer is an integer, or an equation whose last side is an integer and whose other sides are arithmetic or a
+name. Anything else is no answer: `57! = 56`, `57 <= 56`.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.countdown import evaluate
-from megarl.rewards.notation import as_ascii, exact_integer, join_thousands, without_markup
+from megarl.rewards.countdown import Number, evaluate
+from megarl.rewards.markup import GAP, without_markup
+from megarl.rewards.notation import as_ascii, exact_integer, join_thousands
 from megarl.rewards.tags import answer_of
+from megarl.rewards.units import is_name
 
 CORRECT = 1.0
 WELL_FORMED = 0.1
 """Score of an integer in answer tags that is not the product."""
 
-# the bound keeps a hostile answer cheap; decimals may be zeros
-_INTEGER = re.compile(r"[-+]? ?[0-9]{1,40}(?:\.0{0,40})?")
-_PRODUCT = re.compile(r"[-+*/(). 0-9]*[0-9][-+*/(). 0-9]*")
-_AROUND = " \t\r\n$*"  # money, mathematics and bold type
+_MAX_CHARACTERS = 1000
+"""Most characters of an answer."""
+_INTEGER = re.compile(r"[-+]? ?\$?([0-9]{1,40})(?:\.0{1,40})?[.,]?")  # decimals may be zeros
+_TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=[0-9)])(?: ?[xX] ?| times )(?=[0-9(])")
 
 
 def compute_score(
@@ -30,9 +33,11 @@ def compute_score(
     Raises UserError if the ground truth is no integer.
     """
     product = exact_integer(ground_truth)
-    number, tagged, is_consistent = _integer(solution_str)
-    if number is None:
+    answer, tagged = answer_of(solution_str)
+    read = _read(answer)
+    if read is None:
         return 0.0
+    number, is_consistent = read
     if number == product and is_consistent:
         return CORRECT
     return WELL_FORMED if tagged else 0.0
@@ -45,29 +50,29 @@ def right_answer(ground_truth: Any) -> str:
 
 def answer_in(text: str) -> str:
     """Return the integer that is scored; '' if there is none."""
-    number, _, _ = _integer(text)
-    return "" if number is None else str(number)
+    read = _read(answer_of(text)[0])
+    return "" if read is None else str(read[0])
 
 
-def _integer(text: str) -> tuple[int | None, bool, bool]:
-    """Return the integer, whether it is in answer tags, and whether all sides of an equation can have this value."""
-    words, tagged = answer_of(text)
-    plain = without_markup(join_thousands(as_ascii(words.replace("\\times", "*").replace("\\cdot", "*"))))
-    *sides, last = plain.split("=")
-    digits = last.rstrip(_AROUND + ".").lstrip(_AROUND)
-    if not _INTEGER.fullmatch(digits):
-        return None, tagged, False
-    number = int(digits.partition(".")[0].replace(" ", ""))
-    return number, tagged, all(_may_be(side, number) for side in sides)
+def _read(answer: str) -> tuple[int, bool] | None:
+    """Return the integer of an answer, and whether all sides of its equation have this value; None for no answer."""
+    if len(answer) > _MAX_CHARACTERS:
+        return None
+    plain = without_markup(_TIMES.sub("*", join_thousands(as_ascii(answer))))
+    *sides, last = [" ".join(side.replace(GAP, " ").split()) for side in plain.split("=")]
+    found = _INTEGER.fullmatch(last)
+    if found is None:
+        return None
+    number = -int(found[1]) if last.startswith("-") else int(found[1])
+    if sides and not sides[0]:  # an answer may begin with `=`
+        sides = sides[1:]
+    values = [_value(side) for side in sides if not is_name(side)]
+    return None if None in values else (number, all(value == number for value in values))
 
 
-def _may_be(side: str, number: int) -> bool:
-    """Return whether one side of an equation is words, or arithmetic with this value."""
-    arithmetic = side.strip(_AROUND)
-    if not _PRODUCT.fullmatch(arithmetic):
-        return True
+def _value(side: str) -> Number | None:
+    """Return the value of one side of an equation; None if it is no arithmetic."""
     try:
-        value, _ = evaluate(arithmetic)
+        return evaluate(side)[0]
     except ValueError:
-        return False
-    return value == number
+        return None

@@ -15,11 +15,11 @@ _AS_ASCII = str.maketrans(
         **dict(zip("０１２３４５６７８９＋＝（）．，：％＄", "0123456789+=().,:%$", strict=True)),
     }
 )
-_THOUSANDS = re.compile(r"(?<![0-9.])([0-9]{1,3})((?:(?:\\[,! ;:]|,\\!|\{,\}|,|~| )[0-9]{3})+)(?![0-9])")
+_SEPARATOR = r"\\[,! ;:]|,\\!|\{,\}|[,~ ]"
+_THOUSANDS = re.compile(rf"(?<![0-9.,])([1-9][0-9]{{0,2}})(({_SEPARATOR})[0-9]{{3}}(?:\3[0-9]{{3}})*)(?![0-9]|,[0-9])")
 _BETWEEN = re.compile(r"[^0-9]+")
-_MARKS = re.compile(
-    r"\*\*|__|`|\\[()\[\]]|\\(?:boxed|fbox|text(?:bf|it|rm)?|math(?:bf|rm)|underline|displaystyle)(?![a-zA-Z])|[{}]"
-)
+NUMERAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+"""The pattern of a number without a sign, after `join_thousands`."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _MAX_DIGITS = 400
 
@@ -30,13 +30,11 @@ def as_ascii(text: str) -> str:
 
 
 def join_thousands(text: str) -> str:
-    r"""Join the groups of three digits of numbers: `1,000`, `1 000`, `1\,000`, `1{,}000` and `1~000` become `1000`."""
+    r"""Join the groups of three digits of numbers: `1,000`, `1 000`, `1\,000`, `1{,}000` and `1~000` become `1000`.
+
+    The first group has one to three digits and begins with none but 1 to 9: `0,500` stays as it is.
+    """
     return _THOUSANDS.sub(lambda number: number[1] + _BETWEEN.sub("", number[2]), text)
-
-
-def without_markup(text: str) -> str:
-    r"""Remove bold type, `$...$`, `\(...\)`, `\boxed{...}`, `\text{...}` and the like, but not what they hold."""
-    return _MARKS.sub("", text).replace("\\$", "$").replace("\\%", "%")
 
 
 def exact_number(value: Any) -> Decimal:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megarl.errors import UserError
-from megarl.rewards import REWARDS, answers_of, reward_of, rule_of
-from megarl.rewards import math as math_rule
+from megarl.rewards import REWARDS, answers_of, math_equal, reward_of, rule_of
 from megarl.rewards.calls import GroupReward, Outcome, concurrently, one_by_one
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
@@ -72,7 +71,7 @@ class Rules:
         names = {*(self.weights or ()), *([data_source] if self.reads_data_source() else ())}
         with suppress(ImportError):  # the rule itself reports the missing package
             if "math_verify" not in sys.modules and any((rule_of(name) or "").startswith("math") for name in names):
-                math_rule.equal("\\frac{1}{2}", "x+1")
+                math_equal.equal("\\frac{1}{2}", "x+1")
             if any(name.startswith(SOURCE_PREFIX) for name in names):
                 importlib.import_module("reasoning_gym")
 

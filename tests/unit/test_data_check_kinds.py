@@ -24,6 +24,17 @@ FILES: dict[str, tuple[dict[str, Any], Kind, str]] = {
         "rl",
         "",
     ),
+    "math with a label before the answer": (
+        {"data_source": "math", "prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "Answer: 12"}},
+        "rl",
+        "no usual answer equals the ground truth 'Answer: 12', because of 'Answer: ': give the answer alone",
+    ),
+    "countdown with a text of numbers": (
+        {"data_source": "countdown", "prompt": CHAT}
+        | {"reward_model": {"style": "rule", "ground_truth": {"target": 10, "numbers": "46"}}},
+        "rl",
+        "has numbers that are no list",
+    ),
     "model style": (
         {"data_source": "gsm8k", "prompt": CHAT, "reward_model": {"style": "model", "ground_truth": "x"}},
         "rl",

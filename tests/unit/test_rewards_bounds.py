@@ -1,8 +1,5 @@
 """Every rule does a bounded amount of work for any response, however small the response is."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,10 +9,11 @@ from megarl.rewards.countdown import MAX_BITS, evaluate
 from megarl.rewards.pool import Pool, WorkerLimits
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack
-from tests.support.programs import ROOT
+from tests.support.programs import run_python
 
-CPU_S = 4
+CPU_S = 3
 """Most seconds of CPU time for one response here: math stops itself at one, and a loaded machine is not counted."""
+TIMEOUT_S = 600.0
 COUNTDOWN = [
     "(3**49999*3**49999)//(7**33000)",
     "//".join(["3**49999"] * 60),
@@ -31,9 +29,15 @@ COUNTDOWN = [
 MATH = [
     "9^{9^{9^{9}}}",
     "99999999!",
-    "123456789!!",
     "^".join("2" * 400),
     "(" * 490 + "5" + ")" * 490,
+    "{" * 490 + "5" + "}" * 490,
+    r"\log_{2}" * 120 + "5",
+    "f(" * 300 + "x" + ")" * 300 + "=5",
+    "a_{" * 200 + "}" * 200 + "=5",
+    "5" + "^{1}" * 200,
+    "5" + "'" * 900,
+    r"\angle " * 120 + "A=6",
     r"\frac{" * 150 + "1" + "}{2}" * 150,
     r"\sqrt{" * 150 + "2" + "}" * 150,
     r"\cup".join(f"[{start},{start + 1}]" for start in range(0, 160, 2)),
@@ -53,9 +57,20 @@ BOMBS = {
     "countdown": [f"<answer>{text}</answer>" for text in COUNTDOWN],
     "countdown/bare": COUNTDOWN,
     "multiply": [f"<answer>{text} = 8</answer>" for text in COUNTDOWN] + ["<answer>" + "1=" * 9000 + "8</answer>"],
-    "gsm8k": ["#### " + "9" * 9999, "#### 8" + " a" * 9999, "#### " + "1,000," * 9999, "#### " + "$" * 9999],
+    "gsm8k": [
+        "#### " + "9" * 9999,
+        "#### 8" + " a" * 9999,
+        "#### " + "1,000," * 9999,
+        "#### " + "$" * 9999,
+        "#### " + "(" * 9999,
+    ],
     "gsm8k/flexible": ["9" * 9999, "1,000," * 9999],
-    "knights_knaves": ["<answer>" + "Ann is a knight, " * 9999 + "</answer>", "| Ann " * 9999],
+    "knights_knaves": [
+        "<answer>" + "Ann is a knight, " * 9999 + "</answer>",
+        "| Ann " * 9999,
+        "(1) " * 9999,
+        "and " * 9999,
+    ],
     "math": [rf"\boxed{{{text}}}" for text in MATH],
     "math_dapo": ["Answer: " + "9" * 900 + "!", "Answer: " * 9999 + "1=2"],
 }
@@ -87,11 +102,7 @@ def score_all(source: str) -> None:
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_response_costs_seconds_of_cpu_time_at_most(source: str) -> None:
     script = f"from tests.unit.test_rewards_bounds import score_all; score_all({source!r})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, f"ended by {-done.returncode} at {done.stdout[-200:]}{done.stderr[-2000:]}"
+    run_python("-c", script, timeout_s=TIMEOUT_S)
 
 
 def test_every_rule_with_operators_is_among_them() -> None:

@@ -11,19 +11,24 @@ from megarl.rewards import REWARDS
 Case = tuple[str, Any, bool]
 """A response, the ground truth, and whether the response is right."""
 
-NUMBER = """{n}|{n}.|{n}.0|{n}.00|+{n}|**{n}**|`{n}`|${n}|\\${n}|$ {n}|€{n}|{n}€|${n}$|\\({n}\\)|\\[{n}\\]
-\\boxed{{{n}}}|$\\boxed{{{n}}}$|$\\text{{{n}}}$|x = {n}|x={n}|Answer: {n}|The answer = {n}|{n} dollars
-{n} dollars.|{n}%|{n}\\%|{n} percent|{n} km/h|{n} cm^2|{n} m²|{n}kg|{n} (dollars)|**{n}** dollars
-\\boxed{{{n}}} dollars|${n}\\text{{ dollars}}$|{n} dollars per day at the market|{n}°|{n} °C|{n} a day|{n}!
-{n} miles per hour|{n} of them|¶{n}|{n}¶and so on, 5|Ann's profit = {n}|{n} people's"""
-NO_NUMBER = """{n}/1000|{n} million|{n}e5|{n}^2|{n}²|{n}*5|{n}×5|{n}÷5|{n}:30|{n} or 19 or 20|{n} 19 20 21
-{n}=19|19={n}|{n} and 3 more|{n}k|{n} k|{n}-19|{n} to 20|19 ({n})|{n} (19)|{n}x|{n}i|{n} or nineteen
-{n} and a half|{n} half|not {n}|{n} is wrong|{n} + 1|{n} - 1|{n} 1/2|{n} thousand|{n} hundred|{n} dozen|{n};19
-{n}, 19|--{n}|+-{n}|({n}|{n} plus one|{n} minus 1|{n} times two|no {n}|{n}!5|{n} 1|1 {n}|{n}\\%5
-\\frac{{{n}}}{{5}}|{n}.5|{n}1|-{n}||nothing|?"""
+NUMBER = """{n}|{n}.|{n},|{n}.0|{n}.00|+{n}|({n})|= {n}|**{n}**|*{n}*|_{n}_|`{n}`|"{n}"|${n}|\\${n}|$ {n}|€{n}|₹{n}|{n}€
+USD {n}|{n} USD|${n}$|$\\${n}$|\\({n}\\)|\\[{n}\\]|\\boxed{{{n}}}|$\\boxed{{{n}}}$|$\\boxed{{{n}}}$.|$\\text{{{n}}}$
+**${n}$**|$**{n}**$|x = {n}|x={n}|Answer: {n}|**Answer:** {n}|**Answer**: {n}|The answer = {n}|The answer is {n}
+The total cost is {n}|{n} dollars|{n} dollars.|{n} dollars!|({n} dollars)|{n} (dollars)|{n}%|{n}\\%|{n} percent
+{n} km/h|{n} cm^2|{n} m²|{n} m|{n}kg|{n} kg|**{n}** dollars|**{n} dollars**|\\boxed{{{n}}} dollars
+${n}\\text{{ dollars}}$|{n} dollars per day|{n}°|{n} °C|{n} miles per hour|{n} eggs|{n} more apples|{n} years old
+${n} per hour|${n}/hour|{n} square feet|{n} in total minutes|{n} left|{n} of them|¶{n}|{n}¶and so on, 5"""
+NO_NUMBER = """{n}/1000|{n} million|{n}M|{n}m|${n}m|${n} m|{n} lakh|{n} squared|{n}!|{n} negative|{n} isn't|{n}e5|{n}^2
+{n}²|{n}*5|{n}×5|{n}÷5|{n}**1|{n}`1`|{n}{{1}}|1{{{n}}}|({n})1|{n}(1)|1 ({n})|{n}:30|{n} or 19 or 20|{n} 19 20 21
+{n}=19|19={n}|{n} and 3 more|{n}k|{n} k|{n}K|{n} K|{n}bn|{n}-19|{n} to 20|19 ({n})|{n} (19)|{n}x|{n}i|{n} or nineteen
+{n} and a half|{n} and a quarter|{n} half|not {n}|Nope: {n}|wrong = {n}|minus: {n}|{n} is wrong|{n} + 1|{n} - 1|{n} 1/2
+{n} thousand|{n} hundred|{n} dozen|{n} pairs|{n} tenths|{n};19|{n}, 19|--{n}|+-{n}|-$-{n}|({n}|{n})|**{n}|{n}**
+{n} plus one|{n} minus 1|{n} times two|no {n}|{n}!5|{n} 1|1 {n}|{n}\\%5|{n}%%|{n}?|{n}..|{n} dollars?|{n} dollars!!
+{n} of|{n} to|{n} a|{n}/|{n} km//h|{n} dollars or so|about {n}|~{n}|≈ {n}|>{n}|{n} dollars, not 5|{n} people's
+\\frac{{{n}}}{{5}}|{n}.5|{n}1|-{n}||nothing|?|Ann = {n}|{n} apples oranges pears plums kiwis"""
 GROUPED = """1,018|1 018|1\\,018|1\\ 018|1{,}018|1~018|1,\\!018|$1,018|$1,018.00|1,018 dollars|１０１８
 \\boxed{1,018}|1\u202f018"""
-NOT_GROUPED = "1,0,18|10,18|1 01 8|1,01,8|1.018|1018,000|101 8|0,1018,"
+NOT_GROUPED = "0,018|1,018 018|1,018,18|1,0,18|10,18|1 01 8|1,01,8|1.018|1018,000|101 8|0,1018,"
 NEGATIVE = "-7|- 7|−7|–7|-7.0|$-7|-$7|\\$-7|**-7**|x = -7|-7 degrees|-7°C|\\boxed{-7}|$-7$|\\text{-7}"
 
 
@@ -47,9 +52,14 @@ def gsm8k() -> Iterator[Case]:
 
 def multiply() -> Iterator[Case]:
     right = """{p}|{p}.|{p}.0|{p}.00|+{p}|**{p}**|${p}$|\\boxed{{{p}}}|\\({p}\\)|\\text{{{p}}}|x = {p}
-the product = {p}|{a} * {b} = {p}|{a}*{b}={p}|{a} × {b} = {p}|{a} \\times {b} = {p}|{a} \\cdot {b} = {p}
+*{p}*|`{p}`|{p},|= {p}|**{a} * {b} = {p}**|{a} x {b} = {p}|{a} times {b} = {p}|${a} \\cdot {b} = \\boxed{{{p}}}$
+{a} * {b} = **{p}**|the product = {p}|{a} * {b} = {p}|{a}*{b}={p}|{a} × {b} = {p}|{a} \\times {b} = {p}
+{a} \\cdot {b} = {p}
 {b} * {a} = {p}|({a}) * ({b}) = {p}| {p} |¶{p}¶|{a}*{b}=1*{p}={p}"""
     wrong = """1=2={p}|{a}={p}|{p}/2|{p}^2|{p} or 5|{p}e5|-{p}|{p}1|1{p}|{p}.5|{a}*{a}*{b}*9={p}|{p} = 5
+{a} != {p}|{a} ≠ {p}|{a} <= {p}|{a} >= {p}|{a}! = {p}|{a}x={p}|{a}%={p}|{a},{b}={p}|nope = {p}|not: {p}|{a} -> = {p}
+{p}!
+{p}%|{p}**2|{p}{{1}}|1{{{p}}}|{p}`1`|1`{p}`|{p}**1**|{a}=={p}|{a}:={p}|{a} or {b} = {p}|**{p}|{p}**|~{p}
 about {p}|{p}, 5|{p} 5|{p}x|{p}*1|{a} * {b}|{p}=|({p}|1/0={p}|9**9**9={p}"""
     for first, second in ((12, 34), (7, 8), (41, 29), (99, 3), (64, 5)):
         names = {"a": first, "b": second, "p": first * second}
@@ -104,9 +114,47 @@ Final answer: {0} is a knight, {1} is a knave
 | {0} | knight |¶| {1} | knave |
 - {0}: knight¶- {1}: knave
 The roles:¶{0} is a knight¶{1} is a knave
-Here is who is a knight:¶{0} is a knight¶{1} is a knave
+The roles are: {0} is a knight; {1} is a knave
+| Name | Role |¶|---|---|¶| {0} | knight |¶| {1} | knave |
+{0} is a knight.¶¶Therefore, {1} is a knave.
+1. **{0}**: knight¶2. **{1}**: knave
+**{0} is a knight, {1} is a knave**
+* {0} is a knight¶* {1} is a knave
+{0} is a knight & {1} is a knave
 {0} is a knight! {1} is a knave!"""
-SPOILT = """{all}. Or {1} is a knight, {0} is a knave
+SPOILT = """{all}. Vice versa
+{all}. Just kidding
+{all}. Ignore the above
+{all}. Nope
+{all}, or so
+{all}?
+{all} lol
+{all}. 1
+{all} (maybe)
+{all}, it seems
+{all}¶Hm.
+{all}, {0}
+Reversed:¶{all}
+Suppose:¶{all}
+Here is who is a knight:¶{all}
+Opposite day: {all}
+I guess {all}
+Perhaps {all}
+The answer is not: {all}
+The wrong answer is: {all}
+knight {all}
+{0} {1} is a knight, {1} is a knave
+{0}, {1} is a knight
+{0} is a knight {1} is a knave
+{0} is a knight/knave, {1} is a knave
+{0} is a knighty, {1} is a knave
+{0} is a (knight), {1} is a knave
+{0} (knight, {1} (knave)
+**{0} is a knight, {1} is a knave
+{0} is a kni**ght**, {1} is a knave
+{0} is a `kni`ght, {1} is a knave
+{0} is anti knight, {1} is a knave
+{all}. Or {1} is a knight, {0} is a knave
 {all}. That is wrong
 {all}. The opposite is true
 {all}. This is false

@@ -35,11 +35,17 @@ FAULTS = {
     "Score: 7": "VerdictError: the judge's 7 is not from 0 to 1: 'Score: 7'",
     "refuses": "the judge at reward_model.judge.url refuses the request: status 401: 'no such key: Bearer ***'",
     "is-away": "the judge failed 2 times, at last: status 503: 'away'",
-    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=3",
+    "stalls": "the judge failed 2 times, at last: no reply in reward_model.judge.attempt_s=1",
     "has-no-choice": "the judge failed 2 times, at last: the reply is no chat completion: '{\"choices\": []}'",
     "has-no-text": "the judge failed 2 times, at last: the reply has no text",
 }
-
+STALLING = ["stalls", "stalls-once Score: 0.5"]
+LIMITS: dict[tuple[float, int], list[str]] = {
+    (60.0, 2): [text for text in (*SCORES, *FAULTS) if text not in STALLING],
+    (1.0, 2): ["stalls"],
+    (3.0, 9): ["stalls-once Score: 0.5"],
+}
+"""The texts by attempt_s and num_attempts. A loaded machine may be slow to answer, but not nine times in a row."""
 
 READ = {
     "Score: 0.25": 0.25,
@@ -147,7 +153,7 @@ def server() -> Iterator[JudgeServer]:
 
 @contextmanager
 def pool_of(server: JudgeServer, judge: Mapping[str, Any] = ALONE, **changes: Any) -> Iterator[Pool]:
-    section = JudgeSection(**{"url": server.url, "model": "wise", "attempt_s": 3.0, "num_attempts": 2, **judge})
+    section = JudgeSection(**{"url": server.url, "model": "wise", "attempt_s": 60.0, "num_attempts": 2, **judge})
     rules = RulesSection(**{"num_workers": 1, "timeout_s": 100.0, "judge": section, **changes})
     pool = make_pool(rules, CustomRewardSection())
     try:
@@ -166,10 +172,13 @@ def asked(pool: Pool, *texts: str, **row: Any) -> list[ScoringResult]:
 def outcomes(server: JudgeServer) -> Mapping[str, ScoringResult]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_API_KEY", KEY)
-        texts = [*SCORES, *FAULTS]
         judge = ALONE | {"api_key_variable": "JUDGE_API_KEY", "request": {"max_tokens": 9}}
-        with pool_of(server, judge) as pool:
-            return dict(zip(texts, asked(pool, *texts), strict=True))
+        found = dict[str, ScoringResult]()
+        for limits, texts in LIMITS.items():
+            attempt_s, num_attempts = limits
+            with pool_of(server, judge | {"attempt_s": attempt_s, "num_attempts": num_attempts}) as pool:
+                found |= zip(texts, asked(pool, *texts), strict=True)
+        return found
 
 
 @pytest.mark.parametrize("text", SCORES)

@@ -1,27 +1,25 @@
 """Every rule reads a response in linear time: a quadratic rule would need hours for these responses."""
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from megarl.rewards import ANSWERS, REWARDS, answers_of
-from tests.support.programs import ROOT
+from tests.support.programs import run_python
 
 CHARACTERS = 200_000
 LIMIT_S = 10
 """Time limit of one response: at this length, a linear rule takes tenths of a second, and a quadratic rule minutes."""
+TIMEOUT_S = 1200.0
 TAGS = ["<answer>", "</answer>", "\n", " ", "1"]
 TOKENS = {
     "countdown": [*TAGS, "+(", "*"],
     "countdown/bare": [*TAGS, "+(", "*"],
     "format": ["<think>", "</think>", "<answer>", "</answer>", " "],
-    "gsm8k": ["#", "#### ", " ", "1", ",", ".", "$", "-"],
+    "gsm8k": ["#", "#### ", " ", "1", ",", ".", "$", "-", "(", "*"],
     "gsm8k/flexible": ["1", ",", ".", "$", "-", " "],
-    "knights_knaves": ["<answer>", "</answer>", " ", " and ", "Ann is a knight", "(1) "],
+    "knights_knaves": ["<answer>", "</answer>", " ", " and ", "Ann is a knight", "(1) ", "*", "{"],
     "math": ["\\boxed{", "\\boxed ", "{", "}", "\\", "1,\\!000"],
     "math_dapo": ["answer", ":", "Answer: 1", " ", "\n", "\\boxed{"],
     "multiply": [*TAGS, "=", "1,111", "$", "."],
@@ -61,11 +59,7 @@ def read_all(source: str) -> None:
 @pytest.mark.parametrize("source", TOKENS)
 def test_a_long_response_is_read_in_time(source: str) -> None:
     script = f"from tests.unit.test_rewards_linear import read_all; read_all({source!r})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, f"ended by signal {-done.returncode} at {done.stdout[-200:]}{done.stderr[-2000:]}"
+    run_python("-c", script, timeout_s=TIMEOUT_S)
 
 
 def test_every_rule_is_among_them() -> None:

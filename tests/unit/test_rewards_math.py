@@ -16,7 +16,9 @@ from sympy.core.cache import clear_cache
 from sympy.parsing.sympy_parser import parse_expr
 
 from megarl.rewards import REWARDS, answers_of
-from megarl.rewards.math import MAX_CHARACTERS, _bounded, _term, answer_in, equal, last_boxed, load, said, verified
+from megarl.rewards.math import answer_in, last_boxed, said
+from megarl.rewards.math_equal import MAX_CHARACTERS, equal
+from megarl.rewards.math_terms import bounded, load, term, verified
 
 ROWS = [line.split("\t") for line in (Path(__file__).parent / "data/math_pairs.tsv").read_text().splitlines()[1:]]
 JUDGED = {(truth, answer): verdict == "right" for verdict, truth, answer, _ in ROWS}
@@ -133,7 +135,7 @@ ARITHMETIC = st.recursive(
 
 @given(ARITHMETIC, st.sampled_from([None, False]))
 def test_arithmetic_is_read_as_sympy_reads_it(text: str, evaluate: bool | None) -> None:
-    ours = _term(text, evaluate=evaluate).doit()
+    ours = term(text, evaluate=evaluate).doit()
     theirs = parse_expr(text, **({} if evaluate is None else {"evaluate": evaluate})).doit()
     assert ours == theirs or abs(ours - theirs) < 1e-9 * max(1, abs(theirs))
 
@@ -141,11 +143,11 @@ def test_arithmetic_is_read_as_sympy_reads_it(text: str, evaluate: bool | None) 
 @pytest.mark.parametrize("text", ["__import__('os')", "x", "yotta", "f(2)", "[1]", "1 if 1 else 2", "'a'", ""])
 def test_nothing_else_is_read(text: str) -> None:
     with pytest.raises(ValueError):
-        _term(text)
+        term(text)
 
 
 def test_sympy_writes_no_code_from_the_names_of_symbols() -> None:
-    with _bounded(), pytest.raises(NotImplementedError):
+    with bounded(), pytest.raises(NotImplementedError):
         sympy.lambdify(sympy.Symbol("x"), sympy.Symbol("print(1)"))
 
 
@@ -188,6 +190,10 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
         ("answer:\n\n5 \nor so", "5"),
         ("Answer: 3\nNo, Answer: 4", "4"),
         (r"Answer: \boxed{7}, I hope", "7"),
+        ("Answer: 5\n\nThe answer is correct", "5"),
+        ("The final answer is: 5", "5"),
+        ("The answer is $5$.", "5"),
+        ("The answer is 3\nAnswer: 5", "5"),
         (r"\boxed{3} is it", "3"),
         ("it is 5", None),
     ],

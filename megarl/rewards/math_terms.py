@@ -1,0 +1,135 @@
+"""Math-verify, held: what it reads and compares is never run as code, and its powers are bounded.
+
+Sympy computes the expressions that math-verify reads, and a tower of powers may take any time and memory. Sympy reads
+numerals, and math-verify reads arithmetic in plain text, with Python's `eval`. This module replaces both by megarl's
+own parser. Math-verify's own timers, which count the load of the machine, are off.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn
+
+from megarl.platform.patching import declare, replaced
+from megarl.rewards.arithmetic import Operations, read
+
+PARSERS = tuple(
+    declare(
+        module,
+        "parse_expr",
+        library="math-verify",
+        versions=">=0.9,<0.10",
+        reason="reads plain text of a response by `eval`",
+        upstream="sympy/parsing/sympy_parser.py: parse_expr, whose docstring warns of `eval`",
+        until="sympy parses without `eval`",
+    )
+    for module in ("sympy.parsing.sympy_parser", "latex2sympy2_extended.latex2sympy2", "math_verify.parser")
+)
+COMPILER = declare(
+    "sympy.utilities.lambdify",
+    *("compile", "eval", "exec"),
+    library="math-verify",
+    versions=">=0.9,<0.10",
+    reason="writes the names of symbols, which may be any text, into code and runs it",
+    upstream="sympy/utilities/lambdify.py: lambdify",
+    until="sympy evaluates numerically without generated code",
+)
+POWERS = tuple(
+    declare(
+        f"sympy.core.numbers:{name}",
+        "_eval_power",
+        library="math-verify",
+        versions=">=0.9,<0.10",
+        reason="computes powers of any size, and nothing can interrupt Python's product of large integers",
+        upstream=f"sympy/core/numbers.py: {name}._eval_power",
+        until="sympy bounds the size of the integers that it computes",
+    )
+    for name in ("Integer", "Rational")
+)
+MAX_BITS = 100_000
+"""Most bits of a power of integers; sympy refuses a larger power, and the answer is wrong."""
+
+
+@cache
+def load() -> ModuleType:
+    """Import math-verify, which takes a second, and the modules that it imports at its first call."""
+    import_module("sympy.physics.units")  # defines names by `parse_expr`, which `bounded` replaces
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
+    return import_module("math_verify")
+
+
+def verified(answer: str, truth: str) -> bool:
+    """Return whether math-verify accepts an answer in LaTeX as equal to the truth. Its time is not bounded here."""
+    load()
+    with bounded():
+        gold, found = (parsed(text) for text in (truth, answer))
+        return bool(load().verify(gold, found, timeout_seconds=None))
+
+
+def parsed(text: str) -> Any:
+    """Return the values that math-verify reads in an answer in LaTeX. Call it in `bounded`."""
+    return load().parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Make sympy and math-verify read plain text with `term` instead of `parse_expr`, which calls `eval`.
+
+    Sympy's other way from text to code, `lambdify`, writes the names of symbols into code, and names may be any text.
+    It is disabled: sympy computes the same in another way, or not at all. Powers are bounded by `MAX_BITS`.
+    """
+    with ExitStack() as stack:
+        for parser in PARSERS:
+            stack.enter_context(replaced(parser, parse_expr=term))
+        for numbers in POWERS:
+            stack.enter_context(replaced(numbers, _eval_power=_power_of(numbers.original("_eval_power"))))
+        stack.enter_context(replaced(COMPILER, compile=_refuse, eval=_refuse, exec=_refuse))
+        yield
+
+
+def _power_of(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return sympy's method for powers with a bound on the bits of the result."""
+
+    def power(base: Any, exponent: Any) -> Any:
+        largest = max(abs(base.p), base.q)
+        is_large = (
+            exponent.is_Rational and largest > 1 and largest.bit_length() * abs(exponent.p) > MAX_BITS * exponent.q
+        )
+        if is_large:
+            raise OverflowError("a power too large")
+        return compute(base, exponent)
+
+    return power
+
+
+def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError("code made from a response is not run")
+
+
+def term(text: str, *arguments: Any, evaluate: bool | None = None, **options: Any) -> Any:
+    """Return arithmetic as a term of sympy. Raises ValueError for anything else."""
+    import sympy
+
+    add, multiply, power = (partial(make, evaluate=evaluate is not False) for make in (sympy.Add, sympy.Mul, sympy.Pow))
+
+    def minus(term: Any) -> Any:
+        return -term if term.is_Number else multiply(-1, term)
+
+    return read(
+        text,
+        Operations(
+            number=lambda digits: sympy.Integer(int(digits)) if digits.isdigit() else sympy.Float(digits),
+            unary={"+": lambda term: term, "-": minus},
+            binary={
+                "+": add,
+                "-": lambda left, right: add(left, minus(right)),
+                "*": multiply,
+                "/": lambda left, right: multiply(left, power(right, -1)),
+                "//": lambda left, right: left // right,
+                "**": power,
+            },
+        ),
+    )

@@ -1,0 +1,134 @@
+"""The words that may accompany a number: units, counted things, and the names that a number is given.
+
+The lists are closed. No word of them changes a number: `dozen`, `pair`, `half`, `less` and `million` are not here.
+"""
+
+import re
+
+
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+CURRENCIES = ("$", "€", "£", "¥", "₹", "USD", "EUR", "GBP", "INR", "CNY", "JPY", "AUD", "CAD", "CHF", "MXN")
+"""Signs and codes of currencies, which may precede a number."""
+SYMBOLS = frozenset(CURRENCIES) | words_of(
+    """
+    % ° °C °F ¢ m km cm mm mi ft in yd kg g mg lb lbs oz l L ml mL s sec min h hr hrs mph kph rpm Hz kHz W kW kWh V Ω
+    KB MB GB TB kB
+    """
+)
+"""Signs of units, as they are written."""
+_NOUNS = words_of(
+    """
+    percent degree celsius fahrenheit radian unit point dollar buck cent euro pound pence penny peso rupee yen yuan
+    franc ruble dime nickel coin second minute hour day night week weekend weekday month year decade century meter
+    metre kilometer kilometre centimeter centimetre millimeter millimetre inch foot feet yard mile acre hectare gram
+    kilogram kilo milligram ton tonne ounce liter litre milliliter millilitre quart pint gallon cup tablespoon
+    teaspoon calorie kilocalorie joule watt kilowatt volt byte kilobyte megabyte gigabyte terabyte mph
+    person people man men woman women child children kid boy girl adult student pupil teacher worker employee client
+    customer guest passenger player member friend family classmate patient visitor senior voter resident baby babies
+    participant them soldier sailor driver doctor nurse fan
+    animal dog cat puppy puppies kitten bird chicken hen duck fish cow goat sheep horse pig rabbit bee bug insect
+    ant spider crab lion penguin hamster llama camel rat mouse mice frog turtle butterfly butterflies shark whale
+    apple orange banana lemon lime pear peach plum grape mango pineapple watermelon melon berry berries strawberry
+    strawberries blueberry blueberries cherry cherries fruit vegetable potato potatoes tomato tomatoes carrot onion
+    pepper corn pumpkin coconut cookie cake cupcake pie brownie donut doughnut muffin bagel loaf loaves bread roll
+    biscuit pizza slice sandwich sandwiches burger sausage meatball egg candy candies chocolate lollipop marshmallow
+    sweet treat snack popsicle cracker chip fry fries meal dish dishes serving portion scoop ice cream water milk
+    juice soda coffee tea drink bottle can jar glass glasses mug bag box boxes basket bucket carton crate packet
+    pack package bar barrel tube tub tray pot pan plate bowl fork spoon knife knives
+    book page word letter message email call question problem test quiz exam lesson class classes chapter story
+    stories article magazine newspaper poem song movie video film game match show episode photo picture painting
+    poster stamp card ticket sticker note notebook pen pencil marker crayon eraser folder sheet paper toy ball
+    balloon doll marble puzzle block brick piece part bead ring stone rock shell seashell star badge medal key
+    button ribbon candle light bulb lamp battery batteries phone computer laptop machine robot camera
+    shirt shoe sock hat dress dresses skirt coat jacket glove scarf uniform outfit mask necklace bracelet earring
+    bow bale stripe patch stitch stitches blanket pillow towel quilt rug curtain
+    car truck bus buses bike bicycle wheel tire train plane boat ship vehicle seat trip ride lap step stop turn
+    flight
+    house home room door window wall floor table chair desk bed shelf shelves apartment building school store shop
+    city cities town village street road farm field garden park pool bench benches
+    tree plant flower rose tulip petal leaf leaves seed bush bushes branch branches log stick bouquet vine sunflower
+    item thing object group set team row column line section level round time way job task shift load batch batches
+    bundle stack pile goal vote sign sale prize gift present bill tip pet nail screw bolt tile board panel pole post
+    crop grain bean nut peanut almond walnut pancake waffle dumpling noodle salad soup
+    """
+)
+_QUANTITIES = {
+    **dict.fromkeys(words_of("mm millimeter millimetre"), "mm"),
+    **dict.fromkeys(words_of("cm centimeter centimetre"), "cm"),
+    **dict.fromkeys(words_of("m meter metre"), "m"),
+    **dict.fromkeys(words_of("km kilometer kilometre"), "km"),
+    **dict.fromkeys(words_of("inch inche"), "in"),
+    **dict.fromkeys(words_of("ft foot feet"), "ft"),
+    **dict.fromkeys(words_of("mi mile mph"), "mi"),
+    **dict.fromkeys(words_of("s sec second"), "s"),
+    **dict.fromkeys(words_of("min minute"), "min"),
+    **dict.fromkeys(words_of("h hr hour"), "h"),
+    **{word: word for word in words_of("day week month year degree radian dollar cent gram pound ounce")},
+    **{"g": "gram", "lb": "pound", "oz": "ounce", "kg": "kg", "kilogram": "kg", "$": "dollar"},
+}
+"""Units that exclude each other, by their words and signs in the singular."""
+_JOINING = words_of(
+    """
+    per a an the of in on at for to from each every his her their its my our total altogether left remaining overall
+    square cubic sq cu more new old extra additional red blue green white black yellow
+    """
+)
+"""Words that may connect units, precede one or follow one."""
+_ALONE = words_of("total altogether each left remaining overall")
+"""Words that may follow a number without a unit."""
+_NAMES = words_of(
+    """
+    the my our a final total overall correct numerical answer result value sum product difference quotient profit cost
+    price age amount number revenue income distance time speed area perimeter volume length width height weight
+    solution it
+    """
+)
+_MAX_WORDS = 8
+_LETTERS = re.compile(r"[^\W\d_]+")
+_POWER = re.compile(r"(?<=[a-z]) ?(?:\^ ?[23]|[²³])(?= |/|$)")
+
+
+def is_unit(word: str) -> bool:
+    """Return whether a word is a unit or a counted thing, in the singular or the plural, or the sign of a unit."""
+    small = word.lower()
+    return word in SYMBOLS or small in _NOUNS or small.removesuffix("s") in _NOUNS or small.removesuffix("es") in _NOUNS
+
+
+def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
+    """Return whether a text may follow a number, up to the end of the answer: nothing, a unit, `dollars per day`.
+
+    It ends in one punctuation mark at most. If a currency precedes the number (`of_money`), no sign of a unit
+    follows it directly, since `$18 m` are millions.
+    """
+    phrase = text.rstrip()
+    if phrase.endswith((".", ",")) or (phrase.endswith("!") and phrase[:-1].strip()):
+        phrase = phrase[:-1].rstrip()
+    words = _POWER.sub("", phrase).split()
+    parts = [part for word in words for part in re.split("(/)", word) if part]
+    if not parts:
+        return True
+    if phrase == "m" or parts[-1] == "/" or (of_money and parts[0] in SYMBOLS):  # 18m are millions, 18 m are metres
+        return False
+    known = [part for part in parts if part != "/"]
+    is_short = len(known) <= _MAX_WORDS and "//" not in phrase.replace(" ", "")
+    has_unit = any(is_unit(part) or part.lower() in _ALONE for part in known)
+    return is_short and has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)
+
+
+def quantities_of(text: str) -> frozenset[str]:
+    """Return the units in a text that other units exclude: metres are no centimetres."""
+    words = (word for word in re.split(r"[^\w$]+", text) if word)
+    known = (_QUANTITIES.get(word) or _QUANTITIES.get(word.lower().removesuffix("s")) for word in words)
+    return frozenset(unit for unit in known if unit)
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text names a number, as `x`, `answer` and `the total cost` do."""
+    words = text.split()
+    if len(words) == 1 and len(words[0]) == 1:
+        return words[0].isalpha()
+    return 0 < len(words) <= 4 and all(_LETTERS.fullmatch(word) and word.lower() in _NAMES for word in words)
