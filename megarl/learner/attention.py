@@ -112,7 +112,7 @@ class Groups:
         Args:
             lengths: [S] int64, a tensor of the host, so that the host never waits for the device.
             cp_group: the context-parallel group.
-            device: where the tokens are.
+            device: of the tokens.
         """
         cp_size = cp_group.size()
         order = lengths.argsort(descending=True, stable=True)
