@@ -1,4 +1,4 @@
-"""The text after `scheme://` is the literal name of an object, and options are told apart by their names.
+"""The text after `scheme://` is the literal name of an object, and options are told apart by their names."""
 
 import tempfile
 from collections.abc import Iterator
