@@ -24,7 +24,7 @@ def computing_at_most(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGPROF, _interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)
     try:
         yield
     except _TimeOver as over:
@@ -52,6 +52,9 @@ def allocating_at_most(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_AGAIN = 0.1  # seconds until the block is interrupted again: Python ignores an error in a destructor
 
 
 class _TimeOver(BaseException):

@@ -22,7 +22,23 @@ def lets_the_kernel_work() -> None:
         mmap.mmap(-1, 1 << 24).write(bytes(1 << 24))  # page faults are most of its time
 
 
-@pytest.mark.parametrize("endless", [catches_everything, lets_the_kernel_work, lambda: 9 ** int("100000000")])
+class Resists:
+    """Computes while it is destroyed, where Python ignores every error."""
+
+    def __del__(self) -> None:
+        while True:
+            sum(range(1000))
+
+
+def destroys_and_continues() -> None:
+    Resists()
+    catches_everything()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "endless", [catches_everything, destroys_and_continues, lets_the_kernel_work, lambda: 9 ** int("100000000")]
+)
 def test_endless_code_is_interrupted_and_signals_are_as_before(endless: object) -> None:
     before = signal.getsignal(signal.SIGPROF)
     with pytest.raises(TimeoutError), computing_at_most(0.1):
