@@ -23,7 +23,8 @@ HEDGES = re.split(
     \\text{not} \\neg \\forall \\bar \\hat \\approx \\sim \\ne \\max \\lim \\cup \\cdot \\times \\pm \\frac \\sqrt
     \\ldots \\prime \\dagger \\to \\because \\left \\right \\binom \\emptyset""",
 )
-TOKEN = st.sampled_from(HEDGES) | st.text(st.characters(exclude_categories=("C", "Z", "L")), min_size=1, max_size=3)
+SIGN = st.characters(exclude_categories=("C", "Z", "L"))
+TOKEN = st.sampled_from(HEDGES) | st.lists(SIGN, min_size=1, max_size=3).map("".join)
 """Words and signs, and any other signs and digits."""
 
 
@@ -46,7 +47,7 @@ SIGNS = str.maketrans("−–‒﹣－×∙⋅·∗÷∕", "-----*****//")
 def plain(text: str) -> str:
     """Return an answer in ASCII, with one blank for each space."""
     text = unicodedata.normalize("NFKC", text.translate(SIGNS)).replace("{}", "")
-    return " ".join(re.sub(r"\\[,;:! ]", " ", text).split())
+    return " ".join(re.sub(r"\\([%$])", r"\1", re.sub(r"\\[,;:! ]", " ", text)).split())
 
 
 def value(text: str) -> Any:
