@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -12,8 +11,10 @@ from uuid import uuid4
 
 from megarl.data.uri import locate
 from megarl.platform.cache import cache_directory
+from megarl.platform.versions import versions
 
 _CODE = ("rewards", "data")
+_LIBRARIES = ("math-verify", "latex2sympy2_extended", "sympy", "reasoning-gym")
 
 
 def place_of(files: Sequence[str], question: Any) -> Path:
@@ -26,7 +27,7 @@ def place_of(files: Sequence[str], question: Any) -> Path:
         location = locate(name)
         with location.open() as source:
             prints.append([name, *astuple(location.pin(source).fingerprint)])
-    asked = json.dumps([prints, question, sys.version, _code()])
+    asked = json.dumps([prints, question, versions(*_LIBRARIES), _code()])
     return cache_directory() / "rows" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 
 

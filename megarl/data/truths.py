@@ -16,6 +16,7 @@ from megarl.data.columns import PromptColumns
 from megarl.data.messages import plain_text, prompt_faults, shown
 from megarl.data.table import DataRow
 from megarl.rewards.pool import Pool, ScoringResult, WorkerLimits
+from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.self_test import AS_TEXT, SelfTest
 from megarl.rewards.wire import pack
 
@@ -128,7 +129,8 @@ class _Trials:
     def add(self, columns: PromptColumns, row: DataRow, rules: Sequence[str], index: int) -> None:
         truth, info = columns.ground_truth(row), columns.extra_info(row)
         for rule in rules:
-            digest = hash((rule, repr(truth)))
+            inputs = info if rule.startswith(SOURCE_PREFIX) else None  # the other rules read the ground truth alone
+            digest = hash((rule, repr(truth), repr(inputs)))
             if digest in self._rows:
                 self._rows[digest][1] += 1
                 continue

@@ -6,6 +6,12 @@ have a fixed length, and what may follow a tail is bounded.
 
 import re
 
+_AFTER_ESCAPE = (
+    r"(?<=\\[nrtbfv0])|(?<=\\x[0-9A-Fa-f]{2})|(?<=\\u[0-9A-Fa-f]{4})|(?<=%[0-9A-Fa-f]{2})|(?<=%25[0-9A-Fa-f]{2})"
+)
+"""The end of a newline or another character that JSON, Python or a URL wrote as letters."""
+_START = rf"(?:(?<![A-Za-z0-9])|{_AFTER_ESCAPE})"
+_START_OF_JWT = rf"(?:(?<![\w-])|{_AFTER_ESCAPE})(?:[A-Za-z0-9]{{1,12}}_){{0,3}}"
 _PRIVATE_KEY = (
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
 )
@@ -44,7 +50,7 @@ _TOKENS = (
     r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w-]{40,}+",
     r"[A-Za-z0-9_~.]{3}\dQ~[\w~.-]{31,34}",
     r"\d{8,10}:AA[\w-]{33}(?![\w-])",
-    r"(?<![\w-])eyJ(?:rIjoi|hcGlfYWRkcmVzcyI6)[\w-]{20,}+=*+|(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+(?:\.[\w-]*+)?",
+    rf"{_START_OF_JWT}eyJ(?:(?:rIjoi|hcGlfYWRkcmVzcyI6)[\w-]{{20,}}+=*+|[\w-]{{8,}}+\.[\w-]{{8,}}+(?:\.[\w-]*+)?)",
 )
-SHAPES = re.compile(rf"{_PRIVATE_KEY}|(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})", re.DOTALL)
+SHAPES = re.compile(rf"{_PRIVATE_KEY}|{_START}(?:{'|'.join(_TOKENS)})", re.DOTALL)
 """Matches a token or a private key."""

@@ -1,5 +1,6 @@
 """The values of secret variables, in all encodings that a text may contain."""
 
+import html
 import json
 import os
 import re
@@ -15,6 +16,8 @@ MIN_VALUE = 8
 
 _MIN_LINE = 20
 _NUM_ESCAPES = 2  # a message may quote a message
+_HEX = re.compile(r"\\u[0-9a-f]{4}")
+_MARKUP = re.compile("[<>&]")
 _PERCENT = re.compile(r"%[0-9A-F]{2}")
 _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text)[1:-1],
@@ -22,7 +25,13 @@ _ESCAPES: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text.encode(errors="surrogateescape"))[2:-1],
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: ascii(text)[1:-1],
+    lambda text: _HEX.sub(lambda found: found[0][:2] + found[0][2:].upper(), json.dumps(text)[1:-1]),
+    lambda text: json.dumps(text)[1:-1].replace("/", "\\/"),
+    lambda text: _MARKUP.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False)[1:-1]),
+    html.escape,
 )
+"""Python's forms, and those of JSON in several languages: PHP escapes the slash, and Go the signs of HTML."""
 _SHELL: tuple[Callable[[str], str], ...] = (
     lambda text: text.replace("'", "'\"'\"'"),
     lambda text: text.replace("'", "'\\''"),
@@ -68,7 +77,8 @@ def _plain(value: str) -> Iterable[str]:
 
 def _quoted(plain: str) -> tuple[str, ...]:
     content = plain.encode(errors="surrogateescape")
-    return quote(content, safe=""), quote(content), quote_plus(content)
+    once = quote(content, safe=""), quote(content), quote_plus(content)
+    return *once, *(quote(form, safe="") for form in once)
 
 
 def _base64(content: bytes) -> Iterable[str]:

@@ -7,6 +7,7 @@
 import operator
 import re
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from megarl.errors import UserError
@@ -122,6 +123,8 @@ def _read(truth: Any) -> tuple[float, list[int]]:
         raise UserError(f"the ground truth {truth!r} is not {{target, numbers}}") from error
     if not isinstance(given, list | tuple):  # a text would be read as its digits
         raise UserError(f"the ground truth {truth!r} has numbers that are no list")
+    if not isfinite(target):
+        raise UserError(f"the ground truth {truth!r} has a target beyond all floats")
     numbers = [exact_integer(number) for number in given]
     if not numbers or min(numbers) < 0:
         raise UserError(f"the ground truth {truth!r} has no numbers, or a negative number")

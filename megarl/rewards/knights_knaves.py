@@ -31,7 +31,10 @@ _OPENING = re.compile(
     re.IGNORECASE,
 )
 """The opening of an answer: a joining word, `The answer is:`, the head of a table."""
-_SEPARATOR = re.compile(rf"(?: ?[.,;!]?\n| ?[.,;!] ?| (?={_JOINS}|{_NUMBERED})){_JOINS}?", re.IGNORECASE)
+_PUNCTUATION = rf"(?: ?[.,;!]?\n| ?[.,;!] ?| (?={_JOINS}|{_NUMBERED}))"
+_OPENINGS = (re.compile(""), _OPENING)
+_SEPARATORS = (re.compile(_PUNCTUATION, re.IGNORECASE), re.compile(f"{_PUNCTUATION}{_JOINS}", re.IGNORECASE))
+"""What may precede the first statement, and another: first without words, which may be the name of a person."""
 _BEFORE_NAME = rf"{_NUMBERED}?(?:\| ?)?"
 _AFTER_NAME = (
     r"(?: is (?:an? |the )?| ?(?:[:=|–—→-]|[-=]>) ?(?:an? |the )?| ?(\( ?))(knight|knave)\b(?(2) ?\))(?: ?\|)?"
@@ -40,7 +43,6 @@ _AFTER_NAME = (
 _END = re.compile(r" ?[.!]?")
 _ANY_NAME = r"[^\W_][\w'-]*(?: (?-i:[^\W\d_a-z])[\w'-]*){0,2}"
 _NAME = re.compile(r"[^\W_][\w'-]*(?: [\w'-]+){0,3}")
-_WORDS_OF_STATEMENTS = frozenset((*_JOINING, "is", "a", "an", "the", "knight", "knave"))
 
 
 def compute_score(
@@ -95,15 +97,13 @@ def _read(truth: Any) -> tuple[tuple[str, ...], Roles]:
 def _readable(roles: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, ...], Roles]:
     names = tuple(" ".join(name.translate(_APOSTROPHE).split()) for name, _ in roles)
     small = [name.lower() for name in names]
-    is_readable = all(
-        _NAME.fullmatch(name) and _WORDS_OF_STATEMENTS.isdisjoint(name.split(" ")) for name in small
-    ) and len(set(small)) == len(roles)
-    if not is_readable:
+    truth = frozenset((name, knight) for name, (_, knight) in zip(small, roles, strict=True))
+    if not all(map(_NAME.fullmatch, small)) or len(set(small)) < len(roles) or _stated(_claims(roles), names) != truth:
         raise UserError(
             f"no response can state the roles of {', '.join(name for name, _ in roles)}: give each person another "
             "name, of letters, digits, hyphens and spaces"
         )
-    return names, frozenset((name, knight) for name, (_, knight) in zip(small, roles, strict=True))
+    return names, truth
 
 
 def _stated(words: str, names: tuple[str, ...]) -> Roles:
@@ -112,16 +112,19 @@ def _stated(words: str, names: tuple[str, ...]) -> Roles:
     text = "\n".join(line for line in (" ".join(line.split()) for line in plain.splitlines()) if line)
     statement = _statement_of(names)
     roles = set[tuple[str, bool]]()
-    separator = _OPENING.match(text)
-    while separator is not None:
-        found = statement.match(text, separator.end())
-        if found is None:
-            return frozenset()
+    found = _next(text, 0, _OPENINGS, statement)
+    while found is not None:
         roles.add((found[1].lower(), found[3].lower() == "knight"))
         if _END.fullmatch(text, found.end()):
             return frozenset(roles)
-        separator = _SEPARATOR.match(text, found.end())
+        found = _next(text, found.end(), _SEPARATORS, statement)
     return frozenset()
+
+
+def _next(text: str, start: int, before: Sequence[re.Pattern[str]], statement: re.Pattern[str]) -> re.Match[str] | None:
+    """Return the statement behind the first of `before` that a statement follows; None if there is none."""
+    ends = (found.end() for pattern in before if (found := pattern.match(text, start)))
+    return next((found for end in ends if (found := statement.match(text, end))), None)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.rewards.countdown import Number, evaluate
 from megarl.rewards.markup import GAP, without_markup
-from megarl.rewards.notation import as_ascii, exact_integer, join_thousands
+from megarl.rewards.notation import MAX_DIGITS, as_ascii, exact_integer, join_thousands
 from megarl.rewards.tags import answer_of
 from megarl.rewards.units import is_name
 
@@ -21,7 +21,7 @@ WELL_FORMED = 0.1
 
 _MAX_CHARACTERS = 1000
 """Most characters of an answer."""
-_INTEGER = re.compile(r"[-+]? ?\$?([0-9]{1,40})(?:\.0{1,40})?[.,]?")  # decimals may be zeros
+_INTEGER = re.compile(rf"[-+]? ?\$?([0-9]{{1,{MAX_DIGITS}}})(?:\.0{{1,40}})?[.,]?")  # decimals may be zeros
 _TIMES = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=[0-9)])(?: ?[xX] ?| times )(?=[0-9(])")
 
 

@@ -21,7 +21,8 @@ _BETWEEN = re.compile(r"[^0-9]+")
 NUMERAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 """The pattern of a number without a sign, after `join_thousands`."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
-_MAX_DIGITS = 400
+MAX_DIGITS = 400
+"""Most digits of a ground truth, before and behind the decimal point."""
 
 
 def as_ascii(text: str) -> str:
@@ -40,14 +41,18 @@ def join_thousands(text: str) -> str:
 def exact_number(value: Any) -> Decimal:
     """Return the number that a ground truth is: a number, or a text that is one number and nothing else.
 
-    Raises UserError for anything else, also for NaN, for a truth value and for a number with a unit.
+    Raises UserError for anything else, also for NaN, for a truth value, for a number with a unit and for one with more
+    than `MAX_DIGITS` digits.
     """
     text = join_thousands(str(value).strip()).removeprefix("$")
-    is_text = isinstance(value, str) and _NUMBER.fullmatch(text) and len(text) <= _MAX_DIGITS
+    is_text = isinstance(value, str) and _NUMBER.fullmatch(text) and len(text) <= MAX_DIGITS
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
     if not (is_text or is_number):
         raise UserError(f"the ground truth {value!r} is not one number")
-    return Decimal(text)
+    number = Decimal(text)
+    if abs(number.adjusted()) >= MAX_DIGITS:
+        raise UserError(f"the ground truth {number:.3g} has more than {MAX_DIGITS} digits")
+    return number
 
 
 def exact_integer(value: Any) -> int:

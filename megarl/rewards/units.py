@@ -56,6 +56,7 @@ _NOUNS = words_of(
     crop grain bean nut peanut almond walnut pancake waffle dumpling noodle salad soup
     """
 )
+_MONEY = words_of("dollar buck euro pound peso rupee yen yuan franc ruble")
 _QUANTITIES = {
     **dict.fromkeys(words_of("mm millimeter millimetre"), "mm"),
     **dict.fromkeys(words_of("cm centimeter centimetre"), "cm"),
@@ -114,6 +115,10 @@ def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
     if phrase == "m" or parts[-1] == "/" or (of_money and parts[0] in SYMBOLS):  # 18m are millions, 18 m are metres
         return False
     known = [part for part in parts if part != "/"]
+    has_money = any(part in CURRENCIES or part.lower().removesuffix("s") in _MONEY for part in known)
+    num_signs = sum(part in SYMBOLS and not part.isalpha() for part in known)
+    if num_signs > 1 or ("m" in known and has_money):
+        return False
     is_short = len(known) <= _MAX_WORDS and "//" not in phrase.replace(" ", "")
     has_unit = any(is_unit(part) or part.lower() in _ALONE for part in known)
     return is_short and has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)

@@ -1,6 +1,7 @@
 """No part of a secret is left in a text, for any secret and any notation, and redaction takes linear time."""
 
 import base64
+import html
 import json
 import re
 import shlex
@@ -79,6 +80,16 @@ FORMS: dict[str, Callable[[str], str]] = {
     "percent of a path": quote,
     "percent of a query": quote_plus,
     "small percent": lambda text: re.sub("%..", lambda match: match[0].lower(), quote(text, safe="")),
+    "percent twice": lambda text: quote(quote(text, safe=""), safe=""),
+    "ASCII of Python": ascii,
+    "JSON with large hexadecimals": lambda text: re.sub(
+        r"\\u[0-9a-f]{4}", lambda match: match[0][:2] + match[0][2:].upper(), json.dumps(text)
+    ),
+    "JSON of PHP": lambda text: json.dumps(text).replace("/", "\\/"),
+    "JSON of Go": lambda text: re.sub(
+        "[<>&]", lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False)
+    ),
+    "HTML": html.escape,
     "shell": shlex.quote,
     "base64": lambda text: base64.b64encode(text.encode()).decode(),
     "basic": lambda text: base64.b64encode(f"ann:{text}".encode()).decode(),
@@ -158,12 +169,17 @@ OF_FIXED_LENGTH = {
 }
 
 
+BEFORE = ("\\n", "\\t", "\\r", "\\x1b", "\\u001b", "%20", "%3D", "%253D", "line\\n", "key=%20")
+"""What writes a blank, a newline or another sign in letters."""
+
+
 @pytest.mark.parametrize("service", OF_FIXED_LENGTH)
 def test_tokens_of_a_fixed_form_are_hidden(service: str) -> None:
     for token in OF_FIXED_LENGTH[service].split():
-        shown = redact(f"it refused ({token}): why?", NO_VARIABLES)
-        assert BLOT in shown
-        assert not pieces(token[10:]) & pieces(shown), shown
+        for before in ("it refused (", *BEFORE):
+            shown = redact(f"{before}{token}): why?", NO_VARIABLES)
+            assert BLOT in shown
+            assert not pieces(token[10:]) & pieces(shown), shown
 
 
 @pytest.mark.parametrize("place", TEXTS)
@@ -229,6 +245,7 @@ UNITS = (
         "8Q~",
         "M.a",
     ),
+    *("\\n", "\\neyJ", "\\u001bsk-", "%20hf_", "%253DeyJ", "_eyJ", "a_eyJ", "eyJa_", "a_b_c_eyJ"),
     *("eyJ", "eyJaaaaaaaa.", "eyJaaaaaaaa-", "SG.", "SG.aaaaaaaaaaaaaaaa", "-----BEGIN ", "hvs."),
     *("-----BEGIN RSA PRIVATE KEY-----", "hooks.slack.com/services/", "bearer ", "Bearer ab", "Authorization: Bearer "),
     *("token", "token=", "token: ", "tokens=[", 'token="', "password=", "password=self.", "api_key={", "a.b=", "a=b="),

@@ -12,7 +12,7 @@ from megarl.rewards.self_test import AS_TEXT, try_truth
 
 READ: dict[str, list[Any]] = {
     "gsm8k": ["18", 18, "1,018", "-5", "3.50", 0.5, " 7 ", "$12", "1 000", "42."],
-    "multiply": [56, "56", 56.0, "56.0", "1,056", "-7", 10**30],
+    "multiply": [56, "56", 56.0, "56.0", "1,056", "-7", 10**30, 10**300, "7" * 399],
     "countdown": [
         {"target": 24, "numbers": [3, 3, 8, 8]},
         {"target": "13", "numbers": [6.0, 5, 2]},
@@ -24,6 +24,10 @@ READ: dict[str, list[Any]] = {
         {"names": ["Zoey", "Oliver"], "is_knight": [True, False]},
         {"names": ["Mary Ann", "O'Neil", "Anne-Marie"], "is_knight": [False, False, True]},
         {"names": ["X1", "José"], "is_knight": [1, 0]},
+        {"names": ["A", "B"], "is_knight": [True, False]},
+        {"names": ["Person A", "The", "An"], "is_knight": [True, False, False]},
+        {"names": ["Ann and Bob"], "is_knight": [True]},
+        {"names": ["So Young", "And", "Answer", "Name"], "is_knight": [False, True, True, False]},
     ],
     "math": ["12", 12, 0.5, "42.", "$12.$", "**12**", r"\frac{1}{2}", r"\text{Monday}", "evil", "(1,2)", "[1,2)", "x=5"]
     + [
@@ -51,7 +55,7 @@ READ: dict[str, list[Any]] = {
 }
 UNREAD: dict[str, list[Any]] = {
     "gsm8k": ["", " ", "18 dollars", "1/2", "50%", "nan", "None", None, True, [18], {"a": 1}, float("nan"), "1,8", "x"],
-    "multiply": ["", 56.7, "56.7", True, None, "nan", "seven", [56], float("inf")],
+    "multiply": ["", 56.7, "56.7", True, None, "nan", "seven", [56], float("inf"), 10**400, "1" + "0" * 400],
     "countdown": [
         None,
         "5",
@@ -68,6 +72,8 @@ UNREAD: dict[str, list[Any]] = {
         {"target": 10, "numbers": "46"},
         {"target": 10, "numbers": {4: 1, 6: 1}},
         {"target": 4, "numbers": 4},
+        {"target": 10**350, "numbers": [4]},
+        {"target": 10**400, "numbers": [4]},
     ],
     "knights_knaves": [
         None,
@@ -76,7 +82,6 @@ UNREAD: dict[str, list[Any]] = {
         {"names": ["Zoey"], "is_knight": [True, False]},
         {"names": ["Dr. Smith", "Bob"], "is_knight": [True, False]},
         {"names": ["Bob", "bob"], "is_knight": [True, False]},
-        {"names": ["Ann and Bob"], "is_knight": [True]},
         {"names": [7], "is_knight": [True]},
         {"names": [""], "is_knight": [True]},
         {"names": "AB", "is_knight": [True, False]},
