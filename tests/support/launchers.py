@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, hearing_hang_ups
 
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is missing (apt: openmpi-bin)")
 
@@ -20,11 +20,12 @@ def outside_launchers() -> dict[str, str]:
 
 def start(command: list[str], *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a command as if no launcher had started this process."""
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        env={**outside_launchers(), **(environ or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with hearing_hang_ups():
+        return subprocess.Popen(
+            [*command, *arguments],
+            cwd=ROOT,
+            env={**outside_launchers(), **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )

@@ -5,7 +5,8 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -50,14 +51,25 @@ def succeed(*command: object, timeout_s: float, cwd: Path = ROOT) -> str:
 CTRL_C = b"\x03"
 
 
+@contextmanager
+def hearing_hang_ups() -> Iterator[None]:
+    """Let programs that start in the block receive SIGHUP, also if the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 class AtTerminal:
     """A command with its own terminal, which sends a signal when somebody types Ctrl-C."""
 
     def __init__(self, command: Sequence[object], environ: Mapping[str, str]) -> None:
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(ROOT)
-            os.execvpe(str(command[0]), list(map(str, command)), {**environ})
+        with hearing_hang_ups():
+            self.pid, self._terminal = pty.fork()
+            if self.pid == 0:
+                os.chdir(ROOT)
+                os.execvpe(str(command[0]), list(map(str, command)), {**environ})
         self._output = b""
 
     def type(self, keys: bytes) -> None:
