@@ -29,8 +29,8 @@ def equal(answer: str, truth: str) -> bool:
         return False
     if exclude(forms.quantities(found), forms.quantities(gold)) or not forms.same_points(found, gold):
         return False
-    if forms.is_pair(gold) and not forms.may_be_pair(found):
-        return False
+    if (ends := forms.ends(gold)) and not forms.may_be_pair(found):
+        return _is_point(gold, ends) and _is_bare_point(found, gold)
     bases = forms.base(found), forms.base(gold)
     if None not in bases and bases[0] != bases[1]:
         return False
@@ -41,6 +41,17 @@ def equal(answer: str, truth: str) -> bool:
     return all(_is_sound(exact, rounded, gold) for exact, rounded in parts) and _same(
         [exact for exact, _ in parts], gold
     )
+
+
+def _is_point(gold: str, ends: list[str]) -> bool:
+    """Return whether `(a,b)` can be no interval, because b is not greater than a."""
+    first, last = map(_number, ends)
+    return gold.startswith("(") and gold.endswith(")") and first is not None and last is not None and first >= last
+
+
+def _is_bare_point(found: str, gold: str) -> bool:
+    parts = forms.members(found)
+    return len(parts) == 2 and "=" not in found and equal(f"({', '.join(parts)})", gold)
 
 
 def _is_sound(exact: str, rounded: str | None, gold: str) -> bool:

@@ -202,11 +202,12 @@ def base(latex: str) -> str | None:
     return found[1] if found and re.search("[0-9]", latex.partition("_")[0]) else None
 
 
-def is_pair(latex: str) -> bool:
-    """Return whether an answer is `(a,b)`, `[a,b)` or the like: an interval, or a point in a plane."""
+def ends(latex: str) -> list[str]:
+    """Return `a` and `b` of `(a,b)`, `[a,b)` or the like, an interval or a point in a plane; none for others."""
     text = _SIZED.sub("", latex)
     is_bracket = text.startswith(("(", "[")) and text.endswith((")", "]")) and _closes_at_end(text)
-    return is_bracket and len(_split(text[1:-1], _COMMA)) == 2
+    parts = _split(text[1:-1], _COMMA) if is_bracket else []
+    return parts if len(parts) == 2 else []
 
 
 def may_be_pair(latex: str) -> bool:

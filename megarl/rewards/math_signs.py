@@ -9,9 +9,9 @@ MARK = "\x01"
 """The place of a mark that is gone, between digits."""
 
 _GREEK = (
-    ("αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩϕ"),
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma Delta"
-    " Theta Lambda Xi Pi Sigma Phi Psi Omega phi",
+    "αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩϕ",
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma"
+    " Delta Theta Lambda Xi Pi Sigma Phi Psi Omega phi",
 )
 _FRACTIONS = ("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒", "12 13 23 14 34 15 25 35 45 16 56 17 18 38 58 78 19 1{10}")
 _AS_LATEX = {
