@@ -196,7 +196,6 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
         ("The answer is 3\nAnswer: 5", "5"),
         ("Answer: `5`", "`5`"),
         (r"**Answer:** \(\frac{1}{2}\).", r"\(\frac{1}{2}\)"),
-        ("Answer:\n\\[\n5\n\\]\nas asked", "\\[\n5\n\\]"),
         ("Answer: $5$ dollars", "5$ dollars"),
         (r"\boxed{3} is it", "3"),
         ("it is 5", None),
