@@ -26,8 +26,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"(?=[-+.(\[|\d\\]|[a-zA-Z](?![a-zA-Z]))([^$\n]*)")
 _CLOSES_MATHEMATICS = re.compile(r"\\[)\]]")
 _NEIGHBOURS = re.compile(r"[\s$]*(?:[,;&]|\band\b)(?:[\s$]|\band\b|\\(?:quad|text\{ *and *\}))*")
-_SAID = re.compile(r"answer[*_]*(?: is)?[*_]*\s*[:：][\s*_:]*", re.IGNORECASE)
-_SAID_IN_WORDS = re.compile(r"answer[*_]* is\b[\s*_]*", re.IGNORECASE)
+_SAID = re.compile(r"answer[*_]*+(?: is[*_]*+)?\s*+[:：][\s*_:]*+", re.IGNORECASE)  # a repeat never gives back
+_SAID_IN_WORDS = re.compile(r"answer[*_]*+ is\b[\s*_]*+", re.IGNORECASE)
+_DISPLAY = re.compile(r"\\\[(?:(?!\\\]).)*+\\\][^\n]*|\$\$[^$]*+\$\$[^\n]*", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _NO_TRUTHS = ("", "nan", "none", "null")
 _STRUCTURE = re.compile(r"\s*[\[({]\s*['\"]")
@@ -140,7 +141,8 @@ def said(text: str) -> str | None:
     marks = list(_SAID.finditer(text)) or list(_SAID_IN_WORDS.finditer(text))
     if not marks:
         return last_boxed(text)
-    line = text[marks[-1].end() :].partition("\n")[0]
+    display = _DISPLAY.match(text, marks[-1].end())  # a formula of its own may have several lines
+    line = display[0] if display else text[marks[-1].end() :].partition("\n")[0]
     return last_boxed(line) or line.strip(" *$").rstrip(".").rstrip(" *$") or None
 
 

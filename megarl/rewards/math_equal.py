@@ -5,7 +5,8 @@ from typing import Any
 from megarl.rewards import math_forms as forms
 from megarl.rewards.math_grammar import derives, is_name
 from megarl.rewards.math_syntax import formula_of
-from megarl.rewards.math_terms import bounded, parsed, verified
+from megarl.rewards.math_terms import bounded, nearly_equal, parsed, verified
+from megarl.rewards.units import exclude
 
 MAX_CHARACTERS = 1000
 """Most characters of an answer that is compared, six times the longest of MATH: math-verify's time is superlinear."""
@@ -26,9 +27,10 @@ def equal(answer: str, truth: str) -> bool:
         return same_words
     if forms.meridiem(found) != forms.meridiem(gold):
         return False
-    units, gold_units = forms.quantities(found), forms.quantities(gold)
-    if units and gold_units and units.isdisjoint(gold_units):
+    if exclude(forms.quantities(found), forms.quantities(gold)) or not forms.same_points(found, gold):
         return False
+    if (ends := forms.ends(gold)) and not forms.may_be_pair(found):
+        return _is_point(gold, ends) and _is_bare_point(found, gold)
     bases = forms.base(found), forms.base(gold)
     if None not in bases and bases[0] != bases[1]:
         return False
@@ -39,6 +41,17 @@ def equal(answer: str, truth: str) -> bool:
     return all(_is_sound(exact, rounded, gold) for exact, rounded in parts) and _same(
         [exact for exact, _ in parts], gold
     )
+
+
+def _is_point(gold: str, ends: list[str]) -> bool:
+    """Return whether `(a,b)` can be no interval, because b is not greater than a."""
+    first, last = map(_number, ends)
+    return gold.startswith("(") and gold.endswith(")") and first is not None and last is not None and first >= last
+
+
+def _is_bare_point(found: str, gold: str) -> bool:
+    parts = forms.members(found)
+    return len(parts) == 2 and "=" not in found and equal(f"({', '.join(parts)})", gold)
 
 
 def _is_sound(exact: str, rounded: str | None, gold: str) -> bool:
@@ -83,7 +96,8 @@ def _sides_equal(found: str, gold: str) -> bool:
 
 
 def _verified(answer: str, truth: str) -> bool:
-    return verified(formula_of(answer) or answer, formula_of(truth) or truth)
+    answer, truth = formula_of(answer) or answer, formula_of(truth) or truth
+    return verified(answer, truth) and nearly_equal(answer, truth)
 
 
 def _rounds(exact: str, rounded: str) -> bool:

@@ -7,32 +7,9 @@ the last side of `1=2=3`, the product of the letters of a word, and a number wit
 import re
 from decimal import Decimal
 
-from megarl.rewards.units import quantities_of
+from megarl.rewards.math_signs import MARK, with_latex_signs, without_delimiters, without_marks
+from megarl.rewards.units import Quantities, quantities_of
 
-_AS_LATEX = {
-    **dict.fromkeys("−–﹣－", "-"),
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "÷": "\\div ",
-    "½": "\\frac{1}{2}",
-    "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}",
-    "¼": "\\frac{1}{4}",
-    "¾": "\\frac{3}{4}",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "≠": "\\ne ",
-    "°": "^\\circ ",
-    "∅": "\\emptyset ",
-    "⇒": "\\implies ",
-    "→": "\\to ",
-    **dict.fromkeys("✓✔✅", ""),
-    **dict.fromkeys("\u00a0\u2009\u202f", " "),
-    **dict(zip("０１２３４５６７８９＋＝（）．，：％", "0123456789+=().,:%", strict=True)),
-}
-_SIGNS = str.maketrans(_AS_LATEX)
 _GROUPS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\\[, ;:]|,\\!|\{,\}|~| )[0-9]{3})+)(?![0-9])")
 _LOOKS = re.compile(
     r"\\(?:text)?color(?:\[[^\]{}]*\])?\{[^{}]*\}"
@@ -42,6 +19,18 @@ _LOOKS = re.compile(
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox|math(?:rm|sf|it)|operatorname)\s*\{")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_NO_TEXT = re.compile(r"\\text\{\s*\}")
+_FRACTION_OF_UNITS = re.compile(r"\\[dt]?frac ?\{ ?(\\text\{[^{}]*\}) ?\} ?\{ ?(\\text\{[^{}]*\}(?:\^\{?[23]\}?)?) ?\}")
+_SIGNS_OF_UNITS = (
+    (re.compile(r"\\\$"), " $ "),
+    (re.compile(r"\\?%"), " percent "),
+    (re.compile(r"\^\{? ?\\(?:circ|degree) ?\}?"), " degree "),
+    (re.compile(r"\\(?:[,;:! ]|cdot(?![a-z]))|~"), " "),
+)
+_BARE_QUANTITY = re.compile(
+    r"[ $]*[-+]?[0-9.,]+ ?(?:[a-zA-Z]+(?:\^\{?[23]\}?)? ?(?:/ ?[a-zA-Z]+(?:\^\{?[23]\}?)?)?)[ .]*"
+)
+_COMMAND = re.compile(r"\\(?!text\{)[a-zA-Z]+")
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z '-]+")
 _PRODUCT = re.compile(r"[a-dhkmnp-z]{2,4}")
 _FAMILIES = ("abcd", "mn", "pqrs", "uvw", "xyz")
@@ -49,8 +38,10 @@ _TOKENS = re.compile(
     r"\\(?:begin|end)\{[^{}]*\}|\\text\{ *(?:or|and) *\}|\\[a-zA-Z]+|\\.|:=|==|[<>!]=|.",
     re.DOTALL,
 )
+_COMMA = re.compile(",")
 _MEMBER = re.compile(r",|;|\\\\|\\text\{.*\}")
 _CONJUNCTIONS = re.compile(r"[,;]?\s*\\text\{[,; ]*(?:and|or)[,; ]*\}")
+_BARE_CONJUNCTION = re.compile(r"\\text\{[^{}]*\}|[,;]?\s*(?<![a-zA-Z\\])(and|or)(?![a-zA-Z])\s*")
 _EQUALS = re.compile(r"=|:=|==|\\(?:equiv|sim|simeq|cong|propto)")
 _LAYOUT = re.compile(
     r"\\(?:begin|end)\{(?:aligned|align\*?|split|gathered|cases|equation\*?)\}|(?<!\\)&(?= *(?:[=<>]|\\[gl]e))"
@@ -65,14 +56,19 @@ _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])(?![a-zA-Z])")
 _BASE_IN_WORDS = re.compile(r"_\{? ?\\text\{ ?([a-z]+) ?\} ?\}?")
 _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASE = re.compile(r"\(?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?\)?_\{?(?:\\text\{)?([0-9]+|[a-z]+)\}?\}?")
+_SIZED = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])|\s|(?<=^)\$|\$$")
+_STATES_INTERVAL = re.compile(r"[<>]|\\(?:[lg](?:e|t|eq|eqslant)|cup|begin)(?![a-z])")
+_OBJECT = re.compile(r"\\(angle|measuredangle|triangle|overline|overrightarrow)[ {]*([A-Z]{2,})\}?")
+_POINTS = re.compile(r"[ {$]*([A-Z]{2,})[ }$]*")
 _ENDS = re.compile(r"(?:\\\\|\\[,;:! ]|[\s$])+$|^(?:\\[,;:! ]|[\s$])+")
 _GROUPED = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
 def plain(latex: str) -> str:
     r"""Return an answer without what only changes its looks: `\color{red}{5} \checkmark.` becomes `{5}`."""
-    signs = " ".join(latex.translate(_SIGNS).split())
-    text = _TEXT_COMMAND.sub(r"\\text{", _LOOKS.sub(" ", signs)).replace("\\varnothing", "\\emptyset")
+    signs = " ".join(with_latex_signs(without_delimiters(latex)).split())
+    text = _TEXT_COMMAND.sub(r"\\text{", _LOOKS.sub(MARK, signs)).replace("\\varnothing", "\\emptyset")
+    text = without_marks(_NO_TEXT.sub(MARK, text))
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = _MEMBERSHIP.sub("", text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", _BASE_IN_WORDS.sub(_base_in_digits, text))
@@ -80,7 +76,7 @@ def plain(latex: str) -> str:
     text = _ENDS.sub("", text)
     if text.endswith((".", ",", ";")) and not text.endswith(".."):
         text = _ENDS.sub("", text[:-1])
-    return _TEXT.sub(lambda words: words[0].replace(words[1], words[1].rstrip(".! ")) if words[1] else "", text)
+    return _TEXT.sub(lambda words: words[0].replace(words[1], words[1].rstrip(".! ")), text)
 
 
 def _base_in_digits(index: re.Match[str]) -> str:
@@ -100,10 +96,18 @@ def meridiem(latex: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def quantities(latex: str) -> frozenset[str]:
-    r"""Return the units in `\text{...}` and `\$` that other units exclude."""
-    money = " $" if "\\$" in latex else ""
-    return quantities_of(" ".join(_TEXT.findall(latex)) + money)
+def quantities(latex: str) -> Quantities:
+    r"""Return the units that other units exclude, also those in plain text, and `\$`, `\%` and `^\circ`."""
+    text = _FRACTION_OF_UNITS.sub(r"\1/\2", latex)
+    for pattern, sign in _SIGNS_OF_UNITS:
+        text = pattern.sub(sign, text)
+    is_bare = bool(_BARE_QUANTITY.fullmatch(text))
+    words = _COMMAND.sub(" 0 ", _TEXT.sub(lambda found: f" {found[1]} ", text) if is_bare else _TEXT.sub(_quoted, text))
+    return quantities_of(words, single_letters=is_bare)
+
+
+def _quoted(words: re.Match[str]) -> str:
+    return re.sub(r"(?<![a-zA-Z])(?=[a-zA-Z](?![a-zA-Z]))", "'", f" {words[1]} ")
 
 
 def letters(latex: str) -> str | None:
@@ -141,7 +145,8 @@ def is_prose(latex: str) -> bool:
 def members(latex: str) -> list[str]:
     """Return the answers of a list, or of the lines of an environment; one answer if there is no list."""
     plainer = latex if "matrix}" in latex or "array}" in latex else _LAYOUT.sub(" ", latex)
-    return _split(_CONJUNCTIONS.sub(r"\\text{and}", plainer), _MEMBER)
+    words = _BARE_CONJUNCTION.sub(lambda found: r"\text{and}" if found[1] else found[0], plainer)
+    return _split(_CONJUNCTIONS.sub(r"\\text{and}", words), _MEMBER)
 
 
 def estimate(latex: str) -> tuple[str, str | None]:
@@ -195,3 +200,38 @@ def base(latex: str) -> str | None:
     """Return the base in the index of a number, such as 8 of `2516_8`; None if there is none."""
     found = _BASE.fullmatch(latex.strip())
     return found[1] if found and re.search("[0-9]", latex.partition("_")[0]) else None
+
+
+def ends(latex: str) -> list[str]:
+    """Return `a` and `b` of `(a,b)`, `[a,b)` or the like, an interval or a point in a plane; none for others."""
+    text = _SIZED.sub("", latex)
+    is_bracket = text.startswith(("(", "[")) and text.endswith((")", "]")) and _closes_at_end(text)
+    parts = _split(text[1:-1], _COMMA) if is_bracket else []
+    return parts if len(parts) == 2 else []
+
+
+def may_be_pair(latex: str) -> bool:
+    """Return whether an answer has the form of an interval or a point, and is no set, list or number."""
+    if _STATES_INTERVAL.search(latex):
+        return True
+    text = _SIZED.sub("", sides(latex)[-1])
+    while text.startswith("{") and _closes_at_end(text):
+        text = text[1:-1]
+    return len(members(latex)) == 1 and text.startswith(("(", "["))
+
+
+def same_points(found: str, gold: str) -> bool:
+    r"""Return whether the angles, triangles and segments of two answers have the same points in their order.
+
+    An angle and a segment may be read from both ends: `\angle ABC` is `\angle CBA`. Answers without them agree.
+    """
+    of_found, of_gold = (sorted(map(_points, _OBJECT.finditer(text))) for text in (found, gold))
+    alone, bare = _OBJECT.fullmatch(gold), _POINTS.fullmatch(found)
+    if alone and bare:
+        return bare[1] in (alone[2], _points(alone)[1])
+    return not of_found or not of_gold or of_found == of_gold
+
+
+def _points(found: re.Match[str]) -> tuple[str, str]:
+    kind, points = found[1].removeprefix("measured"), found[2]
+    return kind, min(points, points[::-1]) if kind in ("angle", "overline") else points

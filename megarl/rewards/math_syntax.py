@@ -53,7 +53,7 @@ class _MalformedError(Exception):
 
 @lru_cache(maxsize=4096)
 def formula_of(latex: str, known: frozenset[str] = frozenset()) -> str | None:
-    """Return a formula with braces around all arguments and without spaces; None if the text is no formula.
+    """Return a formula with braces around all arguments, without spaces and units; None if the text is no formula.
 
     A formula may be several with commas between them. Tokens in `known` may be operands.
     """
@@ -123,9 +123,12 @@ class _Reader:
         self._operand(depth)
         self._scripts(depth)
         while self._is_unit(self.next) or self.next in _POSTFIXES:
+            end, is_silent = len(self.read), self._is_word_of_unit(self.next)
             is_unit_before = self._take() not in _POSTFIXES
             if is_unit_before or self.next == "^":
                 self._scripts(depth)
+            if is_silent:  # math-verify would multiply its letters
+                del self.read[end:]
 
     def _scripts(self, depth: int) -> None:
         """Read one power and one index at most; `^\\circ` is a power."""
@@ -175,6 +178,10 @@ class _Reader:
         if token.startswith("\\text{"):
             return bool(token[6:-1].strip()) and is_unit_phrase(token[6:-1].replace(".", " "))
         return len(token) > 1 and token.isalpha() and token not in (*_FUNCTIONS, *_BINARY) and is_unit(token)
+
+    def _is_word_of_unit(self, token: str) -> bool:
+        """Return whether a token is a unit in words, and cannot be a product such as `km`."""
+        return self._is_unit(token) and (token.startswith("\\text{") or len(token) > 2)
 
     def _argument(self, depth: int) -> None:
         """Read what follows a command or `^`: braces, one digit, one letter or a command."""

@@ -49,6 +49,8 @@ POWERS = tuple(
     )
     for name in ("Integer", "Rational")
 )
+_MAX_DIFFERENCE = 1e-5
+"""Most relative difference of equal numbers: `0.083333` is a twelfth."""
 MAX_BITS = 100_000
 """Most bits of a power of integers; sympy refuses a larger power, and the answer is wrong."""
 
@@ -67,6 +69,50 @@ def verified(answer: str, truth: str) -> bool:
     with bounded():
         gold, found = (parsed(text) for text in (truth, answer))
         return bool(load().verify(gold, found, timeout_seconds=None))
+
+
+def nearly_equal(answer: str, truth: str) -> bool:
+    """Return whether the numbers of two answers have the same signs and differ by less than a part of 100,000.
+
+    Math-verify compares decimals by their first six places, so to it all small numbers are equal. Values that are no
+    real numbers, points or sets of them are not compared here.
+    """
+    texts = [text.replace("\\%", "").replace("%", "") for text in (answer, truth)]
+    factors = (1, 100) if (texts[0] == answer) != (texts[1] == truth) else (1,)
+    with bounded():
+        found, gold = (_numbers(values[0]) if (values := parsed(text)) else None for text in texts)
+    if found is None or gold is None or len(found) != len(gold):
+        return True
+    return any(
+        all(_is_near(one * a, other * b) for one, other in zip(found, gold, strict=True))
+        for a in factors
+        for b in factors
+    )
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    if one.is_infinite or other.is_infinite:
+        return bool(one == other)
+    return bool(abs(one - other) <= _MAX_DIFFERENCE * max(abs(one), abs(other)))
+
+
+def _numbers(value: Any) -> list[Any] | None:
+    """Return the real numbers of a number, a point or a set, with infinity; None if there are others."""
+    import sympy
+
+    if isinstance(value, sympy.FiniteSet | sympy.Tuple | sympy.Interval):
+        parts = [_numbers(part) for part in value.args[: 2 if isinstance(value, sympy.Interval) else None]]
+        if any(part is None for part in parts):
+            return None
+        numbers = [number for part in parts for number in part or ()]
+        return sorted(numbers) if isinstance(value, sympy.FiniteSet) else numbers
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return None
+    try:
+        number = value.evalf(15)
+    except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError):
+        return None
+    return [number] if number.is_Number and number.is_extended_real else None
 
 
 def parsed(text: str) -> Any:

@@ -64,14 +64,23 @@ _QUANTITIES = {
     **dict.fromkeys(words_of("km kilometer kilometre"), "km"),
     **dict.fromkeys(words_of("inch inche"), "in"),
     **dict.fromkeys(words_of("ft foot feet"), "ft"),
-    **dict.fromkeys(words_of("mi mile mph"), "mi"),
+    **dict.fromkeys(words_of("mi mile"), "mi"),
+    **dict.fromkeys(words_of("yd yard"), "yd"),
     **dict.fromkeys(words_of("s sec second"), "s"),
     **dict.fromkeys(words_of("min minute"), "min"),
     **dict.fromkeys(words_of("h hr hour"), "h"),
-    **{word: word for word in words_of("day week month year degree radian dollar cent gram pound ounce")},
-    **{"g": "gram", "lb": "pound", "oz": "ounce", "kg": "kg", "kilogram": "kg", "$": "dollar"},
+    **dict.fromkeys(words_of("g gram"), "g"),
+    **dict.fromkeys(words_of("kg kilogram kilo"), "kg"),
+    **dict.fromkeys(words_of("mg milligram"), "mg"),
+    **dict.fromkeys(words_of("L l liter litre"), "l"),
+    **dict.fromkeys(words_of("mL ml milliliter millilitre"), "ml"),
+    **dict.fromkeys(words_of("$ dollar buck"), "dollar"),
+    **{word: word for word in words_of("day week month year degree celsius fahrenheit radian percent pound ounce")},
+    **{word: word for word in words_of("cent euro yen rupee gallon acre hectare")},
+    **{"lb": "pound", "oz": "ounce", "£": "pound", "€": "euro", "¥": "yen", "₹": "rupee", "¢": "cent", "penny": "cent"},
 }
 """Units that exclude each other, by their words and signs in the singular."""
+_MONEY = frozenset(["dollar", "cent", "euro", "pound", "yen", "rupee"])
 _JOINING = words_of(
     """
     per a an the of in on at for to from each every his her their its my our total altogether left remaining overall
@@ -90,6 +99,8 @@ _NAMES = words_of(
 )
 _MAX_WORDS = 8
 _LETTERS = re.compile(r"[^\W\d_]+")
+_SPEEDS = re.compile(r"\b(?:(mph)|kph|kmh)\b")
+_PART = re.compile(r"[$€£¥₹¢/]|[0-9]+|[^\W\d_]+|\^ ?\{? ?-?[1-3] ?\}?|[²³]|'")
 _POWER = re.compile(r"(?<=[a-z]) ?(?:\^ ?[23]|[²³])(?= |/|$)")
 
 
@@ -124,11 +135,52 @@ def is_unit_phrase(text: str, *, of_money: bool = False) -> bool:
     return is_short and has_unit and all(is_unit(part) or part.lower() in _JOINING for part in known)
 
 
-def quantities_of(text: str) -> frozenset[str]:
-    """Return the units in a text that other units exclude: metres are no centimetres."""
-    words = (word for word in re.split(r"[^\w$]+", text) if word)
-    known = (_QUANTITIES.get(word) or _QUANTITIES.get(word.lower().removesuffix("s")) for word in words)
-    return frozenset(unit for unit in known if unit)
+Quantities = frozenset[tuple[str, int]]
+"""Units with their powers: those of `5 m/s` are m with 1 and s with -1."""
+
+
+def quantities_of(text: str, *, single_letters: bool) -> Quantities:
+    """Return the units in a text that other units exclude: metres are no centimetres, and no square metres.
+
+    A single letter is a unit with `single_letters` or after a quotation mark, since it may be a variable.
+    """
+    found, sign, factor, is_open, before = list[tuple[str, int]](), 1, 1, False, ""
+    for part in _PART.findall(_SPEEDS.sub(lambda speed: "mile/hour" if speed[1] else "km/hour", text)):
+        word = part.lower()
+        singular = word.removesuffix("s") if len(word) > 2 else word
+        unit = _QUANTITIES.get(part) or _QUANTITIES.get(word) or _QUANTITIES.get(singular)
+        if part[0] in "^²³":
+            if is_open:
+                name, power = found[-1]
+                found[-1] = name, power * int({"²": "2", "³": "3"}.get(part) or part.strip("^{ }"))
+            is_open = False
+        elif part == "/" or word == "per":
+            sign, is_open = -1, False
+        elif word in ("square", "sq", "cubic", "cu"):
+            factor, is_open = 3 if word.startswith("cu") else 2, False
+        elif unit and (len(part) > 1 or not part.isalpha() or single_letters or before == "'"):
+            found.append((unit, sign * factor))
+            sign, factor, is_open = 1, 1, True
+        elif part != "'":
+            sign, factor, is_open = (1, 1, False) if part.isdigit() else (sign, factor, False)
+        before = part
+    return frozenset(found)
+
+
+def exclude(some: Quantities, others: Quantities) -> bool:
+    """Return whether two texts have different units. A text without units excludes none.
+
+    A degree may be of an angle or of heat, and beside other units it may belong to an angle in a formula; the price of
+    a thing may be given as money alone.
+    """
+    if not some or not others or some == others:
+        return False
+    first, second = ({unit for unit in units if unit != ("degree", 1)} for units in (some, others))
+    if not first or not second:
+        return not (("degree", 1) in some and ("degree", 1) in others)
+    if any(name in _MONEY for name, _ in first) and any(name in _MONEY for name, _ in second):
+        first, second = ({unit for unit in units if unit[0] in _MONEY} for units in (first, second))
+    return first != second
 
 
 def is_name(text: str) -> bool:

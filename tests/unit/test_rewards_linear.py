@@ -21,7 +21,7 @@ TOKENS = {
     "gsm8k/flexible": ["1", ",", ".", "$", "-", " "],
     "knights_knaves": ["<answer>", "</answer>", " ", " and ", "Ann is a knight", "(1) ", "*", "{"],
     "math": ["\\boxed{", "\\boxed ", "{", "}", "\\", "1,\\!000"],
-    "math_dapo": ["answer", ":", "Answer: 1", " ", "\n", "\\boxed{"],
+    "math_dapo": ["answer", ":", "Answer: 1", " ", "*", "\n", "\\boxed{", "\\["],
     "multiply": [*TAGS, "=", "1,111", "$", "."],
     "reasoning_gym/chain_sum": [*TAGS, "a"],
 }

@@ -194,6 +194,9 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
         ("The final answer is: 5", "5"),
         ("The answer is $5$.", "5"),
         ("The answer is 3\nAnswer: 5", "5"),
+        ("Answer: `5`", "`5`"),
+        (r"**Answer:** \(\frac{1}{2}\).", r"\(\frac{1}{2}\)"),
+        ("Answer: $5$ dollars", "5$ dollars"),
         (r"\boxed{3} is it", "3"),
         ("it is 5", None),
     ],
@@ -201,6 +204,14 @@ def test_the_last_box(text: str, boxed: str | None) -> None:
 def test_the_answer_that_is_said(text: str, answer: str | None) -> None:
     assert said(text) == answer
     assert REWARDS["math_dapo"]("math_dapo", text, answer or "5", None) == float(answer is not None)
+
+
+@pytest.mark.parametrize(
+    "answer", ["`5`", '"5"', "“5”", r"\(5\)", r"\[5\]", "$5$", "$5$ dollars", "5 people", "\n$$\n5\n$$"]
+)
+def test_what_stands_around_an_answer_that_is_said(answer: str) -> None:
+    assert REWARDS["math_dapo"]("math_dapo", f"Answer: {answer}", "5", None) == 1.0
+    assert REWARDS["math_dapo"]("math_dapo", f"Answer: {answer}", "6", None) == 0.0
 
 
 @pytest.mark.parametrize(
