@@ -1,6 +1,6 @@
 r"""The signs that people write instead of LaTeX, and marks around an answer or its parts: `θ`, `2√3`, `x²`, `\(5\)`.
 
-A mark becomes a blank, except between digits, where it stays a sign that no grammar knows: `1✓8` is not 18.
+A mark becomes a blank. Between digits it stays a sign that no grammar knows: `1✓8` is not 18.
 """
 
 import re

@@ -23,7 +23,7 @@ def lets_the_kernel_work() -> None:
 
 
 class Resists:
-    """Computes while it is destroyed, where Python ignores every error."""
+    """Computes in its destructor, in which Python ignores every error."""
 
     def __del__(self) -> None:
         while True:
