@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 
 @contextmanager
@@ -23,10 +22,19 @@ def computing_at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGPROF, _interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)
+    is_running = True
+
+    def interrupt(*_: object) -> None:
+        if is_running:  # Python may call this after the timer is off
+            raise _TimeOver
+
+    before = signal.signal(signal.SIGPROF, interrupt)
     try:
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN)
+            yield
+        finally:
+            is_running = False
     except _TimeOver as over:
         raise TimeoutError from over
     finally:
@@ -59,7 +67,3 @@ _AGAIN = 0.1  # seconds until the block is interrupted again: Python ignores an 
 
 class _TimeOver(BaseException):
     """An error that no `except Exception` of the interrupted code catches."""
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise _TimeOver

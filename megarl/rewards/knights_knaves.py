@@ -34,7 +34,7 @@ _OPENING = re.compile(
 _PUNCTUATION = rf"(?: ?[.,;!]?\n| ?[.,;!] ?| (?={_JOINS}|{_NUMBERED}))"
 _OPENINGS = (re.compile(""), _OPENING)
 _SEPARATORS = (re.compile(_PUNCTUATION, re.IGNORECASE), re.compile(f"{_PUNCTUATION}{_JOINS}", re.IGNORECASE))
-"""What may precede the first statement, and another: first without words, which may be the name of a person."""
+"""Patterns before the first statement, and before another: first without words, which may be the name of a person."""
 _BEFORE_NAME = rf"{_NUMBERED}?(?:\| ?)?"
 _AFTER_NAME = (
     r"(?: is (?:an? |the )?| ?(?:[:=|–—→-]|[-=]>) ?(?:an? |the )?| ?(\( ?))(knight|knave)\b(?(2) ?\))(?: ?\|)?"

@@ -3,6 +3,7 @@
 import mmap
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -61,3 +62,11 @@ def test_quick_code_and_other_threads_go_on() -> None:
     thread.start()
     thread.join()
     assert found == [1, 49_995_000]
+
+
+def test_a_deadline_that_passes_at_the_end_of_the_block_is_a_timeout_or_nothing() -> None:
+    """Whenever the signal arrives, nothing but a TimeoutError leaves the block."""
+    for _ in range(2000):
+        with suppress(TimeoutError), computing_at_most(1e-3):
+            sum(range(20_000))
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)

@@ -170,7 +170,7 @@ OF_FIXED_LENGTH = {
 
 
 BEFORE = ("\\n", "\\t", "\\r", "\\x1b", "\\u001b", "%20", "%3D", "%253D", "line\\n", "key=%20")
-"""What writes a blank, a newline or another sign in letters."""
+"""Escapes that write a blank, a newline or another sign in letters."""
 
 
 @pytest.mark.parametrize("service", OF_FIXED_LENGTH)
