@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults clean
+.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-cuda clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-long    what takes minutes: demonstrations, benchmarks, many lives of a job, and test-newest"
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-oldest  tests of what touches vLLM, with the oldest vLLM and torch (3 GB of packages)"
+	@echo "make test-cuda    tests of what touches CUDA, on a hollow device: no kernel runs, and no GPU is needed"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
 	@echo "make clean        remove environments and caches; keep what users made"
 
@@ -83,6 +84,18 @@ test-oldest:
 	@scripts/setup.sh oldest
 	.venv-oldest/bin/python -m pytest $(TWO) -k "not deepseek and not faults1 and not whole_experts" $(OF_ENGINE)
 
+# CUDA builds on a device that computes nothing (docs/hollow.md). The packages are large: 6 GB.
+hollow:
+	@scripts/setup.sh cuda
+	@$(MAKE) --no-print-directory build/hollow/built
+build/hollow/built: tests/hollow/build.py $(wildcard tests/hollow/device/*) .venv-cuda/.project
+	.venv-cuda/bin/python tests/hollow/build.py build/hollow
+	@touch $@
+
+test-cuda: setup hollow
+	$(BIN)/python -m pytest tests/hollow/test_engine.py
+	tests/hollow/run .venv-cuda/bin/python -m pytest tests/hollow tests/gpu -k "not (test_rollout_cuda and (False or mixtral or moe))"
+
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)
 test-faults: setup
@@ -92,4 +105,4 @@ test-faults: setup
 	done; [ $$passed -eq $(N) ]
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build .venv .venv-cuda .venv-newest .venv-oldest .venv-peers .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -6,6 +6,7 @@
 #   scripts/setup.sh newest     .venv-newest: .venv, overridden by requirements/newest.txt
 #   scripts/setup.sh oldest     .venv-oldest: .venv, overridden by requirements/oldest.txt
 #   scripts/setup.sh peers      .venv-peers: .venv, completed by requirements/peers.lock
+#   scripts/setup.sh cuda       .venv-cuda: requirements/gpu.lock, for the hollow device (docs/hollow.md); Python 3.12
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12).
 set -euo pipefail
@@ -74,10 +75,11 @@ pip_setting() {
     .venv/bin/python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | head -n 1 | sed 's/\\n/ /g'
 }
 
-# uv_install ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip. Like
-# pip, and unlike uv itself, it trusts the certificates of the system.
+# uv_install PYTHON ARGUMENT...: install with uv, in seconds, from pip's sources. Variables of uv replace settings of pip.
+# Like pip, and unlike uv itself, it trusts the certificates of the system.
 uv_install() {
-    local links cert
+    local into=$1 links cert
+    shift
     links=$(pip_setting find-links)
     cert=${SSL_CERT_FILE:-$(pip_setting cert)}
     env UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}" \
@@ -85,16 +87,16 @@ uv_install() {
         UV_FIND_LINKS="${UV_FIND_LINKS:-${links// /,}}" \
         UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" \
         UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" ${cert:+"SSL_CERT_FILE=$cert"} \
-        .venv/bin/uv pip install --no-deps --python .venv/bin/python "$@"
+        .venv/bin/uv pip install --no-deps --python "$into" "$@"
 }
 
 # The lock names PyTorch's CPU build of torch. If pip's sources lack this build, uv takes it from PyTorch's own index.
 # uv sometimes crashes when it ends. A second call then finds everything installed.
 install_lock() {
     pip_install "$(grep '^uv==' requirements/cpu.lock)"
-    uv_install -r requirements/cpu.lock || {
-        (($? > 128)) && uv_install -r requirements/cpu.lock
-    } || uv_install -r requirements/cpu.lock --torch-backend cpu
+    uv_install .venv/bin/python -r requirements/cpu.lock || {
+        (($? > 128)) && uv_install .venv/bin/python -r requirements/cpu.lock
+    } || uv_install .venv/bin/python -r requirements/cpu.lock --torch-backend cpu
 }
 
 # check_imports PYTHON [MODULE...]: import the modules, and what a training run imports. This also writes bytecode: uv
@@ -173,6 +175,48 @@ lay_over() {
     echo "$stamp" >"$venv/.project"
 }
 
+# Not in .venv-cuda: NVIDIA's libraries that the hollow device stands in for, compilers that no test uses (3 GB), and
+# Transformer Engine, whose extension of torch would have to be compiled.
+LEFT_OUT='^nvidia-(cublas|cudnn-cu13|cufft|cufile|curand|cusolver|cusparse|cusparselt-cu13|nccl-cu13|nvshmem-cu13)=='
+LEFT_OUT+='|^nvidia-(nvjitlink|nvvm|cuda-cupti|cuda-nvrtc|cuda-nvcc|cuda-cccl)==|^nccl(4py|-extensions)==|^transformer-engine'
+
+find_python_312() {
+    local candidate
+    for candidate in "$python" python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.12 with the venv module found, and requirements/gpu.lock is for no other." \
+        "Install it (Ubuntu: apt-get install python3.12-venv), or name it: PYTHON=/path/to/python3.12 make hollow"
+}
+
+install_gpu_lock() {
+    grep -vE "$LEFT_OUT" requirements/gpu.lock >"$log.lock"
+    uv_install .venv-cuda/bin/python -r "$log.lock" || uv_install .venv-cuda/bin/python -r "$log.lock"
+    rm -f "$log.lock"
+}
+
+setup_cuda() {
+    local python_312 stamp
+    setup_packages
+    python_312=$(find_python_312)
+    stamp=$({ "$python_312" -VV && cat requirements/gpu.lock pyproject.toml "$0"; } | cksum)
+    if stamped .venv-cuda/.project "$stamp"; then
+        echo "setup: .venv-cuda is up to date"
+        return
+    fi
+    check_tools
+    step "create .venv-cuda ($("$python_312" -V))" "Remove .venv-cuda and try again." \
+        "$python_312" -m venv --clear .venv-cuda
+    step "install requirements/gpu.lock" "Check the network, the disk (9 GB) and the sources: pip config list." \
+        install_gpu_lock
+    step "install megarl (editable)" "Check pyproject.toml; it needs no network." .venv-cuda/bin/python -m pip install \
+        --no-deps --disable-pip-version-check --no-build-isolation --no-index -e .
+    echo "$stamp" >.venv-cuda/.project
+}
+
 python=$(find_python)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -183,5 +227,6 @@ packages) setup_packages ;;
 newest) lay_over .venv-newest requirements/newest.txt ;;
 oldest) lay_over .venv-oldest requirements/oldest.txt ;;
 peers) lay_over .venv-peers requirements/peers.lock trl.trainer.grpo_trainer ;;
-*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest' or 'peers'." ;;
+cuda) setup_cuda ;;
+*) die "unknown argument '$1': give none, 'packages', 'newest', 'oldest', 'peers' or 'cuda'." ;;
 esac

@@ -18,7 +18,7 @@ from tests.support.programs import ROOT, succeed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HABITS = 400, 60, 6
 SCREEN = Path("megarl/platform/screen.py")
-TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster")
+TESTS = ("tests.unit", "tests.ranks", "tests.e2e", "tests.gpu", "tests.cluster", "tests.hollow.test_")
 
 
 def listed(*command: str) -> set[Path]:

@@ -1,0 +1,52 @@
+"""The start of every Python process on the hollow device: torch and Triton are prepared as soon as they are imported.
+
+Python imports a module of this name when it starts; `tests/hollow/run` puts this folder on its path.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+PREPARED = {  # modules, and the functions that take them after their import
+    "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
+    "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
+}
+
+
+class Prepared(importlib.abc.Loader):
+    """Loads a module as its own loader does, and prepares it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Let the module's own loader make it."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module, then prepare it."""
+        self._loader.exec_module(module)
+        home, function = PREPARED[module.__name__]
+        getattr(import_module(home), function)(module)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules as ever, and has those of PREPARED prepared."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module that is prepared, and None for every other module."""
+        if name not in PREPARED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec:
+            spec.loader = Prepared(spec.loader)
+        return spec
+
+
+if os.environ.get("HOLLOW_SOLID") == "1":
+    sys.meta_path.insert(0, Finder())

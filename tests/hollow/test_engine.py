@@ -1,0 +1,47 @@
+"""The engine of vLLM's CUDA build on the hollow device: greedy responses are those of vLLM's CPU build.
+
+The two builds cannot be in one environment. So this module also runs in the CPU's, and there the same test checks the
+expected tokens: `.venv/bin/python -m pytest tests/hollow/test_engine.py`.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.platform.device import on_cuda
+from megarl.rollout.config import SamplingSection
+from tests.support.engines import PROMPTS, start, tear_down, tensors_of, write_two_checkpoints, writer
+from tests.support.ranks import RankPool
+
+GREEDY = SamplingSection(n=1, do_sample=False)
+MAX_TOKENS = 6
+TOKENS = {  # of the two checkpoints. The CPU computes in float32, and CUDA in bfloat16; no two tokens are nearly equal
+    "qwen3": [
+        [[191, 195, 115, 191, 115, 191], [52] * 6, [52, 92, 16, 19, 72, 18]]
+        + [[43, 178, 178, 178, 178, 178], [105, 105, 105, 105, 105, 26], [117, 195, 142, 144, 31, 14]],
+        [[146, 101, 166, 177, 166, 177], [48, 59, 85, 209, 25, 85], [64, 166, 101, 105, 40, 64]]
+        + [[207, 145, 105, 164, 37, 93], [130, 208, 109, 56, 129, 105], [94, 207, 188, 56, 188, 188]],
+    ],
+}
+
+
+def generate(paths: list[Path]) -> list[list[list[int]]]:
+    """Return the greedy responses to all prompts after a sync of each of two checkpoints. Runs on every rank."""
+    *checkpoints, bare = paths
+    settings = {"dtype": "bfloat16" if on_cuda() else "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    engine = start(bare, tensors_of(checkpoints[0]), tp_size=1, **settings)
+    found = []
+    for checkpoint in checkpoints:
+        with engine.awake(writer(tensors_of(checkpoint))):
+            responses = engine.generate(PROMPTS, GREEDY, max_tokens=MAX_TOKENS, step=0)
+        found.append([list(response.token_ids) for response in responses])
+    tear_down(engine)
+    return found
+
+
+@pytest.mark.parametrize("variant", TOKENS)
+def test_greedy_responses_are_the_same_on_the_cpu_and_on_cuda(tmp_path: Path, variant: str) -> None:
+    with RankPool("cuda" if "HOLLOW_MAIL" in os.environ else "cpu") as pool:
+        [found] = pool.run(1, generate, write_two_checkpoints(tmp_path, variant))
+    assert found == TOKENS[variant]

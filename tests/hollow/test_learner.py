@@ -1,0 +1,75 @@
+"""A learner on CUDA has the numbers of a learner on the CPU, in every split: loss, gradient, weights after an update.
+
+The CPU is that of the same build of torch. Kernels are not tested: the CPU computes both sides. The tests are of
+everything around them: devices, types, shapes, offload, groups and collectives, and the branches that only CUDA takes.
+"""
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.learners import learner_outputs
+from tests.support.ranks import RankPool
+from tests.support.tiny import write_checkpoint
+
+pytestmark = pytest.mark.hollow
+
+TENSOR, PIPELINE, CONTEXT, EXPERT = (
+    {f"{name}_parallel_size": 2} for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+)
+OFFLOADED = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {  # variant, world size, section
+    "alone": ("qwen3-tied", 1, {}),
+    "offloaded": ("qwen3-tied", 1, OFFLOADED),
+    "tensor": ("qwen3-tied", 2, TENSOR),
+    "pipeline": ("qwen3-tied", 2, PIPELINE),
+    "context": ("qwen3-tied", 2, CONTEXT),
+    "data": ("qwen3-tied", 2, {}),
+    "tensor-data-offloaded": ("qwen3-tied", 4, TENSOR | OFFLOADED),
+    "experts": ("qwen3_moe", 2, EXPERT),
+    "latent": ("deepseek_v3", 2, TENSOR),
+}
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[RankPool]:
+    """A process that sees no device: torch asks the device for its stream even in an update on the CPU."""
+    with pytest.MonkeyPatch.context() as patch, RankPool() as pool:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(pool, "_context", multiprocessing.get_context("spawn"))
+        pool.run(1, torch.cuda.device_count)
+        patch.delenv("CUDA_VISIBLE_DEVICES")
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[RankPool]:
+    with RankPool("cuda") as pool:
+        yield pool
+
+
+# `learner_outputs` writes into the head of a value model, which is not there while parameters are offloaded.
+CASES = [(name, "policy") for name in SPLITS] + [(name, "value") for name in SPLITS if "offloaded" not in name]
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_a_learner_on_cuda_is_the_learner_on_the_cpu(
+    tmp_path: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str
+) -> None:
+    variant, world_size, split = SPLITS[name]
+    checkpoint = write_checkpoint(tmp_path, variant)
+    [expected] = on_cpu.run(1, learner_outputs, checkpoint, role, {}, 24)
+    for found in on_cuda.run(world_size, learner_outputs, checkpoint, role, split, 24):
+        assert expected["metrics"]["grad_norm"] > 0
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        for when, tolerance in (("before", 1e-5), ("after", 1e-4)):
+            ours, theirs = (numbers(outputs[when]) for outputs in (found, expected))
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def numbers(outputs: Any) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else torch.stack([outputs.log_probs, outputs.entropy])
