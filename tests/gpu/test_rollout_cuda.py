@@ -62,7 +62,8 @@ def test_every_sync_reaches_the_kernels_and_sleep_gives_memory_back(
 
 def stopped_responses(paths: list[Path]) -> list[list[list[int]]]:
     """Return, twice, the tokens of each response that is stopped after three engine steps, and of all in the end."""
-    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, dtype="bfloat16", gpu_memory_utilization=0.2)
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, **settings)
     found = []
     with engine.awake(writer(tensors_of(paths[0]))):
         for _ in range(2):
