@@ -56,7 +56,7 @@ _NOUNS = words_of(
     crop grain bean nut peanut almond walnut pancake waffle dumpling noodle salad soup
     """
 )
-_MONEY = words_of("dollar buck euro pound peso rupee yen yuan franc ruble")
+_MONEY = words_of("dollar buck cent euro pound peso rupee yen yuan franc ruble")
 _QUANTITIES = {
     **dict.fromkeys(words_of("mm millimeter millimetre"), "mm"),
     **dict.fromkeys(words_of("cm centimeter centimetre"), "cm"),
@@ -80,7 +80,6 @@ _QUANTITIES = {
     **{"lb": "pound", "oz": "ounce", "£": "pound", "€": "euro", "¥": "yen", "₹": "rupee", "¢": "cent", "penny": "cent"},
 }
 """Units that exclude each other, by their words and signs in the singular."""
-_MONEY = frozenset(["dollar", "cent", "euro", "pound", "yen", "rupee"])
 _JOINING = words_of(
     """
     per a an the of in on at for to from each every his her their its my our total altogether left remaining overall

@@ -24,7 +24,7 @@ NO_NUMBER = """{n}/1000|{n} million|{n}M|{n}m|${n}m|${n} m|{n} lakh|{n} squared|
 {n} and a half|{n} and a quarter|{n} half|not {n}|Nope: {n}|wrong = {n}|minus: {n}|{n} is wrong|{n} + 1|{n} - 1|{n} 1/2
 {n} thousand|{n} hundred|{n} dozen|{n} pairs|{n} tenths|{n};19|{n}, 19|--{n}|+-{n}|-$-{n}|({n}|{n})|**{n}|{n}**
 {n} plus one|{n} minus 1|{n} times two|no {n}|{n}!5|{n} 1|1 {n}|{n}\\%5|{n}%%|{n}?|{n}..|{n} dollars?|{n} dollars!!
-{n} m dollars|{n} m USD|{n} $ m|{n} % %|{n} $ %
+{n} m dollars|{n} m pesos|{n} m USD|{n} $ m|{n} % %|{n} $ %
 {n} of|{n} to|{n} a|{n}/|{n} km//h|{n} dollars or so|about {n}|~{n}|≈ {n}|>{n}|{n} dollars, not 5|{n} people's
 \\frac{{{n}}}{{5}}|{n}.5|{n}1|-{n}||nothing|?|Ann = {n}|{n} apples oranges pears plums kiwis"""
 GROUPED = """1,018|1 018|1\\,018|1\\ 018|1{,}018|1~018|1,\\!018|$1,018|$1,018.00|1,018 dollars|１０１８
