@@ -2,11 +2,11 @@
 
     python scripts/gpu_check.py --out OUT [--stages a,b] [--budget-s 470] [--devices N]
     python scripts/gpu_check.py --out OUT --rehearse      # every stage, with tiny models on the CPU
-    python scripts/gpu_check.py --page                    # write docs/benchmarks/gpu.md without running anything
+    python scripts/gpu_check.py --page [--out OUT]        # write docs/benchmarks/gpu.md without running anything
 
 Each stage writes OUT/results/STAGE.json and OUT/logs/STAGE.txt. A stage that succeeded is not repeated, so the same
 command continues after its time is over or after a failure. At the end it writes OUT/gpu.md and, unless it rehearses,
-docs/benchmarks/gpu.md. Exit code 1: a stage failed. Exit code 3: stages are left.
+docs/benchmarks/gpu.json and gpu.md. Exit code 1: a stage failed. Exit code 3: stages are left.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from megarl.bench.gpu_site import Site, write_json  # noqa: E402
 from megarl.bench.gpu_stages import Stage, stages  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+RESULTS = PAGE.with_suffix(".json")
 LEFT = 3  # the exit code if stages are left
 BUDGET_S = 470
 PATIENCE = 5  # times the limit of a stage, in a rehearsal
@@ -36,9 +37,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Run the stages that are left and fit into the time, and write the page."""
     options = _parser().parse_args(argv)
     if options.page:
-        PAGE.write_text(
-            page(read(options.out) if options.out else {}, num_devices=options.devices or 1), encoding="utf-8"
-        )
+        publish(read(options.out) if options.out else published())
         return 0
     if options.out is None:
         raise SystemExit("gpu_check: --out names the directory of the results")
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     text = page(results, num_devices=num_devices)
     (site.out / "gpu.md").write_text(text, encoding="utf-8")
     if not site.rehearses:
-        PAGE.write_text(text, encoding="utf-8")
+        publish(results)
     print(text)
     failed = [stage.name for stage in chosen if stage.name in results and not results[stage.name]["done"]]
     if failed:
@@ -95,6 +94,18 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
+def publish(results: dict[str, dict[str, Any]]) -> None:
+    """Write the results on GPUs to the documentation, and the page that shows them."""
+    write_json(RESULTS, results)
+    num_devices = max((result["num_devices"] for result in results.values()), default=1)
+    PAGE.write_text(page(results, num_devices=num_devices), encoding="utf-8")
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """Return the results on GPUs that the documentation has."""
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
+
+
 def choose(names: str | None) -> list[Stage]:
     """Return the named stages, by default all, in their order. A name may be the beginning of several."""
     every = stages()
@@ -125,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8), help="(default: all GPUs; a rehearsal has one)")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md from the results in OUT")
+    parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md")
     return parser
 
 

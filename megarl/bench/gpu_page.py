@@ -10,6 +10,7 @@ from typing import Any
 from megarl.bench.cases import MODELS
 from megarl.bench.gpu_stages import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, SIZES, SYNCED, Stage, stages
 from megarl.bench.phases import PHASES
+from megarl.bench.report import line
 from megarl.planning.planner import Planner
 from megarl.planning.traffic import Links
 from megarl.platform.peaks import Peaks
@@ -65,12 +66,15 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
             f"On {num_devices} GPU{'s' if num_devices > 1 else ''}, {len(done)} of {len(stages())} stages succeeded. "
             f"Failed: {', '.join(failed) or 'none'}. Not run: {', '.join(missing) or 'none'}."
         )
+    if found := _found(results, "doctor"):
+        yield "\n".join(f"- {title.capitalize()}: {line(found[title])}" for title in ("machine", "versions"))
     yield f"    {COMMAND}"
     yield _paragraph(
         "checks a machine with one GPU or several, in stages. A call takes 470 seconds (`--budget-s`), and the same "
         "command runs the remaining stages; `--stages NAME,...` chooses. OUT gets a JSON file and a log of each stage, "
         "the traces, and this page. The machine needs torch and the packages of `requirements/gpu.lock`, and no "
-        "network. `--rehearse` runs every stage with tiny models on the CPU."
+        "network. `--rehearse` runs every stage with tiny models on the CPU. Results on GPUs also go to "
+        "`docs/benchmarks/gpu.json`, which this page shows."
     )
 
 

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bench.gpu_site import Site, last_object
+from megarl.bench.report import machine
 from megarl.bench.workload import Algorithm, Workload
 from megarl.distributed.signals import EXIT_CODE
 from megarl.errors import UserError
 from megarl.models.families import FAMILIES
+from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRAINED_STEPS = 3
 RESUMED_STEPS = 4
+VERIFIED_SEQUENCES = 16  # of the engine, which captures a graph for each number of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,11 @@ SIZES: Mapping[str, Size] = {
 }
 SYNCED = {"4b": "qwen3-4b", "8b": "qwen3-8b", "30b-a3b": "qwen3-30b-a3b"}
 COMPARED = ("4b", "8b")  # with mbridge
+TESTS: Mapping[str, str] = {  # pytest's -k, so that each part ends within a call of the default length
+    "learner": "not rollout",
+    "eager": "rollout and not False",
+    "graphs": "rollout and False",
+}
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 256, 1024
 REHEARSED = "llama-1m"
 SMALL: dict[str, Any] = {
@@ -72,16 +80,16 @@ SMALL: dict[str, Any] = {
 }
 SMALL_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 SMALL_LATENT = {
-    "head_dim": 32,  # transformers takes it for the rotated part
+    "head_dim": 64,  # transformers takes it for the rotated part
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -92,9 +100,9 @@ def stages() -> list[Stage]:
     """Return all stages, in order."""
     return [
         Stage(name="doctor", limit_s=120, run=doctor),
-        Stage(name="tests", limit_s=300, run=gpu_tests),
+        *(Stage(name=f"tests-{name}", limit_s=470, run=partial(gpu_tests, chosen)) for name, chosen in TESTS.items()),
         Stage(name="quickstart", limit_s=240, run=quickstart),
-        *(Stage(name=f"verify-{family}", limit_s=90, run=partial(verify, family)) for family in FAMILIES),
+        *(Stage(name=f"verify-{family}", limit_s=150, run=partial(verify, family)) for family in FAMILIES),
         *(
             Stage(name=f"train-{name}-{algorithm}", limit_s=size.limit_s, run=partial(train, size, algorithm))
             for name, size in SIZES.items()
@@ -115,16 +123,18 @@ def doctor(site: Site, stage: Stage) -> dict[str, Any]:
     (directory / "peers.json").write_text(json.dumps({"dtype": site.dtype}), encoding="utf-8")
     site.program(stage.name, "-m", "megarl.bench.step_peers", "machine", directory, limit_s=stage.limit_s)
     return {
+        "machine": machine(site.device),
+        "versions": versions(),
         "ready": is_ready,
         "report": shown.splitlines(),
         "peaks": json.loads((directory / "machine.json").read_text(encoding="utf-8")),
     }
 
 
-def gpu_tests(site: Site, stage: Stage) -> dict[str, Any]:
-    """Run the tests that need a GPU; a rehearsal skips each of them."""
-    results = site.out / "tests.xml"
-    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+def gpu_tests(chosen: str, site: Site, stage: Stage) -> dict[str, Any]:
+    """Run the chosen tests that need a GPU; a rehearsal skips each of them."""
+    results = site.out / f"{stage.name}.xml"
+    options = ["-q", "-p", "no:cacheprovider", f"--junitxml={results}", "-k", chosen]
     site.program(stage.name, "-m", "pytest", "tests/gpu", *options, limit_s=stage.limit_s)
     suite = ET.parse(results).getroot().find("testsuite")  # noqa: S314 - our own file
     if suite is None:
@@ -147,7 +157,7 @@ def verify(family: str, site: Site, stage: Stage) -> dict[str, Any]:
     directory = site.work / family
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small_config(family)), encoding="utf-8")
-    split = [f"{ACTOR}.megatron.dtype={site.dtype}"]
+    split = [f"{ACTOR}.megatron.dtype={site.dtype}", f"{ROLLOUT}.max_num_seqs={VERIFIED_SEQUENCES}"]
     if site.num_devices > 1:
         split += [f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     printed = site.program(stage.name, "-m", "megarl.verify", directory, *split, "--json", limit_s=stage.limit_s)
@@ -173,6 +183,7 @@ def train(size: Size, algorithm: Algorithm, site: Site, stage: Stage) -> dict[st
         *training_arguments(size, algorithm, site, directory),
         f"trainer.total_training_steps={TRAINED_STEPS}",
         f"trainer.profile_steps=[{TRAINED_STEPS}]",
+        "trainer.save_last=false",
         f"trainer.default_local_dir={run}",
     ]
     site.program(stage.name, "-m", "megarl.train", *arguments, limit_s=stage.limit_s)

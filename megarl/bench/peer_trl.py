@@ -122,7 +122,7 @@ def build(settings: dict[str, Any], clock: Clock, stack: ExitStack) -> Any:
         reward,
         GRPOConfig(**arguments(settings)),
         Dataset.from_parquet(settings["prompts"], cache_dir=settings["output"]),
-        processing_class=AutoTokenizer.from_pretrained(settings["model"], padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(settings["tokenizer"], padding_side="left"),
     )
     read = trainer._get_per_token_logps_and_entropies
     read_reference = clock.timed("ref", read)

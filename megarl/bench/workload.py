@@ -81,6 +81,7 @@ class Workload:
             f"data.max_prompt_length={self.most_prompt_tokens}",
             f"data.max_response_length={self.most_response_tokens}",
             f"actor_rollout_ref.model.path={model}",
+            f"data.tokenizer={self.tokenizer_in(directory)}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.num_prompts}",
             f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
             f"actor_rollout_ref.rollout.n={self.num_responses}",
@@ -94,10 +95,19 @@ class Workload:
         """Return the directory of the model, if the workload is written to `directory`."""
         return directory / "model" if self.model in MODELS else Path(self.model).resolve()
 
+    def tokenizer_in(self, directory: Path) -> Path:
+        """Return the directory of the tokenizer, if the workload is written to `directory`.
+
+        It is not the model's, because transformers takes every tokenizer beside a Qwen2 model for Qwen2's own.
+        """
+        model = self.model_in(directory)
+        return model / "tokenizer" if self.model in MODELS else model
+
     def settings(self, directory: Path) -> dict[str, Any]:
         """Return the work for a program of another library, if the workload is written to `directory`."""
         return {
             "model": str(self.model_in(directory)),
+            "tokenizer": str(self.tokenizer_in(directory)),
             "prompts": str(directory / "prompts.parquet"),
             "reward": str(directory / "reward.py"),
             "num_prompts": self.num_prompts,
@@ -137,5 +147,5 @@ class Workload:
         names = [*special.values(), *map(str, range(len(special), size))]
         words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
+        PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory / "tokenizer")
         directory.rename(whole)

@@ -12,7 +12,7 @@ from megarl.bench.gpu_site import Site
 from megarl.bench.gpu_stages import SIZES, SYNCED, Stage, layout, small_config, stages
 from megarl.models.architecture import read_architecture
 from megarl.models.families import FAMILIES
-from scripts.gpu_check import PAGE, choose, read, run
+from scripts.gpu_check import PAGE, choose, published, read, run
 
 STEP = {
     "timing_s/step": 9.0,
@@ -23,9 +23,15 @@ STEP = {
 }
 
 
-def test_the_page_in_the_docs_is_that_of_no_results() -> None:
-    """Until somebody commits the page of a GPU."""
-    assert PAGE.read_text() == page({}, num_devices=1)
+def test_the_page_in_the_docs_shows_the_results_beside_it() -> None:
+    results = published()
+    [num_devices] = {result["num_devices"] for result in results.values()}
+    assert PAGE.read_text() == page(results, num_devices=num_devices)
+    assert "- Machine: " in PAGE.read_text()
+
+
+def test_a_page_without_results_says_that_nothing_ran() -> None:
+    assert "**Not run on a GPU yet.**" in page({}, num_devices=1)
 
 
 def test_a_step_is_shown_beside_its_floor_without_the_check_of_the_sync() -> None:
@@ -35,7 +41,7 @@ def test_a_step_is_shown_beside_its_floor_without_the_check_of_the_sync() -> Non
         "resume": {"done": False, "seconds": 3.0, "error": "ValueError: it ended\nafter much else"},
     }
     lines = page(results, num_devices=1).splitlines()
-    assert f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run: doctor, tests" in "\n".join(
+    assert f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run: doctor, tests-learner" in "\n".join(
         lines
     )
     assert "| 0.5b | ppo | 4.2 | 8.4 | 8.0 | 1.90 | 25.0% | - | 70.0 |" in lines
