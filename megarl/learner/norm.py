@@ -20,6 +20,12 @@ class Normalization(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise [..., n] by a weight [n]; the result has the dtype of `x`."""
+        if x.is_cuda:
+            from megarl.learner.kernels import norm as kernels
+
+            out, scale = kernels.normalise(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         x32 = x.float()
         scale = (torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -29,6 +35,10 @@ class Normalization(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `weight`."""
         x, weight, scale = ctx.saved_tensors
+        if x.is_cuda:
+            from megarl.learner.kernels import norm as kernels
+
+            return *kernels.gradients(x, weight, scale, gradient), None
         x32, of_normalised = x.float(), (gradient * weight).float()
         of_weight = (gradient * (x32 * scale).to(x.dtype)).flatten(0, -2).sum(0)
         slope = (of_normalised * x32).mean(-1, keepdim=True).mul_(scale.pow(3))

@@ -24,6 +24,10 @@ class Rotation(torch.autograd.Function):
         """See `rotate`."""
         ctx.save_for_backward(cosines, sines)
         ctx.neighbours = neighbours
+        if x.is_cuda:
+            from megarl.learner.kernels import rotary as kernels
+
+            return kernels.rotate(x, cosines, sines, from_neighbours=neighbours, to_neighbours=False)
         out, size = torch.empty_like(x), 2 * cosines.shape[-1]
         (a, b), (c, d) = _pairs(x, size, neighbours), _pairs(out, size)
         torch.mul(a, cosines, out=c).addcmul_(b, sines, value=-1)
@@ -35,6 +39,11 @@ class Rotation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Rotate the gradient back."""
         cosines, sines = ctx.saved_tensors
+        if gradient.is_cuda:
+            from megarl.learner.kernels import rotary as kernels
+
+            back = kernels.rotate(gradient, cosines, -sines, from_neighbours=False, to_neighbours=ctx.neighbours)
+            return back, None, None, None
         out, size = torch.empty_like(gradient), 2 * cosines.shape[-1]
         (a, b), (c, d) = _pairs(out, size, ctx.neighbours), _pairs(gradient, size)
         torch.mul(c, cosines, out=a).addcmul_(d, sines)

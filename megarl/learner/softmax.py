@@ -16,7 +16,7 @@ def moments(logits: Tensor, targets: Tensor, *, with_entropy: bool) -> Tensor:
     column: another rank has it.
     """
     if logits.is_cuda:
-        from megarl.learner import kernels
+        from megarl.learner.kernels import softmax as kernels
 
         return kernels.moments(logits, targets, with_entropy=with_entropy)
     maximum = logits.amax(-1)
@@ -57,7 +57,7 @@ def gradient(
         dtype: of the result.
     """
     if logits.is_cuda:
-        from megarl.learner import kernels
+        from megarl.learner.kernels import softmax as kernels
 
         return kernels.gradient(logits, targets, normalizer, grad_log_probs, of_entropy, dtype)
     log_p, slope = logits.sub_(normalizer[:, None]), grad_log_probs[:, None]

