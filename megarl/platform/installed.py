@@ -1,4 +1,4 @@
-"""What is installed: whether modules import, and whether they have bytecode."""
+"""Checks of installed modules: they import, and they have bytecode."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Triton kernels of the learner on CUDA, each beside the operations of torch that compute the same elsewhere.
+"""Triton kernels of the learner on CUDA. On the CPU, operations of torch compute the same.
 
 Triton comes with torch for CUDA, and is imported only there.
 """

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 FEW = 1024
-"""Pairs of a token for which the registers of four warps have room."""
+"""Most pairs of a token that fit into the registers of four warps."""
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, *, from_neighbours: bool, to_neighbours: bool) -> Tensor:
