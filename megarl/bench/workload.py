@@ -98,7 +98,7 @@ class Workload:
     def tokenizer_in(self, directory: Path) -> Path:
         """Return the directory of the tokenizer, if the workload is written to `directory`.
 
-        It is not the model's, because transformers takes every tokenizer in the directory of a Qwen2 model for Qwen2's own.
+        In that of a Qwen2 model transformers takes every tokenizer for Qwen2's own.
         """
         model = self.model_in(directory)
         return model / "tokenizer" if self.model in MODELS else model

@@ -1,13 +1,13 @@
 """The result of the rules for a response, as it is read from the return value of a reward."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from numbers import Real
 from reprlib import Repr
 from typing import Any, NamedTuple
 
+from megarl.platform.safe_names import reported_number
 from megarl.platform.secrets import READ_CHARACTERS, beginning
 
 Numbers = dict[str, float]
@@ -25,8 +25,6 @@ MAX_NUMBERS = 16
 """Most numbers besides `score` and `acc` that are kept of a mapping."""
 MAX_PRED = 512
 """Most characters of an answer that are kept."""
-_NOT_IN_NAMES = re.compile(r"[^\w./-]", re.ASCII)
-_MAX_NAME = 64
 _SHOWN_CHARACTERS = 100
 _GIANTS = Repr()
 _GIANTS.maxstring = _GIANTS.maxother = READ_CHARACTERS
@@ -60,7 +58,7 @@ def as_numbers(result: Any) -> Numbers:
 def _others(values: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(key, str) and is_number(value):
-            yield _NOT_IN_NAMES.sub("_", key[:_MAX_NAME]), float(value)
+            yield reported_number(key), float(value)
 
 
 def show(value: Any) -> str:

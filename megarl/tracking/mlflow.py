@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.platform.safe_names import MLFLOW_LONGEST, mlflow_key, mlflow_title, with_digest
 from megarl.platform.versions import versions
 from megarl.section import flatten
 from megarl.tracking.history import HISTORY_FILE, origin
@@ -25,7 +26,6 @@ from megarl.tracking.outbox import Outbox
 from megarl.tracking.records import is_record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import RUN_ID_FILE
-from megarl.tracking.safe_names import MLFLOW_LONGEST, mlflow_key, mlflow_title, with_digest
 from megarl.tracking.samples import GENERATIONS, pairs
 
 logger = logging.getLogger(__name__)

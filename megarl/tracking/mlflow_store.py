@@ -20,9 +20,9 @@ from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import InvalidUrlException, MlflowException
 
 from megarl.platform.files import write_whole
+from megarl.platform.safe_names import with_digest
 from megarl.tracking.mlflow_inputs import log_inputs
 from megarl.tracking.run_id import known_run_id
-from megarl.tracking.safe_names import with_digest
 
 logger = logging.getLogger(__name__)
 

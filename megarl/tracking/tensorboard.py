@@ -9,8 +9,8 @@ import yaml
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
+from megarl.platform.safe_names import tensorboard_tag
 from megarl.tracking.names import Ending
-from megarl.tracking.safe_names import tensorboard_tag
 
 DIRECTORY = "tensorboard"
 PARAMS, SUMMARY = "config", "summary"

@@ -17,11 +17,11 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.platform.files import write_whole
+from megarl.platform.safe_names import wandb_key, wandb_project
 from megarl.tracking.names import Ending
 from megarl.tracking.outbox import Outbox, Record
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.run_id import WANDB_RUN_ID_FILE, known_run_id
-from megarl.tracking.safe_names import wandb_key, wandb_project
 
 logger = logging.getLogger(__name__)
 

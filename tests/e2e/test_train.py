@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl import chat, evaluate, export, train
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.platform.safe_names import mlflow_key
 from megarl.rollout.config import SyncSection
 from megarl.rollout.limits import Limits
 from megarl.section import flatten
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.safe_names import mlflow_key
 from tests.support.forked import run_forked, run_job
 from tests.support.outcomes import metrics_of, mlflow_runs, wandb_history
 from tests.support.programs import ROOT, succeed

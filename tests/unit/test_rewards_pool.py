@@ -121,7 +121,7 @@ def test_numbers_besides_the_score_are_few_and_have_names_that_metrics_may_have(
     outcomes: dict[str, list[ScoringResult]],
 ) -> None:
     (outcome,) = outcomes["says_many_numbers"]
-    assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n_{i}": float(i) for i in range(MAX_NUMBERS)}
+    assert outcome.numbers == {"score": 1.0, "acc": 1.0} | {f"n {i}": float(i) for i in range(MAX_NUMBERS)}
 
 
 def test_a_response_that_kills_the_parent_of_its_process_costs_no_other_response() -> None:

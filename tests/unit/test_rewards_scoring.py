@@ -16,7 +16,7 @@ from megarl.batch import Rollouts, Scored
 from megarl.platform.secrets import READ_CHARACTERS, redact
 from megarl.rewards.config import RulesSection
 from megarl.rewards.pool import ScoringResult
-from megarl.rewards.results import MAX_PRED, RuleResult, as_numbers, as_rule_result
+from megarl.rewards.results import MAX_NUMBERS, MAX_PRED, RuleResult, as_numbers, as_rule_result
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.scoring import MAX_METRICS, SHOWN_CHARACTERS, RuleScorer, first_failures, metrics_of
 from megarl.training.reward_model import ModelScorer
@@ -65,7 +65,7 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
         ("return 2", ({"score": 2.0}, None)),
         ("return True", ({"score": 1.0}, None)),
         ("return {'score': 0.5, 'acc': 1}", ({"score": 0.5, "acc": 1.0}, None)),
-        ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", ({"score": 0.5, "steps_taken": 3.0}, "7")),
+        ("return {'pred': '7', 'score': 0.5, 'steps taken': 3}", ({"score": 0.5, "steps taken": 3.0}, "7")),
         ("return {'pred': '', 'score': 0}", ({"score": 0.0}, "")),
         ("return {'pred': 'x' * 10**6, 'score': 0}", ({"score": 0.0}, "x" * MAX_PRED)),
         ("return {'pred': chr(0xd800), 'score': 0}", ({"score": 0.0}, "?")),  # no encoding has this text
@@ -84,6 +84,23 @@ def test_return_values_of_common_scripts_are_accepted(
 def test_other_values_than_numbers_are_refused(result: Any) -> None:
     with pytest.raises(TypeError, match="a reward returns a finite number or a dict with such a 'score', not "):
         as_numbers(result)
+
+
+@given(
+    names=st.sets(
+        st.text(max_size=80) | st.sampled_from(["正确", "格式", "a b", "a_b", "x" * 64 + "1", "x" * 64 + "2"])
+    )
+)
+def test_different_names_stay_different_numbers(names: set[str]) -> None:
+    others = {name: float(number) for number, name in enumerate(sorted(names - {"score", "acc"})[:MAX_NUMBERS])}
+    found = as_numbers({"score": 1.0} | others)
+    assert sorted(found.values()) == sorted([1.0, *others.values()])
+    assert all(len(name) <= 64 and name.isprintable() for name in found)
+
+
+def test_names_in_any_script_stay_as_they_are() -> None:
+    reported = {"score": 1.0, "正确": 1.0, "format ok": 0.5, "größe/mittel": 2.0}
+    assert as_numbers(reported) == reported
 
 
 def test_an_accuracy_that_is_no_number_is_refused() -> None:

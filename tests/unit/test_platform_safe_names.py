@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name, _validate_param_name
 
-from megarl.tracking.safe_names import mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project
+from megarl.platform.safe_names import mlflow_key, mlflow_title, tensorboard_tag, wandb_key, wandb_project
 
 ALPHABET = st.characters(codec=None) | st.sampled_from("a@_/. :-\ud800\x00\n")
 NAMES = st.text(ALPHABET, max_size=400)

@@ -9,10 +9,12 @@ from hashlib import blake2b
 
 MLFLOW_LONGEST = 250  # characters of a key, a run's name or an experiment's name, in every SQL store of MLflow
 WANDB_PROJECT_LONGEST = 128
+REPORTED_LONGEST = 64  # characters of the name of a number that a reward reports
 
 _DIGEST = re.compile(r"-[0-9a-f]{12}\Z")
 _UNWRITABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_MLFLOW_KEY = re.compile(r"[^\w\-. :/]", re.ASCII)
+_NOT_REPORTED = re.compile(r"[^\w ./:@+%-]")
 _NOT_WANDB_PROJECT = re.compile(r"[/\\#?%:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -48,6 +50,11 @@ def wandb_key(name: str) -> str:
 def tensorboard_tag(name: str) -> str:
     """Return the tag of a metric or a table in TensorBoard."""
     return _encodable(name)
+
+
+def reported_number(name: str) -> str:
+    """Return the name of a number that a reward reports: letters of any script, digits and `_ ./:@+%-`."""
+    return _accepted(name, _NOT_REPORTED, REPORTED_LONGEST)
 
 
 def with_digest(readable: str, name: str, longest: int = MLFLOW_LONGEST) -> str:
