@@ -18,6 +18,7 @@ from megarl.data.messages import prompt_faults, shown
 from megarl.environments.protocol import Environment, Observation, Row, Step
 from megarl.errors import UserError
 from megarl.platform.functions import load_module
+from megarl.platform.own import place_of
 from megarl.rewards.calls import GroupReward, each
 from megarl.rewards.results import RuleResult, is_number
 
@@ -153,7 +154,7 @@ class Players:
             except MemoryError:
                 raise
             except Exception as error:  # the user's environment may raise anything
-                print(f"reset: {type(error).__name__}: {error}")  # a warning shows it
+                print(f"reset: {type(error).__name__}: {error}{place_of(error)}")  # a warning shows it
             time.sleep(wait_s)
             wait_s *= 2
         environment = self._make()

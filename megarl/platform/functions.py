@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.platform.own import module_name
+from megarl.platform.own import module_name, place_of
 
 _KEYWORDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _MAKES_NAMES = {"exec", "globals", "locals", "setattr", "vars", "__getattr__"}
@@ -65,7 +65,8 @@ def load_module(path: Path, *, key: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything; the message names the file
-        raise UserError(f"{key}: {path} fails to load: {type(error).__name__}: {error}") from error
+        said = f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserError(f"{key}: {path} fails to load: {said}") from error
     return module
 
 

@@ -6,10 +6,11 @@ starts itself: to unpickle it, that process imports the module, which needs noth
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 
 __path__: list[str] = []  # makes this module a package without files
@@ -26,6 +27,16 @@ def path_of(name: str) -> Path:
     """Return the file that a module of this package is."""
     text = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), name.encode())
     return Path(text.decode(errors="surrogateescape"))
+
+
+def place_of(error: BaseException) -> str:
+    """Return ` (FILE:LINE)` of the innermost line of a user's file that an error left, or '' if it left none."""
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_own(frame.f_globals)]
+    return f" ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else ""
+
+
+def _is_own(module: Mapping[str, object]) -> bool:
+    return str(module.get("__name__")).startswith(_PREFIX)
 
 
 class _Finder:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl.errors import UserError
+from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.rewards import signals
@@ -96,7 +97,8 @@ def _describe(error: BaseException) -> str:
         words = beginning(str(error), _SHOWN_CHARACTERS)
     if words and isinstance(error, UserError):
         return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return said + place_of(error)
 
 
 def _num_threads() -> int:

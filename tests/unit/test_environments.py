@@ -284,7 +284,7 @@ def test_an_environment_that_does_not_begin_is_tried_again_and_fails_the_episode
         assert (first.text, first.fault, third.text, third.fault) == ("row 0 begins", None, "row 2 begins", None)
         assert (second.text, second.token_ids) == (PROMPT.text, PROMPT.token_ids)
         assert second.fault and second.fault.startswith(
-            "the environment does not begin: OSError: the simulator is busy; it printed 'reset: OSError: the simulator"
+            "the environment does not begin: OSError: the simulator is busy ("
         )
         episodes = made.begin(max_tokens=200)
         said = [say("a", sample=0), say("b", sample=1), replace(say("c", sample=2), truncated=True)]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.errors import UserError
 from megarl.platform.functions import load_module
-from megarl.platform.own import module_name, path_of
+from megarl.platform.own import module_name, path_of, place_of
 from tests.support.programs import ROOT
 
 
@@ -50,3 +51,27 @@ def test_equal_names_of_two_files_are_two_modules(tmp_path: Path) -> None:
 def test_a_file_that_is_gone_is_no_module(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"megarl\.platform\.own\."):
         __import__(module_name(tmp_path / "gone.py"))
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [("a, b = 1, 2, 3", 4), ("list(zip([1], [], strict=True))", 4), ("int('x')", 4), ("helper()", 2)],
+)
+def test_an_error_is_placed_at_the_innermost_line_of_the_users_file(statement: str, line: int, tmp_path: Path) -> None:
+    file = tmp_path / "a reward.py"
+    file.write_text(f"def helper():\n    raise KeyError\ndef score():\n    {statement}\n")
+    with pytest.raises((ValueError, KeyError)) as raised:
+        load_module(file, key="own.path").score()
+    assert place_of(raised.value) == f" ({file}:{line})"
+
+
+def test_an_error_of_other_files_has_no_place_among_the_users(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        load_module(tmp_path / "missing.py", key="own.path")
+    assert place_of(raised.value) == ""
+
+
+def test_a_file_that_fails_to_load_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(UserError, match=r"fails to load: ZeroDivisionError: division by zero \(.*own.py:2\)"):
+        load_module(tmp_path / "own.py", key="own.path")

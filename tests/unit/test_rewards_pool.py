@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from megarl.rewards.results import MAX_NUMBERS
 from megarl.rewards.rules import Rules
 from megarl.rewards.wire import pack, unpack
 from tests.support.hostile_rewards import SECRET, counts_the_escaped
+from tests.support.places import without_places
 from tests.support.programs import ROOT
 
 TIMEOUT_S = 3.0
@@ -104,10 +106,17 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[ScoringResult]]:
 def test_a_response_that_is_not_scored_has_a_fault(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
     ((outcome,), (fault, detail)) = outcomes[behaviour], FAILS[behaviour]
     assert (outcome.fault, outcome.numbers) == (fault, {})
-    assert detail in outcome.detail
+    assert detail in without_places(outcome.detail)
     assert len(outcome.detail) < 1500
     assert "a1B2" not in outcome.detail
     assert outcome.seconds >= TIMEOUT_S * (fault == "timeout")
+
+
+@pytest.mark.parametrize("behaviour", ["has_last_words", "prints_a_private_key", "leaves", "has_no_words"])
+def test_a_failure_names_the_line_of_the_file(behaviour: str, outcomes: dict[str, list[ScoringResult]]) -> None:
+    (outcome,) = outcomes[behaviour]
+    [line] = re.findall(rf" \({re.escape(RULES.path or '')}:(\d+)\)", outcome.detail)
+    assert Path(RULES.path or "").read_text().splitlines()[int(line) - 1].strip().startswith(("raise", "sys.exit"))
 
 
 @pytest.mark.parametrize("behaviour", SUCCEEDS)
