@@ -34,14 +34,23 @@ S = TypeVar("S", RopeScaling, Yarn)
 
 
 COMMON = ("rope_theta", "rope_type", "partial_rotary_factor")  # of every kind of scaling
+OTHER_NAMES = {
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+"""Keys that vLLM reads as others, in every model."""
 
 
 def rope_parameters(config: Fields) -> Fields:
     """Return the rotary settings, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 
     Raises:
-        UserError: a setting has two values, and transformers and the engine might choose different ones.
+        UserError: a setting has two values or another name, so transformers and the engine might differ.
     """
+    for name, meant in OTHER_NAMES.items():
+        if config.values.get(name) is not None:
+            raise UserError(f"config.json: {name}: vLLM reads it as {meant}, and transformers does not: write {meant}")
     outside = {key: config.values[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     old, new = _settings(config, "rope_scaling"), _settings(config, "rope_parameters")
     if old and new and old != {key: value for key, value in new.items() if key in old or key != "rope_theta"}:

@@ -1,5 +1,8 @@
 import json
 import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from megarl.models.architecture import hf_shapes, read_architecture
 from megarl.models.experts import Experts
 from megarl.models.families import FAMILIES
-from megarl.models.rotary import RopeScaling, Yarn
+from megarl.models.rotary import OTHER_NAMES, RopeScaling, Yarn
 from tests.support.tiny import SIZES, VARIANTS, write_checkpoint
 
 LLAMA = {**SIZES, "model_type": "llama", "hidden_act": "silu"}
@@ -116,6 +119,9 @@ def test_a_sequence_classifier_has_one_score_instead_of_a_language_models_head()
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "Megatron-Core computes only"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "has no 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rotary_pct": 0.25}, "rotary_pct: vLLM reads it as partial_rotary_factor"),
+        ({"rotary_emb_fraction": 0.25}, "rotary_emb_fraction: vLLM reads it as partial_rotary_factor"),
+        ({"rotary_emb_base": 500.0}, "rotary_emb_base: vLLM reads it as rope_theta"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -175,3 +181,13 @@ def test_experts_may_share_without_a_config_of_their_own():
 )
 def test_a_window_that_never_cuts_is_full_attention(change):
     read_architecture(LLAMA | change)
+
+
+def test_every_name_by_which_vllm_reads_a_rotary_setting_is_known() -> None:
+    package = find_spec("vllm")
+    assert package and package.submodule_search_locations
+    source = Path(package.submodule_search_locations[0], "transformers_utils", "config.py").read_text()
+    lists = re.findall(r'names = \[("(?:rope_theta|partial_rotary_factor)"[^\]]*)\]', source)
+    read = {name for line in lists for name in re.findall(r'"(\w+)"', line)}
+    assert len(lists) == 2
+    assert read == {*OTHER_NAMES, *OTHER_NAMES.values()}
