@@ -93,16 +93,23 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """Return Transformer Engine's layers if they can run, else Megatron's local layers with our norm and attention."""
+    """Return Transformer Engine's layers if they can run, else Megatron's local layers with our norm and attention.
+
+    A deterministic learner has our attention in both. Transformer Engine's own has none on Hopper that is deterministic
+    for packed rows and takes less memory than the square of their length.
+    """
     local = not has_transformer_engine()
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=vp_stage
     )
     if local:
         spec.layer_norm = RMSNorm
+    core_attention = LatentCore if architecture.latent else PackedAttention
     for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention
+        if local or is_deterministic():
+            attention.submodules = replace(attention.submodules, core_attention=core_attention)
         if local:
-            attention = layer.submodules.self_attention
             attention.submodules = replace(attention.submodules, **_local_attention(architecture))
             layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
         if architecture.experts:
@@ -111,18 +118,16 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
 
 
 def _local_attention(architecture: Architecture) -> dict[str, Any]:
-    """Return the replacements of parts of Megatron's local attention, by name."""
+    """Return the replacements of norms and projections in Megatron's local attention, by name."""
     if latent := architecture.latent:
         queries = {"linear_q_down_proj": ReplicatedLinear, "q_layernorm": RMSNorm}
         if latent.q_lora_rank is None:
             queries = {"q_layernorm": IdentityOp}
         return queries | {
-            "core_attention": LatentCore,
             "linear_kv_down_proj": ReplicatedLinear,
             "kv_layernorm": RMSNorm,
         }
-    qk_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}
-    return {"core_attention": PackedAttention} | qk_norms
+    return {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if architecture.qk_norm else {}
 
 
 def transformer_config(

@@ -106,3 +106,19 @@ def test_a_deterministic_learner_continues_exactly(tmp_path: Path) -> None:
     (metrics, outputs), (metrics_again, outputs_again) = results
     assert metrics == metrics_again
     assert torch.equal(outputs, outputs_again)
+
+
+def attention_of_a_deterministic_learner(source: Path) -> set[str]:
+    from megarl.platform.determinism import decide_determinism
+
+    decide_determinism(True)
+    learner = make_test_learner(source, {}, optim=None)
+    parts = (part for module in learner.modules for part in module.modules())
+    return {type(part.core_attention).__name__ for part in parts if hasattr(part, "core_attention")}
+
+
+@pytest.mark.parametrize(("variant", "core"), [("qwen2", "PackedAttention"), ("deepseek_v3", "LatentCore")])
+def test_a_deterministic_learner_has_attention_of_bounded_memory(tmp_path: Path, variant: str, core: str) -> None:
+    """Also with Transformer Engine, whose deterministic attention takes the square of a row."""
+    with RankPool("cuda") as pool:
+        assert pool.run(1, attention_of_a_deterministic_learner, write_checkpoint(tmp_path, variant)) == [{core}]
