@@ -11,7 +11,9 @@ a unigram model a symbol is a piece with a very good score.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +171,7 @@ def _bpe(model: Any, path: Path) -> models.BPE:
     """Convert the pieces to merges: SentencePiece merges the pair whose union has the best score.
 
     So every split of a piece is a merge with the rank of that piece. Merges of different pieces have different ranks.
-    Raises UserError if pieces have equal scores, or if a model with user-defined symbols has pieces that merges miss.
+    Raises UserError if equal scores matter, or if a model with user-defined symbols has pieces that merges miss.
     """
     ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
     normal = set(_pieces(model, NORMAL))
@@ -180,12 +182,6 @@ def _bpe(model: Any, path: Path) -> models.BPE:
         for cut in range(1, len(piece.piece))
         if (left := piece.piece[:cut]) in normal and (right := piece.piece[cut:]) in normal
     ]
-    merged = {left + right for left, right in merges}
-    if len({piece.score for piece in by_score if piece.piece in merged}) < len(merged):
-        raise UserError(
-            f"{path}: several of its pieces have the same score, and a fast tokenizer cannot rank them equally; give "
-            "each a score of its own, or name a directory with tokenizer.json"
-        )
     bpe = models.BPE(
         ids,
         merges,
@@ -193,6 +189,11 @@ def _bpe(model: Any, path: Path) -> models.BPE:
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
     )
+    if apart := _ranked_otherwise(model, bpe, {left + right for left, right in merges}):
+        raise UserError(
+            f"{path}: several of its pieces have the same score, and a fast tokenizer, which cannot rank them equally, "
+            f"reads {apart!r} otherwise; give each a score of its own, or name a directory with tokenizer.json"
+        )
     if symbols := _pieces(model, USER_DEFINED):
         any_symbol = re.compile("|".join(_longest_first(symbols)))
         if lost := [piece for piece in normal if len(bpe.tokenize(piece)) > 1 and not any_symbol.search(piece)]:
@@ -202,6 +203,34 @@ def _bpe(model: Any, path: Path) -> models.BPE:
             )
         bpe.ignore_merges = True  # the pre-tokenizer cuts the symbols out, and no merge leads to them
     return bpe
+
+
+def _ranked_otherwise(model: Any, bpe: models.BPE, merged: set[str]) -> str:
+    """Return a text in which pieces of equal scores overlap, and which `bpe` reads unlike the library; '' if none.
+
+    Of two merges with the same score the library takes the first in the text.
+    """
+    by_score = defaultdict[float, list[str]](list)
+    for piece in model.pieces:
+        if piece.piece in merged:
+            by_score[piece.score].append(piece.piece)
+    tied = [pieces for pieces in by_score.values() if len(pieces) > 1]
+    if not tied:
+        return ""
+    plain = sentencepiece_model_pb2.ModelProto.FromString(model.SerializeToString())
+    plain.normalizer_spec.Clear()
+    plain.normalizer_spec.MergeFrom(
+        type(plain.normalizer_spec)(name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
+    )
+    library = SentencePieceProcessor(model_proto=plain.SerializeToString())
+    texts = (text for pieces in tied for pair in product(pieces, pieces) for text in _overlaps(*pair))
+    return next((text for text in texts if library.encode(text) != [token.id for token in bpe.tokenize(text)]), "")
+
+
+def _overlaps(first: str, second: str) -> list[str]:
+    """Return the texts that begin with one piece and end with another, which may share characters."""
+    cuts = [cut for cut in range(min(len(first), len(second))) if first.endswith(second[:cut])]
+    return [first + second[cut:] for cut in cuts]
 
 
 def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normalizer:

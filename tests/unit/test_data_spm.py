@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -131,7 +132,7 @@ def test_other_symbols_without_a_counterpart_are_refused(
 @pytest.mark.parametrize(
     ("symbols", "added", "fault"),
     [
-        ([], {"aaab": 0, "aabb": 0}, "several of its pieces have the same score"),
+        ([], {"+1": 0, "1+": 0}, r"several of its pieces have the same score.* reads '1\+1' otherwise"),
         (["<x>"], {"qab": -500}, r"its merges lead to other pieces than \['qab'\]"),
     ],
 )
@@ -145,6 +146,22 @@ def test_pieces_that_merges_cannot_express_are_refused(
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match=rf"a\.model: {fault}.* name a directory with tokenizer\.json"):
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "tied", [["aaab", "aabb"], ["\u2581" * length for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 15)]]
+)
+def test_equal_scores_that_change_no_text_are_read(tied: list[str], tmp_path: Path) -> None:
+    """Llama's models have fifteen runs of blanks with the same score."""
+    path = train_sentencepiece(tmp_path / "a.model", normalization_rule_name="identity", remove_extra_whitespaces=False)
+    model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    for piece in tied:
+        model.pieces.add(piece=piece, score=-1e9, type=1)
+    path.write_bytes(model.SerializeToString())
+    tokenizer, library = load_tokenizer(str(path)), SentencePieceProcessor(model_file=str(path))
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(["a", "b", " ", "  ", " " * 9], k=rng.randint(0, 12))) for _ in range(2000)]
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == library.encode(texts)
 
 
 CONFIGS: list[dict[str, Any]] = [
