@@ -45,16 +45,25 @@ def table_normalizer(table: bytes) -> normalizers.Normalizer:
     Raises:
         UserError: no normalizer expresses the rules of the table.
     """
-    keys = _Keys(table)
-    rules = dict(keys.rules())
+    keys, rules = _Keys(table), _rules(table)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(Regex(_CUTS), CUT), normalizers.Precompiled(table)]
-    if later := {character for key in rules for character in key[1:]}:
+    if later := later_characters(table):
         joints = "|".join(f"(?<={before})(?={after})" for before, after in keys.joints())
         steps.insert(0, normalizers.Replace(Regex(f"(?={_class(later)})(?:{joints})"), JOINT))
         composition = _Composition.of(rules)
         steps[2:2] = composition.before_the_table(rules)
         steps += composition.after_the_table()
     return normalizers.Sequence([*steps, normalizers.Replace(CUT, "")])
+
+
+def later_characters(table: bytes) -> frozenset[str]:
+    """Return the characters that continue a key of a `precompiled_charsmap`, which may be empty."""
+    return frozenset(character for key in _rules(table) for character in key[1:])
+
+
+@lru_cache(maxsize=8)
+def _rules(table: bytes) -> dict[str, str]:
+    return dict(_Keys(table).rules()) if table else {}
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,37 @@
 """Converts a SentencePiece `.model` to a fast tokenizer that gives the same ids.
 
-Training, the exported checkpoint and every library that reads it then share one tokenizer. The conversion is exact
-except for two quirks of `tokenizers`. Of two segmentations with equal score, a unigram model may choose another one
-than SentencePiece ("b bb" for "bb b"). It would read a text such as `<0x41>` as the byte of that name, so the text is
-cut after `<`, and no piece crosses this cut.
+Training, the exported checkpoint and every library that reads it then share one tokenizer. A model that cannot be
+converted exactly is refused. Two quirks of `tokenizers` remain. Of two segmentations with equal score, a unigram model
+may choose another one than SentencePiece ("b bb" for "bb b"). It would read a text such as `<0x41>` as the byte of that
+name, so the text is cut after `<`, and no piece crosses this cut.
+
+SentencePiece looks for user-defined symbols twice: in the text, which its normalisation changes only around them, and
+in the result, in which blanks have become `SPACE`. A bpe or char model takes the longest symbol at each place there. To
+a unigram model a symbol is a piece with a very good score.
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sentencepiece import sentencepiece_model_pb2
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.charsmap import table_normalizer
+from megarl.data.charsmap import CUT, later_characters, table_normalizer
 from megarl.errors import UserError
 
 SPACE = "\u2581"  # SentencePiece's symbol for a space
+PREFIX, FIRST, KEPT = (chr(0x10000 * plane + 0xFFFF) for plane in (9, 10, 11))
+"""Stand-ins, which no text has: for the blank before a text, the blank that a user-defined symbol begins with, and its
+other blanks."""
+PROBES = ("3 apples", "it is 1234", " and", "two  blanks", "a\nb", "a ")
+"""Converters of SentencePiece models differ on these texts."""
+MOST_NAMED = 5  # pieces
 # the enumerations of sentencepiece_model.proto
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 UNIGRAM, BPE, CHAR = 1, 2, 4
@@ -44,10 +57,11 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         for role in ("bos", "eos", "pad", "unk")
         if (index := getattr(model.trainer_spec, f"{role}_id")) >= 0
     }
-    fast = FastTokenizer(_bpe(model) if model.trainer_spec.model_type in (BPE, CHAR) else _unigram(model))
-    fast.normalizer = _normalizer(model.normalizer_spec, table)
-    cuts = sorted(map(re.escape, _pieces(model, USER_DEFINED)), key=len, reverse=True)
-    if _pieces(model, BYTE) and (cuts or model.trainer_spec.model_type == UNIGRAM):
+    is_unigram = model.trainer_spec.model_type == UNIGRAM
+    fast = FastTokenizer(_unigram(model) if is_unigram else _bpe(model, path))
+    fast.normalizer = _normalizer(model, table)
+    cuts = [] if is_unigram else _longest_first(_pieces(model, USER_DEFINED))
+    if _pieces(model, BYTE) and (cuts or is_unigram):
         cuts.append("<(?=0x[0-9A-F]{2}>)")
     if cuts:
         fast.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(cuts)), "isolated")
@@ -62,8 +76,28 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **special)
 
 
+def first_difference(path: Path, encode: Callable[[str], list[int]]) -> str:
+    """Compare `encode` with the `sentencepiece` library on a few texts, and describe the first difference.
+
+    Empty if there is none, or if the file is not a SentencePiece model: other tokenizers use its name, too.
+    """
+    try:
+        processor = SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError):
+        return ""
+    for text in PROBES:
+        if (ids := encode(text)) != (expected := processor.encode(text)):
+            return f"{text!r} becomes {ids}, in the sentencepiece library {expected}"
+    return ""
+
+
 def _pieces(model: Any, *kinds: int) -> list[str]:
     return [piece.piece for piece in model.pieces if piece.type in kinds]
+
+
+def _longest_first(symbols: list[str]) -> list[str]:
+    """Return the symbols as regular expressions; joined by `|`, they find the longest symbol."""
+    return list(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
 def _table(model: Any, path: Path) -> normalizers.Normalizer:
@@ -83,27 +117,61 @@ def _check(model: Any, table: normalizers.Normalizer, path: Path) -> None:
             f"{path}: unused pieces and treat_whitespace_as_suffix have no counterpart in a fast tokenizer; "
             "train the SentencePiece model without them"
         )
-    if rewritten := [piece for piece in _pieces(model, USER_DEFINED) if table.normalize_str(piece) != piece]:
+    if rewritten := [piece for piece in _pieces(model, USER_DEFINED) if _is_rewritten(piece, model, table)]:
         raise UserError(
             f"{path}: its normalisation rewrites the user-defined symbols {rewritten}; "
             "train it with normalization_rule_name=identity"
         )
+    if model.trainer_spec.model_type == UNIGRAM and (tied := _overlapping(model)):
+        raise UserError(
+            f"{path}: the user-defined symbols {tied} overlap, and which of them a unigram model takes depends on the "
+            "rounding of scores; train it with model_type=bpe, or without these symbols"
+        )
+    if _pieces(model, BYTE) and (halved := list(filter(_is_cut, _pieces(model, USER_DEFINED)))):
+        raise UserError(
+            f"{path}: a fast tokenizer would confuse the user-defined symbols {halved} with bytes; train the "
+            "SentencePiece model without them"
+        )
+
+
+def _is_rewritten(symbol: str, model: Any, table: normalizers.Normalizer) -> bool:
+    """Return whether the table rewrites a user-defined symbol, or its start together with what is before it."""
+    later = later_characters(model.normalizer_spec.precompiled_charsmap)
+    return symbol[0] in later or table.normalize_str(symbol) != symbol
+
+
+def _overlapping(model: Any) -> list[str]:
+    """Return the user-defined symbols with a beginning or an end in common with the other side of a symbol."""
+    escapes = model.normalizer_spec.escape_whitespaces  # then no symbol with a blank is found in a text
+    symbols = [symbol for symbol in _pieces(model, USER_DEFINED) if not (escapes and " " in symbol)]
+    starts = {symbol[:cut] for symbol in symbols for cut in range(1, len(symbol))}
+    ends = {symbol[cut:] for symbol in symbols for cut in range(1, len(symbol))}
+    return [
+        symbol
+        for symbol in symbols
+        if any(symbol[:cut] in ends or symbol[-cut:] in starts for cut in range(1, len(symbol)))
+    ]
+
+
+def _is_cut(symbol: str) -> bool:
+    return re.search(r"<0(?:x|\Z)", symbol) is not None
 
 
 def _unigram(model: Any) -> models.Unigram:
-    best = max(piece.score for piece in model.pieces if piece.type == NORMAL)
+    best = max(0.0, *(piece.score for piece in model.pieces if piece.type == NORMAL))
     vocab = [
-        # a user-defined symbol always wins: SentencePiece gives it the same score
+        # SentencePiece prefers a user-defined symbol to its parts
         (piece.piece, len(piece.piece.encode()) * best - 0.1 if piece.type == USER_DEFINED else piece.score)
         for piece in model.pieces
     ]
     return models.Unigram(vocab, unk_id=model.trainer_spec.unk_id, byte_fallback=model.trainer_spec.byte_fallback)
 
 
-def _bpe(model: Any) -> models.BPE:
+def _bpe(model: Any, path: Path) -> models.BPE:
     """Convert the pieces to merges: SentencePiece merges the pair whose union has the best score.
 
-    So every split of a piece is a merge with the rank of that piece.
+    So every split of a piece is a merge with the rank of that piece. Merges of different pieces have different ranks.
+    Raises UserError if equal scores matter, or if a model with user-defined symbols has pieces that merges miss.
     """
     ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
     normal = set(_pieces(model, NORMAL))
@@ -114,26 +182,82 @@ def _bpe(model: Any) -> models.BPE:
         for cut in range(1, len(piece.piece))
         if (left := piece.piece[:cut]) in normal and (right := piece.piece[cut:]) in normal
     ]
-    return models.BPE(
+    bpe = models.BPE(
         ids,
         merges,
         unk_token=model.trainer_spec.unk_piece,
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
-        ignore_merges=bool(_pieces(model, USER_DEFINED)),  # the pre-tokenizer cuts them out, and no merge leads to them
     )
+    if apart := _ranked_otherwise(model, bpe, {left + right for left, right in merges}):
+        raise UserError(
+            f"{path}: several of its pieces have the same score, and a fast tokenizer, which cannot rank them equally, "
+            f"reads {apart!r} otherwise; give each a score of its own, or name a directory with tokenizer.json"
+        )
+    if symbols := _pieces(model, USER_DEFINED):
+        any_symbol = re.compile("|".join(_longest_first(symbols)))
+        if lost := [piece for piece in normal if len(bpe.tokenize(piece)) > 1 and not any_symbol.search(piece)]:
+            raise UserError(
+                f"{path}: its merges lead to other pieces than {sorted(lost)[:MOST_NAMED]}, which a fast tokenizer "
+                "with user-defined symbols would find; remove these pieces, or name a directory with tokenizer.json"
+            )
+        bpe.ignore_merges = True  # the pre-tokenizer cuts the symbols out, and no merge leads to them
+    return bpe
 
 
-def _normalizer(spec: Any, table: normalizers.Normalizer) -> normalizers.Normalizer:
-    steps = [table]
+def _ranked_otherwise(model: Any, bpe: models.BPE, merged: set[str]) -> str:
+    """Return a text in which pieces of equal scores overlap, and which `bpe` reads unlike the library; '' if none.
+
+    Of two merges with the same score the library takes the first in the text.
+    """
+    by_score = defaultdict[float, list[str]](list)
+    for piece in model.pieces:
+        if piece.piece in merged:
+            by_score[piece.score].append(piece.piece)
+    tied = [pieces for pieces in by_score.values() if len(pieces) > 1]
+    if not tied:
+        return ""
+    plain = sentencepiece_model_pb2.ModelProto.FromString(model.SerializeToString())
+    plain.normalizer_spec.Clear()
+    plain.normalizer_spec.MergeFrom(
+        type(plain.normalizer_spec)(name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
+    )
+    library = SentencePieceProcessor(model_proto=plain.SerializeToString())
+    texts = (text for pieces in tied for pair in product(pieces, pieces) for text in _overlaps(*pair))
+    return next((text for text in texts if library.encode(text) != [token.id for token in bpe.tokenize(text)]), "")
+
+
+def _overlaps(first: str, second: str) -> list[str]:
+    """Return the texts that begin with one piece and end with another, which may share characters."""
+    cuts = [cut for cut in range(min(len(first), len(second))) if first.endswith(second[:cut])]
+    return [first + second[cut:] for cut in cuts]
+
+
+def _normalizer(model: Any, table: normalizers.Normalizer) -> normalizers.Normalizer:
+    """Write a text as SentencePiece does before it looks for pieces.
+
+    The longest user-defined symbol at a place is a unit: the table rewrites no part of it, and no blanks vanish from it
+    but those at its start after another blank. So its end is cut from what follows, and its blanks have stand-ins.
+    """
+    spec, symbols = model.normalizer_spec, _pieces(model, USER_DEFINED)
+    spaced = [symbol for symbol in symbols if " " in symbol and spec.remove_extra_whitespaces]
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(PREFIX)] if spec.add_dummy_prefix else []
+    if is_cut := bool(spaced or (symbols and spec.precompiled_charsmap)):
+        steps.append(normalizers.Replace(Regex(rf"(?:{'|'.join(_longest_first(symbols))})\K"), CUT))
+    for symbol in sorted(spaced, key=len, reverse=True):
+        first = FIRST if symbol.startswith(" ") else symbol[0]
+        steps.append(normalizers.Replace(symbol + CUT, first + symbol[1:].replace(" ", KEPT) + CUT))
+    steps += [table, *[normalizers.Replace(CUT, "")] * is_cut]
     if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
+        blanks = rf"{PREFIX}{FIRST}{KEPT} "
+        steps.append(normalizers.Replace(Regex(rf"(?:\A|(?<=[{blanks}]))(?: |{FIRST}{KEPT}*)+"), ""))
+        steps.append(normalizers.Replace(Regex(rf"[{blanks}{SPACE if spec.escape_whitespaces else ''}]+\z"), ""))
+    steps.append(normalizers.Replace(Regex(f"[{PREFIX}{FIRST}{KEPT} ]"), _space(spec)))
     return normalizers.Sequence(steps)
+
+
+def _space(spec: Any) -> str:
+    return SPACE if spec.escape_whitespaces else " "
 
 
 def _decoder(model: Any) -> decoders.Decoder:

@@ -3,24 +3,29 @@
 The files that `save` writes encode and decode as this object does: training and every reader of the checkpoint agree.
 """
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from jinja2 import TemplateError
 
 from megarl.data.control import ControlTokens, Messages
 from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
-from megarl.data.spm import load_sentencepiece
+from megarl.data.spm import first_difference, load_sentencepiece
 from megarl.distributed.copies import local_copy
 from megarl.errors import UserError
 from megarl.platform.deadline import allocating_at_most, computing_at_most
 from megarl.platform.secrets import redact
+from megarl.platform.uri import is_uri
+
+logger = logging.getLogger(__name__)
 
 spare_statistics()
 from transformers import AutoTokenizer  # noqa: E402
@@ -292,6 +297,8 @@ def load_tokenizer(
             tokenizer.chat_template = template.read_text(encoding="utf-8")
     else:
         tokenizer = _load_pretrained(place, named=path, trust_remote_code=trust_remote_code)
+        if not (place / "tokenizer.json").exists() and (place / "tokenizer.model").exists():
+            _compare(tokenizer, place / "tokenizer.model", named=path if is_uri(path) else str(place))
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     return Tokenizer(
@@ -327,6 +334,24 @@ def _load_pretrained(place: Path, *, named: str, trust_remote_code: bool) -> Any
                 "name another tokenizer by data.tokenizer"
             ) from error
         raise UserError(f"no tokenizer loads from {named!r}: {error}\n{REMEDY}") from error
+
+
+def _compare(tokenizer: Any, model: Path, *, named: str) -> None:
+    """Warn if transformers converted a SentencePiece model to a tokenizer that gives other ids."""
+    found = first_difference(model, lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    if found and not (dist.is_initialized() and dist.get_rank()):
+        _warn(
+            f"the tokenizer of transformers in {redact(named)} gives other ids than its tokenizer.model: {found}. Use "
+            "those that the model was trained with: for the library's ids set "
+            f"data.tokenizer={redact(named).rstrip('/')}/tokenizer.model; for those of transformers keep this one, and "
+            "add the tokenizer.json that its save_pretrained writes"
+        )
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(message)
 
 
 def _read_template(chat_template: str) -> str:
