@@ -1,6 +1,6 @@
-"""From the command line to a checked configuration: a pure function of files and arguments.
+"""From the command line to a checked configuration: a function of files and arguments.
 
-It starts no process, imports no torch, and reports all faults in one error.
+It starts no process, imports no torch, leaves no file, and reports all faults in one error.
 """
 
 import math
@@ -42,18 +42,21 @@ C = TypeVar("C")
 RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
 
 
-def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> Config:
+def load_config(
+    argv: Sequence[str], *, world_size: int | None, check_paths: bool = True, writes: bool = True
+) -> Config:
     """Read the configuration of a PPO or GRPO run.
 
     Args:
         argv: YAML files, merged left to right, and `a.b.c=value` arguments, which override the files.
         world_size: number of ranks that the launcher started; None before a launch.
-        check_paths: whether data and models must exist.
+        check_paths: whether data and models must exist, and the directories of the run take files.
+        writes: whether the command writes the directories of the run.
 
     Raises:
         ConfigError: names every fault by its dotted key, with the remedy.
     """
-    facts = Facts(world_size=world_size, check_paths=check_paths)
+    facts = Facts(world_size=world_size, check_paths=check_paths, writes=writes)
     config = _load(Config, argv, rules=RL_RULES, facts=facts)
     if config.algorithm.use_kl_in_reward is None:
         penalise = not config.actor_rollout_ref.actor.use_kl_loss
