@@ -66,8 +66,7 @@ def run(
     `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
     Such a rank does not return: its process ends.
 
-    `keeps_log` keeps the log of each rank in the directory of the run. With `has_directory` a rank that fails leaves
-    its traceback there, if the directory exists.
+    `keeps_log` keeps the log of each rank in the directory of the run, `has_directory` only tracebacks, if it exists.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
     with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have

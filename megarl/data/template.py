@@ -28,7 +28,7 @@ def read_template(given: str) -> str:
             return place.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{given!r} cannot be read: {error}; give a Jinja file in UTF-8") from error
-    raise UserError(f"{given!r} is neither a Jinja template nor a file: give one of them")
+    raise UserError(f"{given!r} is neither a Jinja template nor a file: name a file, or write the template")
 
 
 def check_template(given: str) -> None:
