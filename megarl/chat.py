@@ -45,7 +45,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])
             converse(talker, typed, typed["prompt"] or typed_lines())
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

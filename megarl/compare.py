@@ -18,6 +18,7 @@ from megarl.config.unread import shown
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import visible
 from megarl.report.differences import between
 from megarl.report.read import Run, read_run
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, VALIDATION
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         runs = [Summary.read(run_dir, (*HEADLINES, *typed["metric"])) for run_dir in typed["runs"]]
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     if typed["as_json"]:
         found = [asdict(run) | {"config": None} for run in runs]

@@ -56,6 +56,7 @@ def run(
     trial: Callable[[C], Iterable[str] | None] = lambda config: (),
     imports: Sequence[str] = (),
     keeps_log: bool = False,
+    has_directory: bool = True,
 ) -> None:
     """Run `body(config, launch)` on every rank of the job that `argv` describes. The first rank reports the `remarks`.
 
@@ -65,7 +66,7 @@ def run(
     `imports` are modules that `body` needs. Ranks that are forked on this host share them (`distributed.launch.start`).
     Such a rank does not return: its process ends.
 
-    `keeps_log` keeps the log of each rank in the directory of the run.
+    `keeps_log` keeps the log of each rank in the directory of the run, `has_directory` only tracebacks, if it exists.
 
     A fault in the configuration ends the program with code 2 before any process group exists. Any other error ends it
     with code 1. An error that a user can mend (ConfigError, UserError) is printed as a message, once if all ranks have
@@ -102,7 +103,7 @@ def run(
     if keeps_log:
         keep_in(Path(config.trainer.default_local_dir), launch.rank)
     _report_start(remarks(config, argv) if launch.rank == 0 else (), imports)
-    _work(config, launch, body)
+    _work(config, launch, body, Path(config.trainer.default_local_dir) if has_directory else None)
     if launched is None:
         end()
 
@@ -144,8 +145,11 @@ def _meet(launch: Launch, config: Configuration) -> "Store":
     return store
 
 
-def _work(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> None:
-    """Meet the other ranks and run the body; end the program with a report if it fails, or if a signal stops it."""
+def _work(config: C, launch: Launch, body: Callable[[C, Launch], None], directory: Path | None) -> None:
+    """Meet the other ranks and run the body; end the program with a report if it fails, or if a signal stops it.
+
+    The report of a failure is kept in `directory`.
+    """
     from megarl.distributed import failures
 
     store = None
@@ -153,7 +157,7 @@ def _work(config: C, launch: Launch, body: Callable[[C, Launch], None]) -> None:
         store = _meet(launch, config)
         code = _run_watched(config, launch, body)
     except Exception as error:
-        sys.exit(failures.report(error, Path(config.trainer.default_local_dir), launch, store))
+        sys.exit(failures.report(error, directory, launch, store))
     if code:
         sys.exit(code)
 

@@ -39,7 +39,7 @@ def read_configuration(argv: Sequence[str], *, world_size: int | None) -> Config
     """Parse the command line, and read the configuration as `load_config` does."""
     typed = parse(EVALUATE, argv)
     arguments = list(chain.from_iterable(map(as_configuration, typed["configuration"])))
-    config = load_config(arguments, world_size=world_size)
+    config = load_config(arguments, world_size=world_size, writes=False)
     return with_best(config) if typed["best"] else config
 
 

@@ -64,8 +64,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Explain what `argv` names; return 2 if a name is unknown or the configuration is faulty, else 0."""
     typed = parse(CONFIG, argv)
     words: tuple[str, ...] = typed["words"]
-    configuration = [as_file(word) for word in words if is_configuration(word)]
-    names = [word.removesuffix(".*") for word in words if not is_configuration(word)]
+    configuration = [as_file(word) for word in words if typed["check"] or is_configuration(word)]
+    names = [word.removesuffix(".*") for word in words if not (typed["check"] or is_configuration(word))]
     try:
         root = BY_COMMAND[typed["of"]] if typed["of"] else _root_of(configuration, names)
         if typed["check"]:
@@ -91,7 +91,7 @@ def is_configuration(word: str) -> bool:
 
 def as_file(word: str) -> str:
     """Return the configuration that a run keeps if `word` is its directory, else `word`."""
-    return str(Path(word) / CONFIG_FILE) if "=" not in word and Path(word).is_dir() else word
+    return str(Path(word) / CONFIG_FILE) if "=" not in word and (Path(word) / CONFIG_FILE).is_file() else word
 
 
 def explain(name: str, root: type, found: Values) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """Export a checkpoint as a Hugging Face directory: `megarl export CHECKPOINT OUT [--best]`.
 
 CHECKPOINT is RUN_DIR/global_step_N, or RUN_DIR for its latest checkpoint, or with `--best` for that of its best
-validation. Writes the actor, or the reward model of a
-run of `megarl.train_reward`. `transformers` and vLLM load the result. Under torchrun, mpirun or srun the model is split
-over all ranks, so it need not fit into one process.
+validation. Writes the actor, or the reward model of a run of `megarl.train_reward`. `transformers` and vLLM load the
+result. Under torchrun, mpirun or srun the model is split over all ranks, so it need not fit into one process.
 """
 
 import shlex
@@ -14,14 +13,15 @@ from pathlib import Path
 from textwrap import indent
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.checkpoint.directory import HUGGINGFACE
+from megarl.checkpoint.directory import HUGGINGFACE, saved_steps
 from megarl.checkpoint.state import best_checkpoint
 from megarl.cli.command import parse
 from megarl.cli.commands import EXPORT
+from megarl.config.faults import ConfigError, Fault
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.errors import UserError
-from megarl.platform.files import write_whole
+from megarl.platform.files import WriteError, check_writable, write_whole
 from megarl.tracking.config import TrainerSection
 
 
@@ -32,9 +32,14 @@ class Arguments:
     checkpoint: Path
     out: Path
     world_size: int
-    best: bool = False
     trust_remote_code: bool = False
-    trainer: TrainerSection = TrainerSection(n_gpus_per_node=1)
+
+    @property
+    def trainer(self) -> TrainerSection:
+        """The section that gives the number of ranks, and the directory of the run."""
+        is_run = bool(saved_steps(self.checkpoint))
+        run_dir = self.checkpoint if is_run else self.checkpoint.resolve().parent
+        return TrainerSection(n_gpus_per_node=1, default_local_dir=str(run_dir))
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
@@ -43,12 +48,29 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
 
 
 def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
-    """Parse the command line."""
-    return Arguments(**parse(EXPORT, argv), world_size=world_size or 1)
+    """Parse the command line.
+
+    Raises:
+        ConfigError: there is no best checkpoint, or the directory to write takes no files.
+    """
+    typed = parse(EXPORT, argv)
+    faults = []
+    try:
+        if typed.pop("best"):
+            typed["checkpoint"] = best_checkpoint(typed["checkpoint"])
+    except UserError as error:
+        faults.append(Fault(path="--best", message=str(error)))
+    try:
+        check_writable(typed["out"], "OUT")
+    except WriteError as error:
+        faults.append(Fault(path="OUT", message=str(error).removeprefix("OUT=")))
+    if faults:
+        raise ConfigError(faults)
+    return Arguments(**typed, world_size=world_size or 1)
 
 
 def write(arguments: Arguments, launch: Launch) -> None:
-    """Load the model on all ranks and write it. Raises what `intact_checkpoint` and `best_checkpoint` do."""
+    """Load the model on all ranks and write it. Raises what `intact_checkpoint` does."""
     from megarl.checkpoint.huggingface import POLICY_ROLE, VALUE_ROLE, export_model
     from megarl.learner.checkpoint import load_learner
     from megarl.learner.config import MegatronSection
@@ -57,8 +79,7 @@ def write(arguments: Arguments, launch: Launch) -> None:
     from megarl.models.config import ModelSection
     from megarl.models.source import Source
 
-    named = arguments.checkpoint
-    checkpoint = intact_checkpoint(best_checkpoint(named) if arguments.best else named)
+    checkpoint = intact_checkpoint(arguments.checkpoint)
     source = Source.read(ModelSection(path=str(checkpoint / HUGGINGFACE)))
     section = MegatronSection(
         tensor_model_parallel_size=arguments.world_size, dtype=source.hf_config["torch_dtype"], sequence_parallel=False

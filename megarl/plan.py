@@ -18,6 +18,7 @@ from megarl.errors import UserError
 from megarl.platform.quiet import silence_imports
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import visible
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(error, file=sys.stderr)
         return 2
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     if typed["as_json"]:
         print(json.dumps(to_dict(plan)))

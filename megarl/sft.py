@@ -13,7 +13,7 @@ from megarl.cli.commands import SFT
 from megarl.config.load import load_sft_config
 from megarl.config.report import start_remarks
 from megarl.config.root import SFTConfig
-from megarl.config.trial import find_places
+from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.entry import run
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         read_configuration,
         train,
         remarks=start_remarks,
-        trial=find_places,
+        trial=find_models,
         imports=IMPORTS,
         keeps_log=True,
     )

@@ -15,7 +15,7 @@ from megarl.config.load import load_config
 from megarl.config.report import show_plan, start_remarks, unread_keys, unwritten_keys
 from megarl.config.root import Config
 from megarl.config.rows_trial import check_rows
-from megarl.config.trial import find_places, find_sources, try_reward
+from megarl.config.trial import find_models, find_sources, try_reward
 from megarl.distributed.place import Launch
 from megarl.entry import run
 from megarl.tracking.config import REPLAY, TrainerSection
@@ -68,13 +68,13 @@ def read_arguments(argv: Sequence[str], *, world_size: int | None) -> Arguments:
 
 
 def try_out(arguments: Arguments) -> Iterator[str]:
-    """Look for models, directories and data sources, at all rows, and try the reward; yield remarks.
+    """Look for models and data sources, at all rows, and try the reward; yield remarks.
 
     Raises:
         ConfigError: as each of these does.
     """
     if not arguments.replay:
-        find_places(arguments.config)
+        find_models(arguments.config)
         find_sources(arguments.config)
         yield from check_rows(arguments.config)
         yield from try_reward(arguments.config)

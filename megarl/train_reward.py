@@ -14,7 +14,7 @@ from megarl.cli.commands import TRAIN_REWARD
 from megarl.config.load import load_reward_train_config
 from megarl.config.report import start_remarks
 from megarl.config.root import RewardTrainConfig
-from megarl.config.trial import find_places
+from megarl.config.trial import find_models
 from megarl.distributed.place import Launch
 from megarl.entry import run
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> None:
         read_configuration,
         train,
         remarks=start_remarks,
-        trial=find_places,
+        trial=find_models,
         imports=IMPORTS,
         keeps_log=True,
     )

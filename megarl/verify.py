@@ -51,7 +51,7 @@ class Arguments:
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> None:
     """Verify on every rank of the job."""
-    run("megarl.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS)
+    run("megarl.verify", argv, read_arguments, verify, trial=try_out, imports=IMPORTS, has_directory=False)
 
 
 def try_out(arguments: Arguments) -> None:

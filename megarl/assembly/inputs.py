@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.root import Config, RewardTrainConfig, SFTConfig, SupervisedConfig
+from megarl.data.template import is_template
 from megarl.errors import UserError
 from megarl.models.config import CheckpointSection
 from megarl.platform.hub import downloaded
@@ -54,7 +55,7 @@ def _files(config: Config | SFTConfig | RewardTrainConfig) -> Iterator[tuple[str
     for key, files in named.items():
         for name in [files] if isinstance(files, str) else files or ():
             yield key, name
-    if data.chat_template and "{" not in data.chat_template:  # otherwise it is the template itself
+    if data.chat_template and not is_template(data.chat_template):
         yield "data.chat_template", data.chat_template
 
 

@@ -22,6 +22,7 @@ from megarl.bench.workload import Workload
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import visible
 from megarl.tracking.jsonl import read_jsonl
 
 TURNS = 3
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         measured = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     found = {
         **report.origin("episodes", argv),

@@ -25,6 +25,7 @@ from megarl.errors import UserError
 from megarl.platform.device import decide_device
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import visible
 from megarl.platform.versions import versions
 
 BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{number} of {len(cases)}: {case.model} {case.layout}", file=sys.stderr, flush=True)
             results.append(report.summary(run_case(case, logs=options.logs)))
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     found = {
         "command": shlex.join(["megarl", "bench", "reshard", *argv]),

@@ -22,6 +22,7 @@ from megarl.bench.workload import Workload
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import visible
 
 AXES = {"ranks": "ranks", "prompts": "prompts of a step", "response_tokens": "tokens of a response"}
 COLUMNS = ("model", "ranks", "prompts", "tokens of a response", "step s", "tokens/s", "times the first")
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             "points": [asdict(point) | _measure(point, options, overrides) for point in points(options)],
         }
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     if options.picture:
         draw(found["points"], options.picture)

@@ -31,6 +31,7 @@ from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.platform.screen import Screen
 from megarl.platform.secrets import redact
+from megarl.platform.terminal import visible
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
                 runs.append({"command": command} | measure(workload, Path(name), options, overrides))
     except UserError as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     if options.markdown:
         print(step_page.markdown(runs), end="")

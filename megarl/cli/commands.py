@@ -272,7 +272,12 @@ CONFIG = Command(
         type=click.Choice(["train", "sft", "train-reward", "verify"]),
         help="The command that reads the keys  [default: the command that knows most of them]",
     ),
-    click.Option(["--check"], is_flag=True, help="Check the configuration as the command does before it starts."),
+    click.Option(
+        ["--check"],
+        is_flag=True,
+        help="Check the configuration, and that files exist and have the columns. Rows are read by `megarl prepare "
+        "--check` and when a run starts.",
+    ),
     module="megarl.explain",
     section=PLANS,
     text="Explain the keys of a configuration.\n\nShows type, default and meaning of a key, or of the keys of a "

@@ -11,14 +11,16 @@ from pathlib import Path
 from megarl.config.faults import Fault
 from megarl.config.mesh_checks import divisors, override_faults, size_faults, stage_faults
 from megarl.config.model_files import read_sizes, tokenizer_faults
+from megarl.config.rule import Facts
 from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.remote_tokenizer import is_without_tokenizer
+from megarl.data.template import check_template
 from megarl.errors import UserError
 from megarl.learner.config import MegatronSection
 from megarl.models.architecture import VOCAB_MULTIPLE, Architecture, padded_vocabulary
 from megarl.models.config import CheckpointSection
 from megarl.models.experts import Experts
-from megarl.platform.files import similar
+from megarl.platform.files import WriteError, check_writable, similar
 from megarl.platform.uri import local_path, why_unopened
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.rules import CUSTOM, JUDGE, rule_names
@@ -192,7 +194,7 @@ def length_faults(sizes: Architecture | None, model: str, key: str, length: int)
 
 
 def data_faults(data: DataSection | SupervisedDataSection, model: CheckpointSection) -> Iterator[Fault]:
-    """Check that local files exist, that URIs are of a kind that is opened, and that there is a tokenizer."""
+    """Check that local files exist, that URIs are of a kind that is opened, the tokenizer and the chat template."""
     for key, value in (("train_files", data.train_files), ("val_files", data.val_files)):
         files = [] if value is None else [value] if isinstance(value, str) else value
         if key == "train_files" and not any(files):
@@ -205,6 +207,11 @@ def data_faults(data: DataSection | SupervisedDataSection, model: CheckpointSect
                     message=f"{file} is a directory: name the files in it, or convert a saved data set with "
                     f"`megarl prepare own {file} --out DIR`",
                 )
+    if data.chat_template is not None:
+        try:
+            check_template(data.chat_template)
+        except UserError as error:
+            yield Fault(path="data.chat_template", message=str(error))
     place, remedy = data.tokenizer, "give a directory, a .model file, a URI or a HF id"
     yield from tokenizer_faults(place, "data.tokenizer", remedy)
     if place is None and is_without_tokenizer(Path(model.path)):
@@ -261,6 +268,18 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
     """Check that a local path exists."""
     if path and not Path(path).exists():
         yield Fault(path=key, message=f"no such file: {path}{similar(Path(path)) or f': {remedy}'}")
+
+
+def directory_faults(trainer: TrainerSection, facts: Facts) -> Iterator[Fault]:
+    """Check that the directories of the run can be made and take files."""
+    if facts.check_paths and facts.writes:
+        for key in ("trainer.default_local_dir", "trainer.rollout_data_dir"):
+            name = getattr(trainer, key.removeprefix("trainer."))
+            try:
+                if name:
+                    check_writable(Path(name), key)
+            except WriteError as error:
+                yield Fault(path=key, message=str(error).removeprefix(f"{key}="))
 
 
 def tracking_faults(trainer: TrainerSection, *, check_packages: bool) -> Iterator[Fault]:

@@ -1,12 +1,12 @@
-"""From the command line to a checked configuration: a pure function of files and arguments.
+"""From the command line to a checked configuration: a function of files and arguments.
 
-It starts no process, imports no torch, and reports all faults in one error.
+It starts no process, imports no torch, leaves no file, and reports all faults in one error.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from megarl.config.schema import MANDATORY, Schema, nest
 from megarl.config.sft_rules import SFT_RULES
 from megarl.config.verify_rules import VERIFY_RULES
 from megarl.platform.secrets import BLOT, redacted
+from megarl.section import flatten
 
 _LINK = re.compile(r"\$\{([a-z]\w*(?:\.\w+)*)\}")
 _TEXT = re.compile(rf"(?:[\w./-]|{_LINK.pattern})*")
@@ -42,18 +43,21 @@ C = TypeVar("C")
 RL_RULES = (*PPO_RULES, *ALGORITHM_RULES, *OWN_RULES, *REWARD_RULES, *ENVIRONMENT_RULES)
 
 
-def load_config(argv: Sequence[str], *, world_size: int | None, check_paths: bool = True) -> Config:
+def load_config(
+    argv: Sequence[str], *, world_size: int | None, check_paths: bool = True, writes: bool = True
+) -> Config:
     """Read the configuration of a PPO or GRPO run.
 
     Args:
         argv: YAML files, merged left to right, and `a.b.c=value` arguments, which override the files.
         world_size: number of ranks that the launcher started; None before a launch.
-        check_paths: whether data and models must exist.
+        check_paths: whether data and models must exist, and the directories of the run take files.
+        writes: whether the command writes the directories of the run.
 
     Raises:
         ConfigError: names every fault by its dotted key, with the remedy.
     """
-    facts = Facts(world_size=world_size, check_paths=check_paths)
+    facts = Facts(world_size=world_size, check_paths=check_paths, writes=writes)
     config = _load(Config, argv, rules=RL_RULES, facts=facts)
     if config.algorithm.use_kl_in_reward is None:
         penalise = not config.actor_rollout_ref.actor.use_kl_loss
@@ -224,17 +228,33 @@ def _fill(text: str, plain: Mapping[str, Any]) -> Any:
 def _validate(root: type[C], values: Mapping[str, Any], schema: Schema) -> tuple[C, list[Fault]]:
     """Return the checked configuration; for a value of the wrong type, the default and a fault."""
     adapter = _adapter(root)
+    messages: dict[str, list[str]] = {}
     try:
-        return adapter.validate_python(nest(values)), []
+        config = adapter.validate_python(nest(values))
     except ValidationError as error:
-        messages: dict[str, list[str]] = {}
         for details in error.errors():
             messages.setdefault(_leaf(details["loc"], schema), []).append(_say(details))
+        config = adapter.validate_python(nest(_sound(values, messages, schema)))
+    written = dict(flatten(values))
+    for path, found in flatten(asdict(config)):
+        if _counts(written.get(path), found) and (key := _leaf(path.split("."), schema)) not in messages:
+            messages[key] = ["should be a number"]
     faults = [
         Fault(path=path, message=f"{', or '.join(found)}, not {values[path]!r}") for path, found in messages.items()
     ]
-    sound = {path: _stand_in(schema.leaves[path]) if path in messages else value for path, value in values.items()}
-    return adapter.validate_python(nest(sound)), faults
+    return (adapter.validate_python(nest(_sound(values, messages, schema))) if faults else config), faults
+
+
+def _sound(values: Mapping[str, Any], faulty: Container[str], schema: Schema) -> dict[str, Any]:
+    """Return the values, with the default of each key that is faulty."""
+    return {path: _stand_in(schema.leaves[path]) if path in faulty else value for path, value in values.items()}
+
+
+def _counts(written: Any, found: Any) -> bool:
+    """Return whether pydantic has read a written true or false as the number 1 or 0."""
+    if isinstance(written, list) and isinstance(found, list | tuple):
+        return any(map(_counts, written, found))
+    return isinstance(written, bool) and isinstance(found, int | float) and not isinstance(found, bool)
 
 
 def _select(tree: Any, path: str) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.algorithms.config import EXACT
 from megarl.config.checks import (
     data_faults,
+    directory_faults,
     engine_argument_faults,
     engine_cut_faults,
     launch_faults,
@@ -52,7 +53,7 @@ def needs_of(config: Config) -> Needs:
     return Needs.of(config.rules, config.custom_reward_function)
 
 
-@rule("data.train_files", "data.val_files", "data.tokenizer", "custom_reward_function.path")
+@rule("data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "custom_reward_function.path")
 def _files(config: Config, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
         yield from data_faults(config.data, config.actor_rollout_ref.model)
@@ -335,11 +336,14 @@ def _val_sampling(config: Config, facts: Facts) -> Iterator[Fault]:
 @rule(
     "trainer.resume_mode",
     "trainer.resume_from_path",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
     "trainer.default_hdfs_dir",
     "trainer.mlflow_tracking_uri",
     "trainer.logger",
 )
 def _records(config: Config, facts: Facts) -> Iterator[Fault]:
+    yield from directory_faults(config.trainer, facts)
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
     yield from tracking_faults(config.trainer, check_packages=facts.check_paths)

@@ -26,13 +26,10 @@ TOKENIZERS = {
     "reward_model.model": "reward_model.model.input_tokenizer",
 }
 """Section of a model -> the key of a tokenizer that may be elsewhere and is trusted as the model is."""
-ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs."
 REFERENCE, TEACHERS = "actor_rollout_ref.ref.model", "actor_rollout_ref.ref.teachers."
 """The section whose keys are also those of the teachers, and the prefix of their keys."""
 OWN_FILES = ("custom_reward_function.path", "environment.path", f"{ESTIMATOR}.path", f"{LOSS}.path")
 """The keys of files of the user; `name` in the same section is the function or the class."""
-IMPORTED = ("worker_extension_cls",)
-"""Endings of the arguments of vLLM that name modules to import."""
 
 
 class BatchRow(NamedTuple):
@@ -116,8 +113,6 @@ def own_code(config: Config | SupervisedConfig) -> dict[str, str]:
             tokenizer = leaves.get(TOKENIZERS.get(section, ""))
             others = [tokenizer] if tokenizer and tokenizer not in (*models, policy) else []
             found[key] = f"what comes with {' and '.join([*models, *others])}"
-        elif key.startswith(ENGINE_KWARGS) and key.endswith(IMPORTED) and value:
-            found[key] = _modules(value)
         elif key in OWN_FILES and value:
             found[key] = provenance(Path(value), leaves[f"{section}.name"])
     return redacted(found)

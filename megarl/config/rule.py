@@ -19,6 +19,7 @@ class Facts:
 
     world_size: int | None  # ranks the launcher started; None before a launch
     check_paths: bool
+    writes: bool = True  # whether the command writes the directories of the run
 
 
 @dataclass(frozen=True, kw_only=True)

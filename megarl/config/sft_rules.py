@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megarl.config.checks import (
     data_faults,
+    directory_faults,
     launch_faults,
     length_faults,
     mesh_faults,
@@ -24,7 +25,7 @@ from megarl.config.rule import Facts, Rule, rule
 LearnsFromFiles = SFTConfig | RewardTrainConfig
 
 
-@rule("data.train_files", "data.val_files", "data.tokenizer", "model")
+@rule("data.train_files", "data.val_files", "data.tokenizer", "data.chat_template", "model")
 def _files(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
     if facts.check_paths:
         yield from data_faults(config.data, config.model)
@@ -67,12 +68,15 @@ def _lengths(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
 @rule(
     "trainer.resume_mode",
     "trainer.resume_from_path",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
     "trainer.default_hdfs_dir",
     "trainer.mlflow_tracking_uri",
     "trainer.logger",
     "optim",
 )
 def _schedule(config: LearnsFromFiles, facts: Facts) -> Iterator[Fault]:
+    yield from directory_faults(config.trainer, facts)
     yield from resume_faults(config.trainer, check_paths=facts.check_paths)
     yield from mirror_faults(config.trainer, check_paths=facts.check_paths)
     yield from tracking_faults(config.trainer, check_packages=facts.check_paths)

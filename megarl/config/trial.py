@@ -1,4 +1,4 @@
-"""Trials before anything starts: models on the hub, the run's directories, data sources, the reward on a few rows.
+"""Trials before anything starts: models on the hub, data sources, the reward on a few rows.
 
 The reward runs in processes as a run has them. The ground truth of each row is its response. Any finite score passes.
 Rewards that fail are judged as those of a step.
@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
-from pathlib import Path
 from typing import Any
 
 from megarl.config.faults import ConfigError, Fault
@@ -19,7 +18,6 @@ from megarl.data.remote_tokenizer import find_tokenizer
 from megarl.data.rows import Rows
 from megarl.errors import UserError
 from megarl.models.hub import config_place
-from megarl.platform.files import WriteError, check_writable
 from megarl.platform.secrets import beginning
 from megarl.rewards.config import RulesSection
 from megarl.rewards.configured import make_pool
@@ -67,22 +65,6 @@ def find_models(config: Config | SFTConfig | RewardTrainConfig | VerifyConfig) -
         with _fault_of(key):
             if tokenizer is not None:
                 find_tokenizer(tokenizer, with_code=False)
-
-
-def find_places(config: Config | SFTConfig | RewardTrainConfig) -> None:
-    """Look for the models, and try to write to the directories of the run.
-
-    Raises:
-        ConfigError: as `find_models`, or a directory cannot be written.
-    """
-    find_models(config)
-    for key in ("trainer.default_local_dir", "trainer.rollout_data_dir"):
-        name = getattr(config.trainer, key.removeprefix("trainer."))
-        try:
-            if name:
-                check_writable(Path(name), key)
-        except WriteError as error:
-            raise ConfigError([Fault(path=key, message=str(error).removeprefix(f"{key}="))]) from error
 
 
 def find_sources(config: Config) -> None:

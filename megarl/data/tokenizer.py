@@ -4,7 +4,6 @@ The files that `save` writes encode and decode as this object does: training and
 """
 
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from datetime import datetime
@@ -19,6 +18,7 @@ from megarl.data.control import ControlTokens, Messages
 from megarl.data.patches import spare_statistics
 from megarl.data.remote_tokenizer import TEMPLATE, RemoteTokenizer, find_tokenizer, is_without_tokenizer
 from megarl.data.spm import first_difference, load_sentencepiece
+from megarl.data.template import RANDOM, read_template
 from megarl.distributed.copies import local_copy
 from megarl.errors import UserError
 from megarl.platform.deadline import allocating_at_most, computing_at_most
@@ -42,8 +42,6 @@ _CONVERSATIONS = (["user"], ["system", "user", "assistant", "user"], ["developer
 """The roles of the conversations that show which tokens a chat template writes."""
 MOST_NAMED = 3  # tokens
 HALF = "\ufffd"  # a tokenizer decodes a part of a character to this
-RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
-"""Sources of random numbers in a Jinja template."""
 Spelling = Literal["split", "allow", "error"]
 """Readings of the name of a special token in a text: as letters, as the token, or as an error."""
 
@@ -300,7 +298,7 @@ def load_tokenizer(
         if not (place / "tokenizer.json").exists() and (place / "tokenizer.model").exists():
             _compare(tokenizer, place / "tokenizer.model", named=path if is_uri(path) else str(place))
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        tokenizer.chat_template = read_template(chat_template)
     return Tokenizer(
         tokenizer,
         source=redact(path),
@@ -352,12 +350,3 @@ def _compare(tokenizer: Any, model: Path, *, named: str) -> None:
 def _warn(message: str) -> None:
     """Log a warning, once in this process."""
     logger.warning(message)
-
-
-def _read_template(chat_template: str) -> str:
-    if "{" in chat_template:
-        return chat_template
-    place = Path(chat_template)
-    if not place.is_file():
-        raise UserError(f"data.chat_template: {chat_template!r} is neither a Jinja template nor a file")
-    return place.read_text(encoding="utf-8")

@@ -35,14 +35,14 @@ def report_to(pipe: int) -> None:
     _watcher = pipe
 
 
-def report(error: Exception, directory: Path, launch: Launch, store: Store | None) -> str | int:
+def report(error: Exception, directory: Path | None, launch: Launch, store: Store | None) -> str | int:
     """Keep the traceback of an error that ends this rank, and print it if this rank fails first.
 
     A UserError is described by its message alone, once if all ranks have it.
 
     Args:
         error: what ended the work of this rank.
-        directory: the directory of the run.
+        directory: the directory of the run; nothing is kept if it does not exist, or is None.
         launch: the place of this rank.
         store: the store in which the ranks have met; None if they have not.
 
@@ -50,7 +50,7 @@ def report(error: Exception, directory: Path, launch: Launch, store: Store | Non
         The argument of `sys.exit`.
     """
     is_first = _is_first(store)
-    path = _keep(error, directory, launch.rank)
+    path = _keep(error, directory, launch.rank) if directory and directory.is_dir() else None
     if is_first and path:
         _notify(launch.rank, path)
     if isinstance(error, UserError):
@@ -79,7 +79,7 @@ def _keep(error: Exception, directory: Path, rank: int) -> Path | None:
     """Append the traceback to the file of this rank. None if that is impossible."""
     path = (directory / "errors" / f"rank_{rank}.txt").absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}\n{format_error(error)}\n\n")
     except OSError as failure:

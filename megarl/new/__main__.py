@@ -10,8 +10,9 @@ from megarl.platform import early  # noqa: F401 - before what takes seconds to i
 from megarl.cli.command import parse
 from megarl.cli.commands import NEW
 from megarl.errors import UserError
-from megarl.platform.files import write_whole
+from megarl.platform.files import check_writable, write_whole
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import visible
 
 TEMPLATES, ENDING = Path(__file__).with_name("templates"), ".template"
 FILES: Mapping[str, Mapping[str, str]] = {
@@ -35,11 +36,11 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         paths = write_project(typed["directory"], task=typed["task"], model=typed["model"])
     except (UserError, OSError) as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
     for path in paths:
-        print(path)
-    print(f"next: cd {shlex.quote(str(typed['directory']))}, and see README.md")
+        print(visible(str(path)))
+    print(visible(f"next: cd {shlex.quote(str(typed['directory']))}, and see README.md"))
     return 0
 
 
@@ -52,8 +53,9 @@ def write_project(directory: Path, *, task: str, model: str) -> list[Path]:
         model: a directory, or an id of the Hugging Face hub.
 
     Raises:
-        UserError: the directory is not empty.
+        UserError: the directory is not empty, or cannot be made or written.
     """
+    check_writable(directory, "DIR")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} is not empty: name a new directory")
     place = str(Path(model).resolve()) if Path(model).is_dir() else model

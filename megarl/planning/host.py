@@ -1,4 +1,4 @@
-"""The host memory that a run needs on a node: offloaded parts, copies for saves, records, and the engine's host parts.
+"""The host memory that a run needs on a node: offloaded parts, copies for saves, and records.
 
 Counted for the fullest rank, as if all ranks of its node were like it. Not counted: the processes themselves (Python,
 CUDA and the libraries take a few GB a rank), files that the system caches, and what torch's allocator adds to pinned
@@ -8,7 +8,6 @@ memory, which it takes in powers of two.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from megarl.config.root import Config
 from megarl.models.trainer import parameter_shapes
@@ -17,7 +16,6 @@ from megarl.planning.states import copied_bytes
 from megarl.planning.workload import Workload
 from megarl.rewards.config import isolation_of
 
-GIB = 1 << 30
 TOKEN_FIELDS: Mapping[str, int] = MappingProxyType(
     {
         **{"responses": 8, "mask": 1, "rollout_log_probs": 4, "old_log_probs": 4, "ref_log_probs": 4, "values": 4},
@@ -61,7 +59,6 @@ def host_memory(workload: Workload, memory: RankMemory) -> HostMemory:
             parts[f"{model.name} optimizer"] = num_ranks * states.optimizer
     parts["copies for a save"] = _save_bytes(workload, memory, num_ranks=num_ranks)
     parts["records"] = num_ranks * record_bytes(workload.config)
-    parts["engine"] = _engine_bytes(workload.config, num_ranks=num_ranks)
     return HostMemory(
         parts={name: num_bytes for name, num_bytes in parts.items() if num_bytes}, rewards=reward_bytes(workload.config)
     )
@@ -116,12 +113,3 @@ def _save_bytes(workload: Workload, memory: RankMemory, *, num_ranks: int) -> in
             if model.section.use_distributed_optimizer:
                 total += (num_ranks - num_first) * memory.states[model.name].optimizer
     return total
-
-
-def _engine_bytes(config: Config, *, num_ranks: int) -> int:
-    """Return the bytes of the weights that vLLM offloads. An engine that sleeps has nothing on the host."""
-    return num_ranks * _gib(config.actor_rollout_ref.rollout.engine_kwargs.get("cpu_offload_gb"))
-
-
-def _gib(number: Any) -> int:
-    return int(number * GIB) if isinstance(number, int | float) else 0

@@ -5,7 +5,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -26,6 +26,8 @@ REMEDIES = MappingProxyType(
         errno.EFBIG: "raise the largest size of a file (ulimit -f), or name a directory on another file system",
         errno.ENOTDIR: "a file is in the place of the directory: move it, or name another directory",
         errno.EEXIST: "a file is in the place of the directory: move it, or name another directory",
+        errno.ENAMETOOLONG: "give a shorter name",
+        errno.ELOOP: "its links lead in a circle: mend them, or name another directory",
         errno.EIO: "the disk or its connection fails: look at the kernel's log, or name a directory on another disk",
         errno.ESTALE: "the file server forgot it: mount it anew, or name another directory",
     }
@@ -110,15 +112,29 @@ def check_writable(directory: Path, key: str) -> None:
     Raises:
         WriteError: writing fails. The message has the remedy and `key`, the configuration key of the directory.
     """
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
     with explained(f"{key}={directory}"):
+        existing = _nearest(directory)
         probe = existing / f".writable-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(bytes(4096))
         except FileNotFoundError as error:  # as under /proc
             raise WriteError(f"{key}={directory} cannot be written: {existing} takes no files; name another") from error
         finally:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+
+
+def _nearest(directory: Path) -> Path:
+    """Return the directory or its nearest parent that exists, if only as a link. Raises OSError if none is found."""
+    for path in (directory, *directory.parents):
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except ValueError as error:
+            raise WriteError(f"{str(directory)!r} is no name of a directory: {error}; give another") from error
+        return path
+    raise WriteError(f"no directory above {directory} exists: change to another, or give an absolute path")
 
 
 def similar(path: Path) -> str:

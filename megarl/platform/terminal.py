@@ -55,6 +55,11 @@ def visible(text: str) -> str:
     return _UNUSUAL.sub(lambda found: _escaped(found[0]), text)
 
 
+def on_one_line(text: str) -> str:
+    """Return `text` as `visible` does, with an escape for the end of each line too."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def outlive_readers() -> None:
     """Keep later output of this process from raising an OSError or changing its exit code."""
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)

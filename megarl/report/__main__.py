@@ -6,7 +6,9 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.platform.arguments import Arguments
+from megarl.platform.files import explained
 from megarl.platform.secrets import guard_output, redact
+from megarl.platform.terminal import visible
 from megarl.report.page import write_report
 from megarl.report.read import read_run
 from megarl.report.tracker import REPORT_FILE
@@ -36,11 +38,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     runs: Sequence[Path] = options.runs
     out = options.out or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     try:
-        write_report([read_run(directory) for directory in runs], out)
+        with explained(str(out)):
+            write_report([read_run(directory) for directory in runs], out)
     except (OSError, UserError) as error:
-        print(redact(f"megarl: {error}"), file=sys.stderr)
+        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
         return 1
-    print(out)
+    print(visible(str(out)))
     return 0
 
 

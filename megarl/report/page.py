@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from megarl.platform.files import write_whole
+from megarl.platform.terminal import visible
 from megarl.report.charts import figures
 from megarl.report.differences import between, from_default
 from megarl.report.read import Run
@@ -54,9 +55,18 @@ def render(runs: Sequence[Run]) -> str:
 def _template() -> Template:
     """Return the compiled template. A run writes its report many times."""
     environment = Environment(
-        loader=PackageLoader("megarl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("megarl.report", "."),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     return environment.get_template("page.html")
+
+
+def _shown(value: Any) -> Any:
+    """Return a text with escapes for control characters; the template's own markup stays as it is."""
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 @cache

@@ -10,6 +10,7 @@ from megarl.rollout.config import RolloutSection
 from megarl.rollout.fields import OURS, engine_faults
 from megarl.rollout.kv_cache import cache_bytes_per_token, cpu_cache_bytes
 
+ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"})
 """Arguments of vLLM that choose the graphs."""
 USUALLY_GRAPHED, MOST_GRAPHED = 512, 1024  # sequences; every 16 of them take a graph, its memory and its capture
@@ -52,16 +53,16 @@ def llm_arguments(
         # vLLM 0.26 - 0.32 by default rounds logits to the model's type; the trainer does not (`megarl.learner.heads`).
         "hf_overrides": {"head_dtype": "float32"} | dict(overrides),
     }
-    where = "actor_rollout_ref.rollout.engine_kwargs"
     if on_cpu and section.engine_kwargs.get("enable_expert_parallel"):
         raise UserError(
-            f"{where}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut over the "
-            "ranks of a replica"
+            f"{ENGINE_KWARGS}: vLLM crashes with enable_expert_parallel on CPU; remove it, and every expert is cut "
+            "over the ranks of a replica"
         )
     assert ours.keys() == OURS
     for fault in engine_faults(section.engine_kwargs):
-        raise UserError(f"{where}: {fault}")
-    return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section) | section.engine_kwargs
+        raise UserError(f"{ENGINE_KWARGS}: {fault}")
+    written = {name: value for name, value in section.engine_kwargs.items() if value is not None}
+    return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section) | written
 
 
 def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:

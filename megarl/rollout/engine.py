@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from megarl.batch import Generation, Group, Prompt
 from megarl.distributed.exchange import together
 from megarl.errors import UserError
 from megarl.platform.device import on_cuda
 from megarl.rollout import patches, segments
-from megarl.rollout.arguments import cpu_arguments, is_eager, llm_arguments
+from megarl.rollout.arguments import ENGINE_KWARGS, cpu_arguments, is_eager, llm_arguments
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.drawing import Drawing
 from megarl.rollout.kv_cache import check_cache_tokens
@@ -275,8 +276,20 @@ def _start(arguments: dict[str, Any]) -> Any:
     try:
         with patches.start_isolated():
             return LLM(**arguments)
+    except ValidationError as error:
+        raise UserError(_refused(error, arguments)) from error
     except ValueError as error:
         raise UserError(f"vLLM does not start on rank {dist.get_rank()}: {error} ({KEYS})") from error
+
+
+def _refused(error: ValidationError, arguments: Mapping[str, Any]) -> str:
+    """Describe the values that vLLM refuses, each with its key if it is an argument."""
+    said = []
+    for details in error.errors(include_url=False, include_input=False):
+        names = [str(part) for part in details["loc"]]
+        key = f"{ENGINE_KWARGS}.{names[0]}: " if names and names[0] in arguments else "".join(f"{n}: " for n in names)
+        said.append(f"{key}{details['msg']}")
+    return f"vLLM refuses its arguments: {'; '.join(said)} ({KEYS})"
 
 
 def _divisor(tp_size: int) -> int:

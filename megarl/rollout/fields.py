@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rollout.meanings import is_neutral, reason_against
+from megarl.rollout.types import allows_false, mismatch
 
 OURS = frozenset(
     {
@@ -23,8 +24,8 @@ OURS = frozenset(
 
 
 def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each argument that vLLM does not have or that the user must not set."""
-    known = engine_arguments()
+    """Yield a message for each argument that vLLM does not have or that the user must not set, or set to that value."""
+    known, types = engine_arguments(), _declared()
     for name, value in arguments.items():
         if name in ("vllm", "sglang", "trtllm"):
             yield f"{name}: the engine is vLLM, write its arguments without that name"
@@ -33,22 +34,35 @@ def engine_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
         elif name not in known:
             meant = get_close_matches(name, known, n=1)
             yield f"vLLM has no argument {name}: " + (f"did you mean {meant[0]}?" if meant else "see vllm.EngineArgs")
-        elif not is_neutral(name, value) and (reason := reason_against(name)):
-            yield f"{name} {reason}: remove it"
+        elif value is None:  # as without it
+            continue
+        elif reason := reason_against(name):
+            if not is_neutral(name, value, is_switch=name in types and allows_false(types[name])):
+                yield f"{name} {reason}: remove it"
+        elif name in types and (why := mismatch(name, value, types[name])):
+            yield why
 
 
 @cache
 def engine_arguments() -> frozenset[str]:
     """Return the names of vLLM's arguments, from its source if possible: importing vLLM takes ten seconds."""
-    if (package := find_spec("vllm")) and package.origin:
-        source = Path(package.origin).with_name("engine") / "arg_utils.py"
-        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else []:
-            if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
-                annotated = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
-                return frozenset(target.id for target in annotated if isinstance(target, ast.Name))
+    if declared := _declared():
+        return frozenset(declared)
     from megarl.rollout.patches import prepare_environment
 
     prepare_environment()  # vLLM reads it when it is imported
     from vllm import EngineArgs
 
     return frozenset(field.name for field in fields(EngineArgs))
+
+
+@cache
+def _declared() -> Mapping[str, ast.expr]:
+    """Return the annotation of each argument in vLLM's source; nothing if there is no such class."""
+    if (package := find_spec("vllm")) and package.origin:
+        source = Path(package.origin).with_name("engine") / "arg_utils.py"
+        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else []:
+            if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
+                annotated = (line for line in node.body if isinstance(line, ast.AnnAssign))
+                return {line.target.id: line.annotation for line in annotated if isinstance(line.target, ast.Name)}
+    return {}

@@ -17,10 +17,15 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     ),
     "changes the engine's weights, or their places, which a sync has planned": (
         *("quantization", "quantization_config", "allow_deprecated_quantization", "enable_lora", "default_mm_loras"),
-        *("model_impl", "model_class_overrides", "model_weights", "hf_config_path", "engram_config"),
+        *("model_impl", "model_class_overrides", "model_weights", "engram_config"),
         *("weight_transfer_config", "enable_eplb", "eplb_config", "expert_placement_strategy"),
         *("enable_ep_weight_filter", "worker_cls"),
     ),
+    "moves the engine's weights to the host, and a sync writes them on the device": (
+        *("cpu_offload_gb", "offload_group_size"),
+    ),
+    "chooses another description of the model than the one that megarl reads": ("hf_config_path", "config_format"),
+    "runs code in the engine that may change samples, weights and ranks": ("worker_extension_cls",),
     "changes the ranks of the engine, which are those of the run": (
         *("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
         *("data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend"),
@@ -77,8 +82,8 @@ ACCEPTED = frozenset(
         "enable_expert_parallel",
         # memory and the cache
         *("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes", "disable_hybrid_kv_cache_manager"),
-        *("prefix_caching_hash_algo", "prefix_match_unit", "prefix_cache_retention_interval", "cpu_offload_gb"),
-        *("cpu_offload_params", "offload_backend", "offload_group_size", "offload_num_in_group"),
+        *("prefix_caching_hash_algo", "prefix_match_unit", "prefix_cache_retention_interval"),
+        *("cpu_offload_params", "offload_backend", "offload_num_in_group"),
         *("offload_prefetch_step", "offload_params", "enable_cumem_allocator", "enable_shm_tensor_arena"),
         *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "kv_cache_dtype_skip_layers"),
         *("dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
@@ -90,7 +95,7 @@ ACCEPTED = frozenset(
         *("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"),
         *("max_num_scheduled_tokens", "scheduler_reserve_full_isl", "disable_sliding_window"),
         # reading of files; the weights come by a sync
-        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "config_format"),
+        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision"),
         *("hf_token", "download_dir", "ignore_patterns", "use_tqdm_on_load", "model_loader_extra_config"),
         *("safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"),
         *("pt_load_map_location", "max_parallel_loading_workers", "served_model_name", "renderer_num_workers"),
@@ -101,7 +106,6 @@ ACCEPTED = frozenset(
         *("enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "profiler_config", "kv_events_config"),
         *("custom_histogram_buckets", "ray_workers_use_nsight", "shutdown_timeout", "distributed_timeout_seconds"),
         *("cpu_distributed_timeout_seconds", "fail_on_environ_validation", "max_logprobs", "additional_config"),
-        "worker_extension_cls",
         # of adapters, which need enable_lora
         *("enable_mixed_moe_lora_format", "enable_moe_shared_loras", "enable_tower_connector_lora", "lora_dtype"),
         *("fully_sharded_loras", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
@@ -120,14 +124,17 @@ ACCEPTED = frozenset(
 """Arguments that leave samples, weights and ranks as megarl knows them."""
 
 _NEUTRAL: Mapping[str, Any] = {
+    "config_format": "auto",
     "convert": "auto",
+    "cpu_offload_gb": 0,
     "expert_placement_strategy": "linear",
     "kv_cache_dtype": "auto",
     "model_impl": "auto",
+    "offload_group_size": 0,
     "runner": "generate",
     "worker_cls": "auto",
 }
-"""Values other than none, false and one of anything that mean what vLLM does without the argument."""
+"""Values other than none, false for a switch, and one of anything that mean what vLLM does without the argument."""
 
 
 def reason_against(name: str) -> str | None:
@@ -137,8 +144,9 @@ def reason_against(name: str) -> str | None:
     return next((reason for reason, names in REFUSED.items() if name in names), UNKNOWN)
 
 
-def is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value of an argument means what vLLM does without it."""
-    is_none = value is None or value is False or value in ({}, [], "")
-    is_one = type(value) is int and value == 1 and name.endswith(("parallel_size", "nnodes", "_interval"))
-    return is_none or is_one or value == _NEUTRAL.get(name, None)
+def is_neutral(name: str, value: Any, *, is_switch: bool) -> bool:
+    """Return whether a value of an argument that megarl knows means what vLLM does without it."""
+    if isinstance(value, bool):
+        return is_switch and not value and reason_against(name) != UNKNOWN
+    is_one = value == 1 and name.endswith(("parallel_size", "nnodes", "_interval"))
+    return value is None or is_one or (name in _NEUTRAL and value == _NEUTRAL[name])

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megarl.platform import progress
 from megarl.platform.screen import Screen, labelled, plain
+from megarl.platform.terminal import on_one_line
 from megarl.tracking.names import (
     KL,
     LEARNT,
@@ -61,7 +62,7 @@ class Console:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Show a step and its validation scores: on a terminal in the bar and above it, elsewhere in one line."""
-        validation = validation_of(metrics)
+        validation = {on_one_line(source): value for source, value in validation_of(metrics).items()}
         self._remember(metrics, validation)
         title, numbers = f"step {step}/{self._total_steps}", self._numbers(metrics, step)
         if self._bars is None:

@@ -59,7 +59,7 @@ def test_every_file_of_the_user_is_named(section: str, chosen: list[str], tmp_pa
     assert description.startswith(f"mine of {own} (SHA-256: ")
 
 
-def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
+def test_code_that_comes_with_tokenizers_is_named() -> None:
     trusted = [f"{model}.trust_remote_code=true" for model in ("actor_rollout_ref.model", "critic.model")]
     kwargs = f"+{ROLLOUT}.engine_kwargs"
     config = load(
@@ -67,14 +67,12 @@ def test_code_that_comes_with_tokenizers_and_into_the_engine_is_named() -> None:
         "data.tokenizer=org/tokens",
         "critic.model.tokenizer_path=org/others",
         "reward_model.model={path: org/judge, trust_remote_code: true, input_tokenizer: org/input}",
-        f"{kwargs}.worker_extension_cls=ours.Worker",
         f"{kwargs}.max_lora_cls_labels=1",
     )
     assert own_code(config) == {
         "actor_rollout_ref.model.trust_remote_code": "what comes with org/policy and org/tokens",
         "critic.model.trust_remote_code": "what comes with org/critic and org/others",
         "reward_model.model.trust_remote_code": "what comes with org/judge and org/input",
-        f"{ROLLOUT}.engine_kwargs.worker_extension_cls": "module ours.Worker",
     }
     follows = load(*trusted, "critic.model.tokenizer_path=org/policy")
     assert set(own_code(follows).values()) == {"what comes with org/policy", "what comes with org/critic"}

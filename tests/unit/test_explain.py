@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.config.faults import ConfigError
+from megarl.config.load import load_config
 from megarl.config.reference import ROOTS, keys_of, sections_of
 from megarl.config.schema import Schema
 from megarl.explain import main
@@ -112,6 +114,15 @@ def test_faults_follow_what_was_asked(capsys: Captured) -> None:
 def test_check_finds_what_the_command_would(capsys: Captured) -> None:
     printed = shown(capsys, "--check", *REQUIRED, "trainer.n_gpus_per_node=3", code=2)
     assert "no such file: x.parquet" in printed
+
+
+@pytest.mark.parametrize("word", ["Makefile", "docs", "y.txt", "no/such", "optim.lr", "none.yaml", "none.yml"])
+def test_check_refuses_the_words_that_the_command_refuses(word: str, capsys: Captured) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([word, *REQUIRED], world_size=None)
+    printed = shown(capsys, "--check", word, *REQUIRED, code=2)
+    assert printed == f"{refused.value}\n"
+    assert f"  {word}: " in printed
 
 
 def test_nothing_heavy_is_imported(config: str) -> None:

@@ -62,3 +62,15 @@ def test_a_directory_in_use_stays_as_it_is(tmp_path: Path, capsys: pytest.Captur
     assert main([str(tmp_path)]) == 1
     assert f"{tmp_path} is not empty: name a new directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "x" * 300, "/proc/none"])
+def test_a_directory_that_cannot_be_made_is_named_with_the_remedy(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / name)]) == 1
+    printed = capsys.readouterr().err
+    assert f"megarl: DIR={tmp_path / name} cannot be written: " in printed
+    assert "name another" in printed or "shorter name" in printed
+    assert "Errno" not in printed

@@ -103,11 +103,6 @@ def test_copies_for_a_save_come_together_on_the_first_data_parallel_ranks() -> N
     assert found.host.parts["copies for a save"] == 4 * (weights + 2 * optimizer) + 4 * optimizer
 
 
-def test_what_the_engine_keeps_on_the_host() -> None:
-    kwargs = "actor_rollout_ref.rollout.engine_kwargs={cpu_offload_gb: 3}"
-    assert plan(*LLAMA_8B, kwargs).host.parts["engine"] == 8 * 3 * 2**30
-
-
 def test_a_host_that_is_too_small_is_named_with_changes_that_are_enough() -> None:
     offloaded = (*LLAMA_8B, f"{MEGATRON}.optimizer_offload=true")
     needed = plan(*offloaded).host

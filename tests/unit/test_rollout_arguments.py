@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
@@ -52,3 +53,14 @@ def test_a_vllm_for_another_device_is_refused(on_cuda: bool, package: str) -> No
         pytest.raises(ValueError, match=package),
     ):
         reload.check_platform()
+
+
+def test_a_value_that_vllm_refuses_late_is_named_by_its_key() -> None:
+    from megarl.rollout.engine import _refused
+
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(dict[str, int]).validate_python({"block_size": "banana", "other": "b"})
+    said = _refused(caught.value, {"block_size": "banana"})
+    assert "actor_rollout_ref.rollout.engine_kwargs.block_size: Input should be a valid integer" in said
+    assert "; other: Input should be" in said
+    assert "https://" not in said

@@ -1,12 +1,16 @@
 """Arguments of vLLM that change samples, weights or ranks are refused, with the reason."""
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from megarl.errors import UserError
-from megarl.rollout.fields import OURS, engine_arguments, engine_faults
+from megarl.rollout.arguments import llm_arguments
+from megarl.rollout.config import RolloutSection
+from megarl.rollout.fields import OURS, _declared, engine_arguments, engine_faults
 from megarl.rollout.meanings import ACCEPTED, OLDER, REFUSED, UNKNOWN
 from megarl.rollout.release import NEWEST, OLDEST, check_release, installed_release
 
@@ -49,6 +53,17 @@ def test_an_argument_that_is_not_proven_is_refused_with_its_reason(name: str) ->
         ({"kv_cache_dtype": "fp8"}, "what is drawn"),
         ({"kv_offloading_size": 10}, "cached keys of earlier weights"),
         ({"stream_interval": 2}, "order of requests"),
+        ({"worker_extension_cls": "os.system"}, "runs code in the engine"),
+        ({"hf_config_path": "org/other"}, "another description of the model"),
+        ({"config_format": "mistral"}, "another description of the model"),
+        ({"cpu_offload_gb": 4}, "moves the engine's weights"),
+        ({"cpu_offload_gb": False}, "moves the engine's weights"),
+        ({"offload_group_size": 2}, "moves the engine's weights"),
+        ({"quantization": ""}, "the engine's weights"),
+        ({"speculative_config": {}}, "what is drawn"),
+        ({"kv_cache_dtype": False}, "what is drawn"),
+        ({"data_parallel_size": False}, "the ranks of the engine"),
+        ({"data_parallel_size": True}, "the ranks of the engine"),
     ],
 )
 def test_an_argument_is_judged_by_what_it_does(arguments: dict[str, Any], words: str) -> None:
@@ -62,11 +77,64 @@ def test_an_argument_is_judged_by_what_it_does(arguments: dict[str, Any], words:
         {"enable_lora": False, "data_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto"},
         {"attention_backend": "CPU_MLA", "moe_backend": "triton", "block_size": 16, "num_gpu_blocks_override": 2},
         {"enable_expert_parallel": True, "compilation_config": {"cudagraph_capture_sizes": [8]}},
-        {"hf_token": "secret", "disable_log_stats": False, "cpu_offload_gb": 4},
+        {"hf_token": "secret", "disable_log_stats": False, "cpu_offload_gb": 0},
     ],
 )
 def test_an_argument_that_changes_nothing_passes(arguments: dict[str, Any]) -> None:
     assert list(engine_faults(arguments)) == []
+
+
+@pytest.mark.parametrize("value", [False, True, "", [], {}, 0, 0.0, "banana"])
+def test_only_a_value_that_vllm_takes_is_neutral(value: Any) -> None:
+    defaults = {"cpu_offload_gb": (0,), "offload_group_size": (0,)}
+    switches = {"bool": (False,), "bool | None": (False,)}
+    for name in sorted({*ALL_REFUSED} & THEIRS):
+        neutral = defaults.get(name, ()) or switches.get(ast.unparse(_declared()[name]), ())
+        passes = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+        assert bool(list(engine_faults({name: value}))) != passes, name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"block_size": "banana"},
+        {"block_size": True},
+        {"block_size": 16.5},
+        {"num_gpu_blocks_override": [2]},
+        {"cudagraph_capture_sizes": 8},
+        {"cudagraph_capture_sizes": ["a"]},
+        {"disable_log_stats": "false"},
+        {"use_fp64_gumbel": 1},
+        {"jit_monitor_mode": "banana"},
+        {"additional_config": []},
+        {"download_dir": 3},
+    ],
+)
+def test_a_value_of_another_type_is_a_fault(arguments: dict[str, Any]) -> None:
+    [(name, value)] = arguments.items()
+    if name not in THEIRS:
+        pytest.skip(f"this release has no {name}")
+    [fault] = engine_faults(arguments)
+    assert fault == f"{name} takes {ast.unparse(_declared()[name])}, not {type(value).__name__}: correct its value"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"block_size": 16, "use_fp64_gumbel": True, "jit_monitor_mode": "warn", "download_dir": "/d"},
+        {"cudagraph_capture_sizes": [1, 2], "offload_params": ["a"], "additional_config": {"a": 1}},
+        {"kv_cache_metrics_sample": 1, "compilation_config": 3, "served_model_name": ["a"], "hf_token": True},
+    ],
+)
+def test_a_value_of_the_declared_type_passes(arguments: dict[str, Any]) -> None:
+    assert list(engine_faults({name: value for name, value in arguments.items() if name in THEIRS})) == []
+
+
+def test_none_is_not_passed_on() -> None:
+    section = RolloutSection(engine_kwargs={"data_parallel_size": None, "block_size": 16})
+    passed = llm_arguments(section, model_dir=Path("m"), max_model_len=64, trust_remote_code=False, on_cpu=True)
+    assert "data_parallel_size" not in passed
+    assert passed["block_size"] == 16
 
 
 def test_an_argument_of_a_later_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from megarl.platform.finding import Finding
 from megarl.platform.log import keep_in
 from megarl.platform.screen import Screen
 from megarl.platform.terminal import visible
+from megarl.report.page import render
+from megarl.report.read import read_run
 from megarl.tracking.console import Console
 from tests.support.runs import write_run
 from tests.support.sentencepieces import train_sentencepiece
@@ -190,3 +192,18 @@ def test_a_terminal_does_not_obey_a_response(text: str, monkeypatch: pytest.Monk
 def test_words_keep_their_characters() -> None:
     words = "naïve 中文 🙂 👩\u200d🚀 می\u200cخواهم ½ → −5\n\ttab"
     assert visible(words) == words
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_data_source_stays_on_its_line(terminal: bool, tmp_path: Path) -> None:
+    shown = console("two\nlines", tmp_path, terminal=terminal)
+    assert r"validation two\nlines" in re.sub(r"  +", " ", shown)
+    assert "validation two\n" not in re.sub(r" +", " ", shown)
+
+
+def test_a_report_shows_control_characters(tmp_path: Path) -> None:
+    name = "run\x1b[31m\u202e"
+    write_run(tmp_path / name)
+    page = render([read_run(tmp_path / name)])
+    assert r"run\x1b[31m\u202e" in page
+    assert "\x1b" not in page and "\u202e" not in page

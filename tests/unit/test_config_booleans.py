@@ -1,0 +1,27 @@
+"""True and false are no numbers, for any key."""
+
+import pytest
+
+from megarl.config.load import _schema, read
+from megarl.config.root import Config, RewardTrainConfig, SFTConfig, VerifyConfig
+
+
+@pytest.mark.parametrize("root", [Config, SFTConfig, RewardTrainConfig, VerifyConfig])
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_no_key_of_a_number_takes_a_bool(root: type, word: str) -> None:
+    numbers = [path for path, value in _schema(root).leaves.items() if type(value) in (int, float)]
+    assert len(numbers) > 10
+    _, faults, _ = read(root, [f"{path}={word}" for path in numbers])
+    said = {fault.path: fault.message for fault in faults}
+    for path in numbers:
+        assert path in said, path
+    assert said["trainer.save_freq"] == f"should be a number, not {word.title()}"
+
+
+def test_no_number_in_a_list_or_of_a_key_without_a_default_is_a_bool() -> None:
+    argv = ["trainer.profile_steps=[1,true]", "trainer.max_ckpt_to_keep=true", "trainer.peak_tflops=true"]
+    argv.append("reward_model.weights={format: true}")
+    _, faults, _ = read(Config, argv)
+    assert {"trainer.profile_steps", "trainer.max_ckpt_to_keep", "trainer.peak_tflops", "reward_model.weights"} <= {
+        f.path for f in faults
+    }
