@@ -11,6 +11,7 @@ from megarl.config.faults import ConfigError
 from megarl.config.load import load_config, load_sft_config
 from megarl.config.trial import _rows, find_models, find_sources, try_reward
 from megarl.rewards.config import RulesSection
+from tests.support.places import without_places
 
 MINIMAL = ("actor_rollout_ref.model.path=org/policy", "critic.model.path=org/critic")
 ROWS = [
@@ -141,7 +142,8 @@ def test_a_reward_that_fails_is_a_fault_of_the_configuration(body: str, detail: 
 def test_failures_count_as_in_a_step(tried: Any) -> None:
     on_one = "if solution_str == '3': raise KeyError('answer')"
     (remark,) = tried(on_one)
-    assert remark.endswith("rows.jsonl, line 3: the reward fails if the response is '3': KeyError: 'answer'")
+    expected = "rows.jsonl, line 3: the reward fails if the response is '3': KeyError: 'answer'"
+    assert without_places(remark).endswith(expected)
     with pytest.raises(ConfigError) as error:
         tried(on_one, "reward_model.on_failure=stop")
     assert "line 3" in said_by(error)
