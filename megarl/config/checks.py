@@ -271,13 +271,15 @@ def path_faults(path: str | None, key: str, remedy: str) -> Iterator[Fault]:
 
 
 def directory_faults(trainer: TrainerSection, facts: Facts) -> Iterator[Fault]:
-    """Check that the directories of the run can be made and take files."""
+    """Check that the directory of the run, and that of its samples elsewhere, can be made and take files."""
     if facts.check_paths and facts.writes:
-        for key in ("trainer.default_local_dir", "trainer.rollout_data_dir"):
-            name = getattr(trainer, key.removeprefix("trainer."))
+        run, samples = Path(trainer.default_local_dir), trainer.rollout_data_dir
+        places = {"trainer.default_local_dir": run}
+        if samples and not Path(samples).is_relative_to(run):
+            places["trainer.rollout_data_dir"] = Path(samples)
+        for key, place in places.items():
             try:
-                if name:
-                    check_writable(Path(name), key)
+                check_writable(place, key)
             except WriteError as error:
                 yield Fault(path=key, message=str(error).removeprefix(f"{key}="))
 
