@@ -41,7 +41,7 @@ def import_problem(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         return "not installed" if is_missing else f"does not import: {first_line(error)}"
     return None
 

@@ -95,10 +95,12 @@ def test_packages_that_do_not_fit_each_other_are_found_by_importing(
     (tmp_path / "of_other_release.py").write_text("class VersionError(Exception): ...\nraise VersionError('too old')")
     (tmp_path / "needs_more.py").write_text("import module_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    findings = import_findings(["json", "of_other_release", "needs_more"])
+    findings = import_findings(["json", "of_other_release", "needs_more", "not_there", "not_there.part"])
     assert {fault.name: fault.found for fault in faults(findings)} == {
         "of_other_release": "does not import: too old",
         "needs_more": "does not import: No module named 'module_that_is_not_there'",
+        "not_there": "not installed",
+        "not_there.part": "not installed",
     }
     assert faults(import_findings(["json"])) == []
 
