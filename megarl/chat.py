@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
 from megarl.checkpoint.directory import HUGGINGFACE, saved_steps, step_of_name
-from megarl.cli.command import parse
+from megarl.cli.command import parse, print_error
 from megarl.cli.commands import CHAT
 from megarl.errors import UserError
-from megarl.platform.secrets import guard_output, redact
+from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 from megarl.reshard.headers import has_weights
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             talker = Talker(directory, trust_remote_code=typed["trust_remote_code"])
             converse(talker, typed, typed["prompt"] or typed_lines())
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -12,13 +12,12 @@ from typing import Any
 from rich.table import Table
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
+from megarl.cli.command import parse, print_error
 from megarl.cli.commands import COMPARE
 from megarl.config.unread import shown
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import visible
+from megarl.platform.secrets import guard_output
 from megarl.report.differences import between
 from megarl.report.read import Run, read_run
 from megarl.tracking.names import KL, LEARNT, REWARD, STEP_SECONDS, VALIDATION
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         runs = [Summary.read(run_dir, (*HEADLINES, *typed["metric"])) for run_dir in typed["runs"]]
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     if typed["as_json"]:
         found = [asdict(run) | {"config": None} for run in runs]

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megarl.cli.command import parse
+from megarl.cli.command import parse, print_error
 from megarl.cli.commands import PLAN
 from megarl.config.faults import ConfigError
 from megarl.config.load import load_config
@@ -17,8 +17,7 @@ from megarl.config.trial import find_architectures
 from megarl.errors import UserError
 from megarl.platform.quiet import silence_imports
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import visible
+from megarl.platform.secrets import guard_output
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(error, file=sys.stderr)
         return 2
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     if typed["as_json"]:
         print(json.dumps(to_dict(plan)))

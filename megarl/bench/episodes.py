@@ -6,7 +6,6 @@ however slow the environments are. The price of slow environments is the time in
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +18,9 @@ from megarl.bench import report
 from megarl.bench.options import episodes_parser
 from megarl.bench.step import WARM_UP, run_module
 from megarl.bench.workload import Workload
+from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import redact
-from megarl.platform.terminal import visible
 from megarl.tracking.jsonl import read_jsonl
 
 TURNS = 3
@@ -57,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         measured = [measure(most, overlap, options.repeats, overrides) for most, overlap in cases]
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     found = {
         **report.origin("episodes", argv),

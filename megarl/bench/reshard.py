@@ -21,11 +21,10 @@ from typing import Any, Literal
 from megarl.bench import memory, report
 from megarl.bench.cases import DEFAULT_MODELS, LAYOUTS, MODELS, Case, Split
 from megarl.bench.options import reshard_parser
+from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.device import decide_device
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import redact
-from megarl.platform.terminal import visible
 from megarl.platform.versions import versions
 
 BUCKET_MEGABYTES = {"cpu": 4, "cuda": 512}
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{number} of {len(cases)}: {case.model} {case.layout}", file=sys.stderr, flush=True)
             results.append(report.summary(run_case(case, logs=options.logs)))
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     found = {
         "command": shlex.join(["megarl", "bench", "reshard", *argv]),

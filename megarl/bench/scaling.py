@@ -19,10 +19,9 @@ from megarl.bench import report
 from megarl.bench.options import scaling_parser
 from megarl.bench.step import summarize, train
 from megarl.bench.workload import Workload
+from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import redact
-from megarl.platform.terminal import visible
 
 AXES = {"ranks": "ranks", "prompts": "prompts of a step", "response_tokens": "tokens of a response"}
 COLUMNS = ("model", "ranks", "prompts", "tokens of a response", "step s", "tokens/s", "times the first")
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             "points": [asdict(point) | _measure(point, options, overrides) for point in points(options)],
         }
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     if options.picture:
         draw(found["points"], options.picture)

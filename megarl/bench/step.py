@@ -26,12 +26,11 @@ from rich.table import Table
 from megarl.bench import engine_cost, report, step_page, step_plan, step_trl
 from megarl.bench.options import step_parser
 from megarl.bench.workload import Workload
+from megarl.cli.command import print_error
 from megarl.errors import UserError
 from megarl.models.architecture import Architecture, read_architecture
 from megarl.models.flops import UPDATE, Tokens, forward_flops
 from megarl.platform.screen import Screen
-from megarl.platform.secrets import redact
-from megarl.platform.terminal import visible
 from megarl.platform.versions import versions
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.names import STEP_SECONDS, TIMING, TOKENS
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
                 runs.append({"command": command} | measure(workload, Path(name), options, overrides))
     except UserError as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     if options.markdown:
         print(step_page.markdown(runs), end="")

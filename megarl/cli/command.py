@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from megarl.cli import completion
 from megarl.platform.secrets import guard_output, redact
-from megarl.platform.terminal import outlive_readers
+from megarl.platform.terminal import outlive_readers, visible
 
 SIMILAR = 0.75
 """The least similarity of an unknown option and the option that was probably meant, from 0 to 1."""
@@ -133,3 +133,8 @@ def complain(error: click.UsageError) -> NoReturn:
     error.show(file=words)
     print(redact(words.getvalue()), end="", file=sys.stderr)
     sys.exit(error.exit_code)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error that a user can mend: without secrets, with control characters shown."""
+    print(visible(redact(f"megarl: {error}")), file=sys.stderr)

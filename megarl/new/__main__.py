@@ -7,11 +7,11 @@ from pathlib import Path
 from string import Template
 
 from megarl.platform import early  # noqa: F401 - before what takes seconds to import
-from megarl.cli.command import parse
+from megarl.cli.command import parse, print_error
 from megarl.cli.commands import NEW
 from megarl.errors import UserError
 from megarl.platform.files import check_writable, write_whole
-from megarl.platform.secrets import guard_output, redact
+from megarl.platform.secrets import guard_output
 from megarl.platform.terminal import visible
 
 TEMPLATES, ENDING = Path(__file__).with_name("templates"), ".template"
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     try:
         paths = write_project(typed["directory"], task=typed["task"], model=typed["model"])
     except (UserError, OSError) as error:
-        print(visible(redact(f"megarl: {error}")), file=sys.stderr)
+        print_error(error)
         return 1
     for path in paths:
         print(visible(str(path)))
