@@ -15,6 +15,9 @@ SECTIONS = {
     REWARD_MODEL: "reward_model",
 }
 SHARES = 20  # gpu_memory_utilization is proposed in multiples of 1 / SHARES
+PARTIAL = (f"{ROLLOUT}.partial.enable=true", "algorithm.rollout_correction.rollout_is=token")
+WORTHWHILE = 0.97  # the share of the least time that another split, or partial rollouts, have to reach
+RESERVE = 0.05  # of a device: a proposal to go faster leaves it for the CUDA context, libraries and fragmentation
 Trial = Callable[[Sequence[str]], tuple[Workload, RankMemory] | None]  # None: the configuration would be faulty
 
 
@@ -94,15 +97,71 @@ def host_candidates(workload: Workload) -> Iterator[str]:
     yield from _splits(workload)
 
 
-def less_recomputation(workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial) -> tuple[str, ...]:
-    """Return the changes to the least recomputation that fits, none if all of the configured one is needed."""
-    changes: tuple[str, ...] = ()
-    for key, recompute in _recomputation(workload, memory):
-        for amount in {False: (), "selective": ("false",), True: ("false", "selective")}[recompute]:
-            tried = trial((*changes, f"{key}={amount}"))
-            if tried and not _total(*tried, device_bytes):
-                changes = (*changes, f"{key}={amount}")
+def faster(
+    workload: Workload,
+    memory: RankMemory,
+    device_bytes: int,
+    trial: Trial,
+    seconds: Callable[[Workload, RankMemory], float],
+) -> tuple[str, ...]:
+    """Return the split of the trainer and the recomputation that fit and make a step the fastest, as changes.
+
+    Args:
+        workload: a run that fits.
+        memory: its fullest rank.
+        device_bytes: the memory of a rank's device.
+        trial: plans other values.
+        seconds: the least time of a step.
+
+    Returns:
+        The changes as `a.b.c=value`, none if the run is the fastest as it is. They leave some memory free (`RESERVE`).
+        Another split has to save a share of the time (`WORTHWHILE`): the least time leaves out what the host does.
+    """
+    room = int((1 - RESERVE) * device_bytes)
+    best: tuple[str, ...] = ()
+    least = seconds(workload, memory)
+    for split in ((), *_other_splits(workload)):
+        changes = _with_least_recomputation(split, workload, memory, room, trial)
+        if changes is None or not (tried := trial(changes)):
+            continue
+        time = seconds(*tried)
+        if time < (WORTHWHILE * least if split else least):
+            best, least = changes, time
+    return best
+
+
+def _other_splits(workload: Workload) -> Iterator[tuple[str, ...]]:
+    """Yield the changes to other tensor- and pipeline-parallel sizes, powers of two, the fewest parts first."""
+    trainer, now = workload.config.trainer, workload.grid
+    pairs = [
+        (tp, pp)
+        for tp in _powers_of_two(trainer.n_gpus_per_node)
+        for pp in _powers_of_two(min(now.num_ranks // tp, workload.policy.num_layers))
+    ]
+    for tp, pp in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair)):
+        changes = [f"{ACTOR}.megatron.tensor_model_parallel_size={tp}"] if tp != now.tp else []
+        if pp != now.pp:
+            changes.append(f"{ACTOR}.megatron.pipeline_model_parallel_size={pp}")
+        if changes:
+            yield tuple(changes)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _with_least_recomputation(
+    changes: tuple[str, ...], workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial
+) -> tuple[str, ...] | None:
+    """Add the least recomputation that fits to some changes. Return None if nothing fits."""
+    for key, configured in _recomputation(workload, memory):
+        for amount in ("false", "selective", "true"):
+            more = () if amount == str(configured).lower() else (f"{key}={amount}",)
+            if (tried := trial((*changes, *more))) and not _total(*tried, device_bytes):
+                changes = (*changes, *more)
                 break
+        else:
+            return None
     return changes
 
 

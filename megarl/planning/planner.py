@@ -14,7 +14,7 @@ from megarl.config.root import Config
 from megarl.models.architecture import Architecture
 from megarl.models.config import CheckpointSection
 from megarl.models.hub import config_place, read_model
-from megarl.planning.advice import Remedy, Shortfall, host_remedies, less_recomputation, remedies, shortfalls
+from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy, Shortfall, faster, host_remedies, remedies, shortfalls
 from megarl.planning.host import HostMemory, host_memory
 from megarl.planning.memory import RankMemory, fullest_rank
 from megarl.planning.seconds import EngineCost, Lengths, Machine, StepTime, step_time
@@ -62,7 +62,7 @@ class Plan:
     host: HostMemory
     host_bytes: int | None  # host memory of a node; None: unknown
     host_remedies: list[Remedy]
-    saving: Saving | None  # less recomputation
+    savings: list[Saving]
 
     @property
     def host_missing(self) -> int:
@@ -127,16 +127,23 @@ class Planner:
             host_remedies=host_remedies(workload, memory, self._device_bytes, host_bytes, self._trial)
             if host_bytes and lacks_host
             else [],
-            saving=None if missing else self._saving(workload, memory, traffic),
+            savings=[] if missing else list(self._savings(workload, memory, traffic)),
         )
 
-    def _saving(self, workload: Workload, memory: RankMemory, traffic: SyncTraffic) -> Saving | None:
-        """Return what less recomputation saves, if less fits."""
-        overrides = less_recomputation(workload, memory, self._device_bytes, self._trial)
-        if not (overrides and (tried := self._trial(overrides))):
-            return None
-        time = step_time(*tried, self._machine, self._lengths, sync_seconds=traffic.seconds)
-        return Saving(overrides=overrides, seconds=time.total, peak=tried[1].peak)
+    def _savings(self, workload: Workload, memory: RankMemory, traffic: SyncTraffic) -> Iterator[Saving]:
+        """Yield what another split of the trainer or less recomputation saves, and what partial rollouts save."""
+
+        def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
+            return step_time(tried, memory, self._machine, self._lengths, sync_seconds=sync_seconds).total
+
+        trainer = faster(workload, memory, self._device_bytes, self._trial, seconds)
+        if trainer and (tried := self._trial(trainer)):
+            time = seconds(*tried, self._traffic(tried[0]).seconds)
+            yield Saving(overrides=trainer, seconds=time, peak=tried[1].peak)
+        if (tried := self._trial(PARTIAL)) and not shortfalls(*tried, self._device_bytes):
+            time = seconds(*tried)
+            if time < WORTHWHILE * seconds(workload, memory):
+                yield Saving(overrides=PARTIAL, seconds=time, peak=tried[1].peak)
 
     def _options(self, workload: Workload) -> Iterator[Option]:
         """Yield every possible engine size up to the size of a node, and Megatron's other rank order."""

@@ -65,7 +65,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         ],
         "shortfalls": [asdict(shortfall) for shortfall in plan.shortfalls],
         "remedies": [asdict(remedy) for remedy in plan.remedies],
-        "saving": plan.saving and asdict(plan.saving),
+        "savings": [asdict(saving) for saving in plan.savings],
     }
 
 
@@ -194,7 +194,7 @@ def _cells(traffic: SyncTraffic) -> Iterator[str]:
 
 
 def _cheaper(plan: Plan) -> Iterator[str]:
-    """Return what is cheaper than the configuration: the cheapest of the options, and less recomputation."""
+    """Yield what is cheaper than the configuration: the cheapest of the options, and what saves time."""
     for configurable in (True, False):
         seconds = {
             option.change: option.traffic.seconds
@@ -205,7 +205,7 @@ def _cheaper(plan: Plan) -> Iterator[str]:
         if best and seconds[best] < NOTICEABLE * plan.traffic.seconds:
             where = "" if configurable else ", which megarl does not offer,"
             yield f"{best}{where} would sync in {seconds[best]:.3f} s instead of {plan.traffic.seconds:.3f} s"
-    if saving := plan.saving:
+    for saving in plan.savings:
         yield (
             f"with {' '.join(saving.overrides)} it fits, too: a step takes at least {saving.seconds:.2f} s instead of "
             f"{plan.time.total:.2f} s, and {_gb(plan.device_bytes - saving.peak)} GB stay free"

@@ -132,8 +132,8 @@ def _generation(workload: Workload, memory: RankMemory, machine: Machine, length
     """Return the seconds of a replica: prompts at once, then token by token for as many samples as its cache holds.
 
     Weights are read in each step, keys and values for each token. A sample that ends makes room for none: the replica
-    has begun all that its cache holds. Partial rollouts draw more samples at once, and equally many tokens in a step.
-    The prefill of responses that continue is left out.
+    has begun all that its cache holds. Partial rollouts draw more samples at once, and equally many tokens in a step;
+    no step waits for the longest response. The prefill of responses that continue is left out.
     """
     config, a = workload.config, workload.policy
     rollout = config.actor_rollout_ref.rollout
@@ -152,7 +152,7 @@ def _generation(workload: Workload, memory: RankMemory, machine: Machine, length
     if config.trainer.device == "cpu":
         every += forward_bytes(a, tokens, dtype=rollout.dtype) * share / tp / machine.peaks.bytes_per_second
     cached = memory.engine.bytes_per_token * (lengths.prompt + lengths.response / 2) * at_once
-    num_steps = rounds * lengths.steps
+    num_steps = rounds * (lengths.response if rollout.partial.enable else lengths.steps)
     read = num_steps * _touched(a, memory.engine.weights, at_once) + rounds * lengths.response * cached
     reading = read / machine.peaks.bytes_per_second
     messages = _between_layers(a, num_tokens=at_once, size=tp, dtype=rollout.dtype) / machine.link(tp)

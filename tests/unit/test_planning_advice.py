@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.planning.advice import Remedy
+from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy
 from megarl.planning.planner import Plan, Planner
+from megarl.planning.seconds import Lengths
 from megarl.planning.traffic import Links
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -14,7 +15,7 @@ MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollo
 GB = 10**9
 
 
-def plan(*argv: str, gigabytes: int = 80) -> Plan:
+def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None) -> Plan:
     """GRPO without a reference: Llama-3-8B on eight ranks, tensor 4 x data 2, engines of 4."""
     arguments = [
         "data.train_files=train.parquet",
@@ -27,7 +28,7 @@ def plan(*argv: str, gigabytes: int = 80) -> Plan:
         *argv,
     ]
     links = Links(inside=400e9, between=45e9)
-    return Planner(arguments, device_bytes=gigabytes * GB, ranks_per_node=None, links=links).plan()
+    return Planner(arguments, device_bytes=gigabytes * GB, ranks_per_node=None, links=links, lengths=lengths).plan()
 
 
 def changes(remedies: Sequence[Remedy]) -> list[tuple[str, ...]]:
@@ -76,33 +77,47 @@ def test_as_little_is_computed_again_as_is_enough(num_tokens: int, amount: str) 
 RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "configured", "amount"),
-    [
-        (16384, "true", "false"),
-        (32768, "true", "selective"),
-        (32768, "selective", None),
-        (16384, "selective", "false"),
-        (16384, "false", None),
-    ],
-)
-def test_what_fits_without_it_is_computed_once(num_tokens: int, configured: str, amount: str | None) -> None:
-    budget = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={num_tokens}"
-    found = plan(budget, f"{RECOMPUTE}={configured}", gigabytes=50)
+def size(key: str) -> str:
+    return f"{MEGATRON}.{key}_model_parallel_size"
+
+
+def fastest(*argv: str, gigabytes: int) -> float:
+    """Return the least time of a step of all splits and amounts of recomputation that leave a twentieth free."""
+    tried = [
+        plan(*argv, f"{size('tensor')}={tp}", f"{size('pipeline')}={pp}", f"{RECOMPUTE}={amount}", gigabytes=gigabytes)
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 8)
+        if tp * pp <= 8
+        for amount in ("false", "selective", "true")
+    ]
+    return min(found.time.total for found in tried if found.memory.peak <= 0.95 * gigabytes * GB)
+
+
+@pytest.mark.parametrize(("num_tokens", "gigabytes"), [(32768, 50), (65536, 80)])
+def test_the_fastest_trainer_that_fits_is_proposed(num_tokens: int, gigabytes: int) -> None:
+    configured = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={num_tokens}", f"{RECOMPUTE}=true"
+    found = plan(*configured, gigabytes=gigabytes)
     assert not found.shortfalls
-    if amount is None:
-        assert found.saving is None
-        return
-    assert found.saving and found.saving.overrides == (f"{RECOMPUTE}={amount}",)
-    changed = plan(budget, *found.saving.overrides, gigabytes=50)
+    (saving,) = found.savings
+    changed = plan(*configured, *saving.overrides, gigabytes=gigabytes)
     assert not changed.shortfalls
-    assert (found.saving.seconds, found.saving.peak) == (changed.time.total, changed.memory.peak)
-    assert found.saving.seconds < found.time.total
+    assert (saving.seconds, saving.peak) == (changed.time.total, changed.memory.peak)
+    least = fastest(*configured, gigabytes=gigabytes)
+    assert least <= saving.seconds < found.time.total
+    assert WORTHWHILE * saving.seconds < least
+    assert not changed.savings, "the proposal is the fastest itself"
 
 
 def test_what_does_not_fit_saves_nothing() -> None:
     found = plan(f"{RECOMPUTE}=true", gigabytes=24)
-    assert found.shortfalls and found.saving is None
+    assert found.shortfalls and not found.savings
+
+
+def test_a_long_tail_calls_for_partial_rollouts() -> None:
+    tail = Lengths(256, 1000, 8000)
+    assert [saving.overrides for saving in plan(lengths=tail).savings][-1:] == [PARTIAL]
+    for other in (plan(lengths=Lengths(256, 1000)), plan(*PARTIAL, lengths=tail)):
+        assert PARTIAL not in [saving.overrides for saving in other.savings]
 
 
 def test_what_no_single_change_mends_is_mended_together() -> None:
