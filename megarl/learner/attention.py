@@ -10,7 +10,8 @@ pad the shorter ones, and the causal mask hides the zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -52,11 +53,10 @@ class PackedAttention(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q
         if self.cp_group.size() > 1:
             key, value = (gather_row(part, bounds.diff().long(), self.cp_group) for part in (key, value))
-        repeats = query.shape[1] // key.shape[1]
-        if query.is_cuda and repeats > 1:  # the CPU's kernel groups; CUDA's do in some releases and precisions only
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if query.is_cuda and query.dtype != torch.float32 and self.cp_group.size() == 1:
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
+        if query.is_cuda:  # the CPU's kernel groups heads; on CUDA, only torch's slowest kernel does in float32
+            key, value = _repeated(key, query), _repeated(value, query)
         groups = _groups.get(bounds, partial(Groups, packed_seq_params.lengths, self.cp_group, query.device))
         return groups.attend(query, key, value, self.scale).flatten(1)
 
@@ -215,6 +215,25 @@ def _permuted(rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # only CUDA builds can run it
 
+    grouping: dict[str, bool] = {}
+    if _groups_heads():
+        grouping["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        key, value = _repeated(key, query), _repeated(value, query)
     bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
-    out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0))  # type: ignore[assignment]
+    out: Tensor = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0), **grouping)  # type: ignore[arg-type, assignment]
     return out
+
+
+@cache
+def _groups_heads() -> bool:
+    """Return whether torch's attention over a row lets several query heads share keys: 2.13 does, and 2.11 does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def _repeated(part: Tensor, query: Tensor) -> Tensor:
+    """Give each query head its own copy of the keys or values of its group."""
+    repeats = query.shape[1] // part.shape[1]
+    return part.repeat_interleave(repeats, dim=1) if repeats > 1 else part

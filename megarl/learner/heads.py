@@ -91,8 +91,8 @@ class WeightGradient:
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of [n, rows] gradients of the logits and [n, hidden_size] states."""
-        if hidden.is_cuda and hidden.dtype != torch.float32:  # torch.addmm takes no sum of another type there
-            self._sum += _product(grad_logits.T, hidden)
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            torch.addmm(self._sum, grad_logits.T, hidden, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum.addmm_(grad_logits.T.float(), hidden.float())
 

@@ -107,17 +107,17 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 def _prepare(part: Any) -> None:
     """Give an optimizer its state of step 0, which it would make in its first step: Megatron saves and loads the state.
 
-    torch's AdamW counts the steps of each parameter, those of Transformer Engine and apex the steps of a group. On the
-    CPU, torch's fused kernel updates a parameter in one pass.
+    torch's AdamW counts the steps of each parameter, those of Transformer Engine and apex the steps of a group. Torch's
+    fused kernel updates a parameter in one pass, and reads the steps from the device of the parameters.
     """
     part.init_state_fn(part.optimizer, part.config)
     for group in part.optimizer.param_groups:
         if not isinstance(part.optimizer, torch.optim.AdamW):
             group["step"] = 0
             continue
-        group["fused"] = all(parameter.is_cpu for parameter in group["params"])
+        group["fused"] = True
         for parameter in group["params"]:
-            part.optimizer.state[parameter]["step"] = torch.zeros(())
+            part.optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
 
 
 def add_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -51,11 +51,26 @@ def mm_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return (left.float() @ right.float()).to(out_dtype)
 
 
+def addmm_wide(
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor,
+) -> Tensor:
+    """Compute `aten::addmm.dtype_out`, also if `out` is `total`."""
+    return out.copy_(beta * total + alpha * mm_wide(left, right, out_dtype))
+
+
 WRITTEN_OUT: dict[str, Callable[..., Any]] = engine.WRITTEN_OUT | {
     "aten::_scaled_dot_product_efficient_attention": attention.efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
     "aten::_scaled_dot_product_flash_attention": attention.flash,
     "aten::_scaled_dot_product_flash_attention_backward": attention.flash_backward,
+    "aten::addmm.dtype_out": addmm_wide,
     "aten::mm.dtype": mm_wide,
     "aten::_flash_attention_forward": attention.varlen,
     "aten::_flash_attention_backward": attention.varlen_backward,
