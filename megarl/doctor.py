@@ -120,7 +120,15 @@ def torch_findings(torch: ModuleType) -> list[Finding]:
         rows.append(
             Finding(f"CUDA device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {capability}")
         )
-    return rows
+    return [*rows, allocator_finding(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))]
+
+
+def allocator_finding(settings: str | None) -> Finding:
+    """Judge the user's settings of torch's CUDA allocator. megarl sets none."""
+    if settings and re.search(r"\bbackend\s*:\s*cudaMallocAsync\b", settings):
+        advice = "vLLM's engine sleeps in pools of torch's own allocator: remove backend:cudaMallocAsync"
+        return Finding("CUDA allocator", settings, advice, "fault")
+    return Finding("CUDA allocator", settings or "torch's defaults")
 
 
 def cpu_findings(cpuinfo: str, *, machine: str, num_cores: int, needs_avx2: bool) -> list[Finding]:

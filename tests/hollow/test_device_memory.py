@@ -1,6 +1,7 @@
 """Mistakes with memory are errors on the hollow device. Each is planted; what ends a process, in one of its own."""
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,6 +158,24 @@ def test_memory_that_wakes_up_can_be_used_again() -> None:
     pool.wake_up()
     assert torch.cuda.mem_get_info()[0] == free
     assert torch.equal(kept.cpu(), torch.arange(1 << 20))
+
+
+MAPPED_IN_PIECES = """
+import torch
+from tests.hollow.test_device_memory import INVALID, MIB, behind, ctypes, runtime
+x = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda").zero_().add_(2)
+assert x.sum().item() == 128 * MIB
+mapped = torch.cuda.memory_reserved()
+assert runtime().cudaMemset(behind(ctypes.c_void_p(x.data_ptr()), mapped - MIB), 0, ctypes.c_size_t(2 * MIB)) == INVALID
+"""
+
+
+def test_memory_that_is_mapped_in_pieces_is_one_range_with_an_end() -> None:
+    """Torch maps a segment that can grow in pieces of 20 MiB."""
+    settings = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-c", MAPPED_IN_PIECES]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=settings)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_device_runs_out_of_memory() -> None:

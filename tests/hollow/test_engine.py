@@ -40,8 +40,12 @@ def generate(paths: list[Path]) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("variant", TOKENS)
-def test_greedy_responses_are_the_same_on_the_cpu_and_on_cuda(tmp_path: Path, variant: str) -> None:
+def test_greedy_responses_are_the_same_on_the_cpu_and_on_cuda(
+    tmp_path: Path, variant: str, allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     with RankPool("cuda" if "HOLLOW_MAIL" in os.environ else "cpu") as pool:
         [found] = pool.run(1, generate, write_two_checkpoints(tmp_path, variant))
     assert found == TOKENS[variant]

@@ -60,8 +60,21 @@ CASES = [(name, "policy") for name in SPLITS] + [(name, "value") for name in SPL
 def test_a_learner_on_cuda_is_the_learner_on_the_cpu(
     tmp_path: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str
 ) -> None:
+    check(tmp_path, on_cpu, on_cuda, name, role)
+
+
+def test_offload_works_with_expandable_segments(
+    tmp_path: Path, on_cpu: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with RankPool("cuda") as pool:
+        check(tmp_path, on_cpu, pool, "offloaded", "policy")
+
+
+def check(directory: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role: str) -> None:
+    """Compare a learner on CUDA with one on the CPU."""
     variant, world_size, split = SPLITS[name]
-    checkpoint = write_checkpoint(tmp_path, variant)
+    checkpoint = write_checkpoint(directory, variant)
     [expected] = on_cpu.run(1, learner_outputs, checkpoint, role, {}, 24)
     for found in on_cuda.run(world_size, learner_outputs, checkpoint, role, split, 24):
         assert expected["metrics"]["grad_norm"] > 0

@@ -13,6 +13,7 @@ import pytest
 from megarl.bench import engine_cost
 from megarl.doctor import (
     NEEDED,
+    allocator_finding,
     cpu_findings,
     main,
     package_findings,
@@ -43,6 +44,20 @@ def packages(versions: dict[str, str]) -> list[Finding]:
 
 def which(*programs: str) -> Callable[[str], str | None]:
     return lambda name: f"/bin/{name}" if name in programs else None
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        (None, "good"),
+        ("expandable_segments:True", "good"),
+        ("expandable_segments:True,backend:cudaMallocAsync", "fault"),
+        ("backend : cudaMallocAsync", "fault"),
+    ],
+)
+def test_settings_of_torchs_allocator_are_shown_and_judged(settings: str | None, verdict: str) -> None:
+    found = allocator_finding(settings)
+    assert (found.found, found.verdict) == (settings or "torch's defaults", verdict)
 
 
 def test_a_complete_environment_has_no_fault() -> None:

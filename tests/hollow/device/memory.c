@@ -187,7 +187,13 @@ PUBLIC bool hollow_may_touch(const void *address, size_t size, const char *what)
                         STATES[block.state]);
         return false;
     }
-    if (offset + size > block.size) {
+    struct hollow_block last = block, next;
+    const char *end = (const char *)address + size;
+    /* Virtual memory that was mapped piece by piece is one range. */
+    while (end > last.start + last.size && !last.is_owned && hollow_find(last.start + last.size, &next) &&
+           next.state == LIVE && !next.is_owned)
+        last = next;
+    if (end > last.start + last.size) {
         hollow_complain("%s touches bytes %zu to %zu of a %s block of %zu bytes", what, offset, offset + size,
                         KINDS[block.kind], block.size);
         return false;
