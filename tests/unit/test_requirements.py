@@ -14,7 +14,7 @@ from tests.support.programs import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DIFFERENT = {"apache-tvm-ffi", "megatron-core", "triton"}  # decision D220
+DIFFERENT = {"apache-tvm-ffi", "megatron-core"}  # decision D220
 
 
 def pinned(*names: str) -> dict[str, str]:
