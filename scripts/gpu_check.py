@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py --out OUT [--stages a,b] [--budget-s 470] [--devices N]
     python scripts/gpu_check.py --out OUT --rehearse      # every stage, with tiny models on the CPU
+    python scripts/gpu_check.py --out OUT --hollow        # every stage, with tiny models on the hollow device
     python scripts/gpu_check.py --page [--out OUT]        # write docs/benchmarks/gpu.md without running anything
 
 Each stage writes OUT/results/STAGE.json and OUT/logs/STAGE.txt. A stage that succeeded is not repeated, so the same
@@ -12,12 +13,13 @@ docs/benchmarks/gpu.json and gpu.md. Exit code 1: a stage failed. Exit code 3: s
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the machine may have no installed megarl
@@ -30,7 +32,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 RESULTS = PAGE.with_suffix(".json")
 LEFT = 3  # the exit code if stages are left
 BUDGET_S = 470
-PATIENCE = 5  # times the limit of a stage, in a rehearsal
+PATIENCE = {"cpu": 5, "cuda": 20}  # times the limit of a stage, in a rehearsal on the CPU and on the hollow device
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
@@ -42,8 +44,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     if options.out is None:
         raise SystemExit("gpu_check: --out names the directory of the results")
     chosen = choose(options.stages)
-    num_devices = options.devices or (1 if options.rehearse else count_devices())
-    site = Site(out=options.out.resolve(), num_devices=num_devices, rehearses=options.rehearse)
+    rehearses = options.rehearse or options.hollow
+    num_devices = options.devices or (1 if rehearses else count_devices())
+    if options.hollow and "HOLLOW_MAIL" not in os.environ:
+        start_on_hollow_device(num_devices, argv)
+    device = "cpu" if options.rehearse else "cuda"
+    site = Site(out=options.out.resolve(), num_devices=num_devices, device=device, rehearses=rehearses)
     left = run(site, chosen, budget_s=options.budget_s or (math.inf if site.rehearses else BUDGET_S))
     results = read(site.out)
     text = page(results, num_devices=num_devices)
@@ -61,6 +67,15 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
+def start_on_hollow_device(num_devices: int, argv: Sequence[str]) -> NoReturn:
+    """Start this program again in the environment of the hollow device (docs/hollow.md)."""
+    python = ROOT / ".venv-cuda" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit("gpu_check: there is no hollow device: run make hollow")
+    command = [str(ROOT / "tests" / "hollow" / "run"), str(python), str(Path(__file__).resolve()), *argv]
+    os.execve(command[0], command, os.environ | {"HOLLOW_DEVICES": str(num_devices)})  # noqa: S606 - our own script
+
+
 def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
     """Run the stages that have not succeeded yet, and return the names of those that the time does not suffice for.
 
@@ -71,7 +86,7 @@ def run(site: Site, chosen: Sequence[Stage], *, budget_s: float) -> list[str]:
         path = site.out / "results" / f"{stage.name}.json"
         if path.exists() and json.loads(path.read_text(encoding="utf-8"))["done"]:
             continue
-        limit_s, remaining_s = stage.limit_s * (PATIENCE if site.rehearses else 1), end - time.monotonic()
+        limit_s, remaining_s = stage.limit_s * (PATIENCE[site.device] if site.rehearses else 1), end - time.monotonic()
         if remaining_s < limit_s / 2:
             left.append(stage.name)
             continue
@@ -136,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8), help="(default: all GPUs; a rehearsal has one)")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    parser.add_argument(
+        "--hollow", action="store_true", help="tiny models on the hollow device, which `make hollow` builds"
+    )
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md")
     return parser
 

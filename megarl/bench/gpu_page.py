@@ -73,7 +73,8 @@ def _head(results: Results, num_devices: int) -> Iterator[str]:
         "checks a machine with one GPU or several, in stages. A call takes 470 seconds (`--budget-s`), and the same "
         "command runs the remaining stages; `--stages NAME,...` chooses. OUT gets a JSON file and a log of each stage, "
         "the traces, and this page. The machine needs torch and the packages of `requirements/gpu.lock`, and no "
-        "network. `--rehearse` runs every stage with tiny models on the CPU. Results on GPUs also go to "
+        "network. `--rehearse` runs every stage with tiny models on the CPU, and `--hollow` on the "
+        "[hollow device](../hollow.md). Results on GPUs also go to "
         "`docs/benchmarks/gpu.json`, which this page shows."
     )
 

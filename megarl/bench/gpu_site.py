@@ -24,17 +24,13 @@ class Site:
 
     out: Path
     num_devices: int
-    rehearses: bool  # tiny models on the CPU, with as many processes as devices
-
-    @property
-    def device(self) -> str:
-        """`cuda` or `cpu`."""
-        return "cpu" if self.rehearses else "cuda"
+    device: str = "cuda"  # or `cpu`, with as many processes as devices
+    rehearses: bool = False  # with tiny models
 
     @property
     def dtype(self) -> str:
         """The type of weights and activations."""
-        return "float32" if self.rehearses else "bfloat16"
+        return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
     def work(self) -> Path:
@@ -56,7 +52,7 @@ class Site:
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        if self.rehearses:
+        if self.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with log.open("ab") as file:
             start = file.tell()

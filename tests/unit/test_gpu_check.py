@@ -51,7 +51,7 @@ def test_a_step_is_shown_beside_its_floor_without_the_check_of_the_sync() -> Non
 
 
 def site(out: Path, num_devices: int = 1) -> Site:
-    return Site(out=out, num_devices=num_devices, rehearses=False)
+    return Site(out=out, num_devices=num_devices)
 
 
 def stage(name: str, limit_s: int, calls: list[tuple[str, int]], *, fails: bool = False) -> Stage:
