@@ -112,7 +112,7 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     assert (left, softcap) == (-1, 0.0)
     assert right in (-1, 0)
     found = paged_attention(query, key, value, out, bounds, lengths, table, is_causal or right == 0, scale)
-    return *found, torch.empty(0), torch.empty(0)
+    return *found, None, None
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, *rest: Any) -> tuple[Any, ...]:

@@ -48,5 +48,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+if file := os.environ.get("HOLLOW_LINES"):
+    import_module("tests.hollow.lines").record(file)
 if os.environ.get("HOLLOW_SOLID") == "1":
     sys.meta_path.insert(0, Finder())
