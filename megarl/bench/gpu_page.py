@@ -141,6 +141,13 @@ def _rest(results: Results) -> Iterator[str]:
         in_use = found["bytes_in_use"] if found else {}
         rows.append((model, *times, *(f"{in_use[phase] / 1e9:.1f}" if in_use else "-" for phase in PHASES)))
     yield _table(("model", *(f"{name} s" for name in PHASES), *(f"GB after {name}" for name in PHASES)), rows)
+    yield "## A hypothesis to test"
+    yield _paragraph(
+        "Nothing here is measured. GRPO with a reference of Qwen2.5-7B on eight H100, tensor 1 or 2, one update for "
+        "1,024 samples of 256 + 1,000 tokens: a step takes 35 to 45 s, which is 3,600 to 4,600 tokens/s for each GPU. "
+        "The update and the reference take 25 s of it at 40 % of the peak, and generation 8 s if all lengths are "
+        "equal. NeMo-RL publishes 1,562 to 3,052 tokens/s for each H100 with an 8B model."
+    )
     yield "## Stages"
     rows = []
     for stage in stages():

@@ -28,6 +28,11 @@ class Site:
     rehearses: bool = False  # with tiny models
 
     @property
+    def is_hollow(self) -> bool:
+        """Whether the devices compute nothing and have no speed (docs/hollow.md)."""
+        return self.rehearses and self.device == "cuda"
+
+    @property
     def dtype(self) -> str:
         """The type of weights and activations."""
         return "float32" if self.device == "cpu" else "bfloat16"

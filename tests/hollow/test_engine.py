@@ -16,6 +16,8 @@ from tests.support.ranks import RankPool
 
 GREEDY = SamplingSection(n=1, do_sample=False)
 MAX_TOKENS = 6
+ON_DEVICE = "HOLLOW_MAIL" in os.environ
+SETTINGS = [("", True), ("expandable_segments:True", True), ("", False)]  # of torch's allocator; without graphs
 TOKENS = {  # of the two checkpoints. The CPU computes in float32, and CUDA in bfloat16; no two tokens are nearly equal
     "qwen3": [
         [[191, 195, 115, 191, 115, 191], [52] * 6, [52, 92, 16, 19, 72, 18]]
@@ -26,10 +28,14 @@ TOKENS = {  # of the two checkpoints. The CPU computes in float32, and CUDA in b
 }
 
 
-def generate(paths: list[Path]) -> list[list[list[int]]]:
+def generate(paths: list[Path], enforce_eager: bool) -> list[list[list[int]]]:
     """Return the greedy responses to all prompts after a sync of each of two checkpoints. Runs on every rank."""
     *checkpoints, bare = paths
-    settings = {"dtype": "bfloat16" if on_cuda() else "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    settings = {
+        "dtype": "bfloat16" if on_cuda() else "float32",
+        "gpu_memory_utilization": 0.2,
+        "enforce_eager": enforce_eager,
+    }
     engine = start(bare, tensors_of(checkpoints[0]), tp_size=1, **settings)
     found = []
     for checkpoint in checkpoints:
@@ -40,12 +46,12 @@ def generate(paths: list[Path]) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+@pytest.mark.parametrize(("allocator", "enforce_eager"), SETTINGS if ON_DEVICE else SETTINGS[:1])
 @pytest.mark.parametrize("variant", TOKENS)
 def test_greedy_responses_are_the_same_on_the_cpu_and_on_cuda(
-    tmp_path: Path, variant: str, allocator: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, variant: str, allocator: str, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
-    with RankPool("cuda" if "HOLLOW_MAIL" in os.environ else "cpu") as pool:
-        [found] = pool.run(1, generate, write_two_checkpoints(tmp_path, variant))
+    with RankPool("cuda" if ON_DEVICE else "cpu") as pool:
+        [found] = pool.run(1, generate, write_two_checkpoints(tmp_path, variant), enforce_eager)
     assert found == TOKENS[variant]

@@ -11,19 +11,35 @@
 
 struct CUstream_st {
     int device, priority;
+    unsigned long long capture; /* the number of the last capture that the stream took part in */
 };
 
 struct CUevent_st {
     bool is_recorded;
-    double at_ms; /* of the host's clock */
+    double at_ms;               /* of the host's clock */
+    unsigned long long capture; /* of the stream that recorded it */
 };
 
-static int num_capturing;
-static unsigned long long num_captures;
+#define MAX_CAPTURES 16 /* at a time */
+static unsigned long long active[MAX_CAPTURES], num_captures;
 
-/* What waits for the device while a stream is captured is an error, as it is on a GPU. */
-static cudaError_t unless_capturing(void) {
-    return hollow_remember(num_capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+static bool is_active(unsigned long long capture) {
+    for (int place = 0; place < MAX_CAPTURES; place++)
+        if (capture && active[place] == capture)
+            return true;
+    return false;
+}
+
+static bool replace_active(unsigned long long old, unsigned long long new) {
+    for (int place = 0; place < MAX_CAPTURES; place++)
+        if (__atomic_compare_exchange_n(&active[place], &old, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            return true;
+    return false;
+}
+
+/* What waits for a stream that is captured is an error, as it is on a GPU. */
+static cudaError_t unless(bool is_capturing) {
+    return hollow_remember(is_capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
 }
 
 /* ---- streams ---- */
@@ -31,7 +47,7 @@ static cudaError_t unless_capturing(void) {
 PUBLIC cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     (void)flags;
     *stream = malloc(sizeof **stream);
-    **stream = (struct CUstream_st){hollow_device(), priority};
+    **stream = (struct CUstream_st){hollow_device(), priority, 0};
     return cudaSuccess;
 }
 
@@ -45,6 +61,11 @@ PUBLIC cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 
 static bool is_own(cudaStream_t stream) {
     return stream && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
+}
+
+/* Return the number of the capture that a stream takes part in, 0 if there is none. */
+static unsigned long long capture_of(cudaStream_t stream) {
+    return is_own(stream) && is_active(stream->capture) ? stream->capture : 0;
 }
 
 PUBLIC cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -80,19 +101,23 @@ PUBLIC cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 
 PUBLIC cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    (void)stream;
     COUNT("waits_for_stream");
-    return unless_capturing();
+    return unless(capture_of(stream));
 }
 
 PUBLIC cudaError_t cudaDeviceSynchronize(void) {
     COUNT("waits_for_device");
-    return unless_capturing();
+    for (int place = 0; place < MAX_CAPTURES; place++)
+        if (active[place])
+            return unless(true);
+    return cudaSuccess;
 }
 
 PUBLIC cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    (void)stream, (void)event, (void)flags;
+    (void)flags;
     COUNT("waits_of_streams");
+    if (is_own(stream) && is_active(event->capture))
+        stream->capture = event->capture;
     return cudaSuccess;
 }
 
@@ -127,10 +152,10 @@ PUBLIC cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 PUBLIC cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    (void)stream;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     event->is_recorded = true;
+    event->capture = capture_of(stream);
     event->at_ms = (double)now.tv_sec * 1e3 + (double)now.tv_nsec / 1e6;
     COUNT("events");
     return cudaSuccess;
@@ -142,9 +167,8 @@ PUBLIC cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 }
 
 PUBLIC cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    (void)event;
     COUNT("waits_for_event");
-    return unless_capturing();
+    return unless(is_active(event->capture));
 }
 
 PUBLIC cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
@@ -162,26 +186,29 @@ static void *next_graph(void) {
 }
 
 PUBLIC cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
-    (void)stream, (void)mode;
-    __atomic_add_fetch(&num_capturing, 1, __ATOMIC_RELAXED);
-    __atomic_add_fetch(&num_captures, 1, __ATOMIC_RELAXED);
+    (void)mode;
+    unsigned long long capture = __atomic_add_fetch(&num_captures, 1, __ATOMIC_RELAXED);
+    if (!is_own(stream) || capture_of(stream) || !replace_active(0, capture))
+        return unless(true);
+    stream->capture = capture;
     return cudaSuccess;
 }
 
 PUBLIC cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    (void)stream;
-    __atomic_sub_fetch(&num_capturing, 1, __ATOMIC_RELAXED);
+    unsigned long long capture = capture_of(stream);
+    if (!capture)
+        return hollow_remember(cudaErrorIllegalState);
+    replace_active(capture, 0);
     *graph = next_graph();
     return cudaSuccess;
 }
 
-static enum cudaStreamCaptureStatus capture_status(void) {
-    return num_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+static enum cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
+    return capture_of(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
 
 PUBLIC cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    (void)stream;
-    *status = capture_status();
+    *status = capture_status(stream);
     return cudaSuccess;
 }
 
@@ -189,10 +216,9 @@ PUBLIC cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStream
                                             unsigned long long *id, cudaGraph_t *graph,
                                             const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
                                             size_t *num_dependencies) {
-    (void)stream;
-    *status = capture_status();
+    *status = capture_status(stream);
     if (id)
-        *id = num_captures;
+        *id = capture_of(stream);
     if (graph)
         *graph = NULL;
     if (dependencies)

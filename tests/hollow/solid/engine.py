@@ -112,7 +112,7 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     assert (left, softcap) == (-1, 0.0)
     assert right in (-1, 0)
     found = paged_attention(query, key, value, out, bounds, lengths, table, is_causal or right == 0, scale)
-    return *found, torch.empty(0), torch.empty(0)
+    return *found, torch.empty(0), torch.empty(0)  # nobody reads the parts
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -178,6 +178,20 @@ def moe_sum(x: Tensor, result: Tensor, experts: Tensor | None = None, expert_map
     """Compute `_moe_C::moe_sum`: add what the experts of a token give."""
     assert expert_map is None
     result.copy_(x.float().sum(1))
+
+
+# ---- sampling ----
+
+
+def filter_tokens_in_torch(module: Any) -> None:
+    """Let torch filter the most likely tokens: Triton cannot interpret vLLM's kernel for it."""
+
+    def apply(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+        return apply_top_k_top_p_pytorch(logits, top_k, top_p)
+
+    module.apply_top_k_top_p_triton = apply
 
 
 WRITTEN_OUT = {

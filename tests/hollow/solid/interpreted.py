@@ -12,18 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tests.hollow.solid import graphs
 from tests.hollow.solid.mode import alias
 
 
-def in_place(executor: Any, arguments: Any, keywords: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a kernel, with aliases instead of tensors of the device."""
-
-    def on_host(value: Any) -> Any:
-        return alias(value) if isinstance(value, Tensor) and value.is_cuda else value
-
-    return [tree_map(on_host, value) for value in arguments], {
-        name: tree_map(on_host, value) for name, value in keywords.items()
-    }
+def on_host(value: Any) -> Any:
+    """Return an argument of a kernel, with an alias instead of a tensor of the device."""
+    return alias(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -69,6 +64,14 @@ def compute_in_bfloat16(interpreter: ModuleType) -> None:
 
 def interpret_in_place(interpreter: ModuleType) -> None:
     """Let the interpreter read and write the memory of the device."""
-    interpreter.GridExecutor._init_args_hst = in_place  # type: ignore[attr-defined]
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None  # type: ignore[attr-defined]
+    executor: Any = interpreter.GridExecutor  # type: ignore[attr-defined]
+    interpret = executor.__call__
+
+    def launch(self: Any, *arguments: Any, **keywords: Any) -> None:
+        given, named = tree_map(on_host, (arguments, keywords))
+        graphs.do(lambda: interpret(self, *given, **named))
+
+    executor.__call__ = launch
+    executor._init_args_hst = lambda self, given, named: (list(given), named)
+    executor._restore_args_dev = lambda *_: None
     compute_in_bfloat16(interpreter)

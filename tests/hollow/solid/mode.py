@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from tests.hollow.solid import graphs
 from tests.hollow.solid.operations import LEFT, WRITTEN_OUT, ZEROS, is_sized_by_numbers
 
 CPU = torch.device("cpu")
@@ -46,9 +47,9 @@ def on_host(value: Any) -> Any:
 
 
 def put(there: Any, here: Any, name: str) -> Any:
-    """Put the results of the CPU into those of the device, unless they are in the same memory already.
+    """Put the results of the CPU into those of the device, whose memory the aliases in `there` are.
 
-    Return the tensors of the device, and the numbers of the CPU.
+    Return the results: aliases, and the numbers of the CPU.
     """
     targets, spec = tree_flatten(there)
     results = tree_leaves(here)
@@ -57,22 +58,25 @@ def put(there: Any, here: Any, name: str) -> Any:
             continue
         if not isinstance(target, Tensor):
             targets[place] = result
-        elif target.is_cuda and isinstance(result, Tensor):
+        elif isinstance(result, Tensor) and (result.numel() or not target.numel()):  # nobody reads what is left empty
             assert target.shape == result.shape, f"{name}: {target.shape} on the device, {result.shape} on the CPU"
-            memory = alias(target)
-            if memory.data_ptr() != result.data_ptr() or memory.stride() != result.stride():
-                memory.copy_(result)
+            if target.data_ptr() != result.data_ptr() or target.stride() != result.stride():
+                target.copy_(result)
     return tree_unflatten(targets, spec)
 
 
 def clear(tensor: Tensor) -> Tensor:
     """Make a tensor of the device zero. The pages of a large one are given back, and take no memory of the host."""
     if tensor.is_cuda and tensor.is_contiguous():
-        size = ctypes.c_size_t(tensor.nbytes)
-        assert DRIVER.hollow_set(ctypes.c_void_p(tensor.data_ptr()), 0, size) or not tensor.nbytes
+        graphs.do(functools.partial(fill_with_zeros, tensor.data_ptr(), tensor.nbytes))
     elif tensor.is_cuda:
-        alias(tensor).zero_()
+        graphs.do(alias(tensor).zero_)
     return tensor
+
+
+def fill_with_zeros(address: int, num_bytes: int) -> None:
+    """Fill memory of the device with zeros."""
+    assert DRIVER.hollow_set(ctypes.c_void_p(address), 0, ctypes.c_size_t(num_bytes)) or not num_bytes
 
 
 @contextmanager
@@ -112,6 +116,7 @@ class Solid(TorchDispatchMode):
         if func.name() in ZEROS:
             return clear(func(*args, **kwargs))
         if is_sized_by_numbers(func.name(), args):
+            graphs.refuse(func.name())
             found = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
             if func._schema.is_mutable:
                 return args[0]
@@ -120,6 +125,7 @@ class Solid(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             device = kwargs.get("device") or next(tensor.device for tensor in tensors if tensor.is_cuda)
             given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+            graphs.refuse(func.name())
             generator = given[0] if given else torch.cuda.default_generators[device.index or 0]
             with seeded_like(generator):
                 return self._compute(func, args, kwargs)
@@ -131,11 +137,21 @@ class Solid(TorchDispatchMode):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         there = func(*args, **kwargs)
         compute = WRITTEN_OUT.get(func.name(), func)
-        try:
-            here = compute(*tree_map(on_host, args), **tree_map(on_host, kwargs))
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{func.name()} has no kernel of the CPU, and is not written out") from error
-        return put(there, here, func.name())
+        memory, arguments, keywords = tree_map(on_host, (there, args, kwargs))
+
+        def work() -> Any:
+            try:
+                return put(memory, compute(*arguments, **keywords), func.name())
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{func.name()} has no kernel of the CPU, and is not written out") from error
+
+        if graphs.is_capturing():
+            graphs.do(work)
+            return there
+        tensors, spec = tree_flatten(there)
+        numbers = tree_leaves(work())
+        pairs = zip(tensors, numbers, strict=True)
+        return tree_unflatten([one if isinstance(one, Tensor) else number for one, number in pairs], spec)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -175,6 +191,7 @@ def enter_everywhere(_: Any = torch) -> None:
     torch._tensor_str._str = show  # type: ignore[assignment]
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans its kernels by what it knows of a real device
     enter_within_operations(mode)
+    graphs.keep_captured_work()
 
     def enter(frame: Any, event: str, arg: Any) -> None:
         sys.setprofile(None)

@@ -14,6 +14,7 @@ from typing import Any
 PREPARED = {  # modules, and the functions that take them after their import
     "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
     "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
+    "vllm.v1.sample.ops.topk_topp_triton": ("tests.hollow.solid.engine", "filter_tokens_in_torch"),
 }
 
 
@@ -48,5 +49,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+if file := os.environ.get("HOLLOW_LINES"):
+    import_module("tests.hollow.lines").record(file)
 if os.environ.get("HOLLOW_SOLID") == "1":
     sys.meta_path.insert(0, Finder())

@@ -1,0 +1,53 @@
+"""Graphs of CUDA: work that is captured is not done at once, and is done each time when the graph is launched."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Work = Callable[[], Any]  # reads and writes memory at fixed addresses
+_captured: list[Work] | None = None  # by the graph that is being captured
+
+
+def is_capturing() -> bool:
+    """Return whether a graph is being captured."""
+    return _captured is not None
+
+
+def do(work: Work) -> None:
+    """Do some work, or keep it for the graph that is being captured."""
+    if _captured is None:
+        work()
+    else:
+        _captured.append(work)
+
+
+def refuse(what: str) -> None:
+    """Raise an error while a graph is captured: the host needs the result of an operation at once."""
+    if is_capturing():
+        raise RuntimeError(f"{what} cannot be captured in a graph")
+
+
+def keep_captured_work() -> None:
+    """Let the graphs of torch keep the work that they capture, and do it when they are launched."""
+    graph = torch.cuda.CUDAGraph
+    begin, end, launch = graph.capture_begin, graph.capture_end, graph.replay
+    works: dict[int, list[Work]] = {}
+
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _captured
+        assert _captured is None, "a graph is captured within another"
+        begin(self, *args, **kwargs)
+        _captured = works[id(self)] = []
+
+    def capture_end(self: Any) -> None:
+        global _captured
+        _captured = None
+        end(self)
+
+    def replay(self: Any) -> None:
+        launch(self)
+        for work in works[id(self)]:
+            work()
+
+    graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay  # type: ignore[method-assign]
