@@ -121,9 +121,10 @@ def faster(
     best: tuple[str, ...] = ()
     least = seconds(workload, memory)
     for split in ((), *_other_splits(workload)):
-        changes = _with_least_recomputation(split, workload, memory, room, trial)
-        if changes is None or not (tried := trial(changes)):
+        found = _with_least_recomputation(split, workload, memory, room, trial)
+        if found is None:
             continue
+        changes, tried = found
         time = seconds(*tried)
         if time < (WORTHWHILE * least if split else least):
             best, least = changes, time
@@ -152,17 +153,18 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _with_least_recomputation(
     changes: tuple[str, ...], workload: Workload, memory: RankMemory, device_bytes: int, trial: Trial
-) -> tuple[str, ...] | None:
-    """Add the least recomputation that fits to some changes. Return None if nothing fits."""
+) -> tuple[tuple[str, ...], tuple[Workload, RankMemory]] | None:
+    """Add the least recomputation that fits to some changes. Return them and their trial, or None if nothing fits."""
+    found = workload, memory
     for key, configured in _recomputation(workload, memory):
         for amount in ("false", "selective", "true"):
             more = () if amount == str(configured).lower() else (f"{key}={amount}",)
             if (tried := trial((*changes, *more))) and not _total(*tried, device_bytes):
-                changes = (*changes, *more)
+                changes, found = (*changes, *more), tried
                 break
         else:
             return None
-    return changes
+    return changes, found
 
 
 def _recomputation(workload: Workload, memory: RankMemory) -> Iterator[tuple[str, Recompute]]:
