@@ -48,8 +48,12 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     num_devices = options.devices or (1 if rehearses else count_devices())
     if options.hollow and "HOLLOW_MAIL" not in os.environ:
         start_on_hollow_device(num_devices, argv)
-    device = "cpu" if options.rehearse else "cuda"
-    site = Site(out=options.out.resolve(), num_devices=num_devices, device=device, rehearses=rehearses)
+    site = Site(
+        out=options.out.resolve(),
+        num_devices=num_devices,
+        device="cpu" if options.rehearse else "cuda",
+        rehearses=rehearses,
+    )
     left = run(site, chosen, budget_s=options.budget_s or (math.inf if site.rehearses else BUDGET_S))
     results = read(site.out)
     text = page(results, num_devices=num_devices)
@@ -150,8 +154,9 @@ def _parser() -> argparse.ArgumentParser:
         "--budget-s", type=float, help=f"seconds of this call (default: {BUDGET_S}; any, for a rehearsal)"
     )
     parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8), help="(default: all GPUs; a rehearsal has one)")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
-    parser.add_argument(
+    rehearsal = parser.add_mutually_exclusive_group()
+    rehearsal.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    rehearsal.add_argument(
         "--hollow", action="store_true", help="tiny models on the hollow device, which `make hollow` builds"
     )
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks/gpu.md")

@@ -50,7 +50,7 @@ def floor(model: str, algorithm: str, *, num_devices: int) -> float:
             ),
         ]
         planner = Planner(arguments, device_bytes=DEVICE_BYTES, ranks_per_node=None, links=LINKS, peaks=REACHABLE)
-        return planner.plan().time.total
+        return planner.least_time().total
 
 
 def _head(results: Results, num_devices: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.errors import UserError
 from megarl.platform.files import write_whole
@@ -24,7 +24,7 @@ class Site:
 
     out: Path
     num_devices: int
-    device: str = "cuda"  # or `cpu`, with as many processes as devices
+    device: Literal["cuda", "cpu"] = "cuda"  # on the CPU there are as many processes as devices
     rehearses: bool = False  # with tiny models
 
     @property

@@ -103,8 +103,8 @@ def faster(
     device_bytes: int,
     trial: Trial,
     seconds: Callable[[Workload, RankMemory], float],
-) -> tuple[str, ...]:
-    """Return the split of the trainer and the recomputation that fit and make a step the fastest, as changes.
+) -> tuple[tuple[str, ...], Workload, RankMemory]:
+    """Find the split of the trainer and the recomputation that fit and make a step the fastest.
 
     Args:
         workload: a run that fits.
@@ -114,21 +114,22 @@ def faster(
         seconds: the least time of a step.
 
     Returns:
-        The changes as `a.b.c=value`, none if the run is the fastest as it is. They leave some memory free (`RESERVE`).
-        Another split has to save a share of the time (`WORTHWHILE`): the least time leaves out what the host does.
+        The changes as `a.b.c=value`, none if the run is the fastest as it is, and the changed run with its fullest
+        rank. The changes leave some memory free (`RESERVE`). Another split has to save a share of the time
+        (`WORTHWHILE`): the least time leaves out what the host does.
     """
     room = int((1 - RESERVE) * device_bytes)
-    best: tuple[str, ...] = ()
-    least = seconds(workload, memory)
+    changes: tuple[str, ...] = ()
+    best, least = (workload, memory), seconds(workload, memory)
     for split in ((), *_other_splits(workload)):
         found = _with_least_recomputation(split, workload, memory, room, trial)
         if found is None:
             continue
-        changes, tried = found
-        time = seconds(*tried)
+        time = seconds(*found[1])
         if time < (WORTHWHILE * least if split else least):
-            best, least = changes, time
-    return best
+            changes, best = found
+            least = time
+    return changes, *best
 
 
 def _other_splits(workload: Workload) -> Iterator[tuple[str, ...]]:

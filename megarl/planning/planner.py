@@ -104,10 +104,7 @@ class Planner:
         """
         workload = self._workload
         self._check_files(workload.config)
-        traffic = self._traffic(workload)
-        full_bucket = workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
-        self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
-        memory = self._memory(workload)
+        traffic, memory = self._traffic_and_memory()
         missing, host = shortfalls(workload, memory, self._device_bytes), host_memory(workload, memory)
         host_bytes = self._host_bytes or own_host_bytes(workload.config.trainer)
         lacks_host = host_bytes is not None and host.total > host_bytes
@@ -118,7 +115,7 @@ class Planner:
             traffic=traffic,
             machine=self._machine,
             lengths=self._lengths,
-            time=step_time(workload, memory, self._machine, self._lengths, sync_seconds=traffic.seconds),
+            time=self._time(workload, memory, traffic.seconds),
             options=list(self._options(workload)),
             shortfalls=missing,
             remedies=remedies(workload, memory, self._device_bytes, self._trial) if missing else [],
@@ -130,16 +127,30 @@ class Planner:
             savings=[] if missing else list(self._savings(workload, memory, traffic)),
         )
 
+    def least_time(self) -> StepTime:
+        """Return the time of `plan` alone. It costs a small part of a plan, and reads no file of weights."""
+        traffic, memory = self._traffic_and_memory()
+        return self._time(self._workload, memory, traffic.seconds)
+
+    def _traffic_and_memory(self) -> tuple[SyncTraffic, RankMemory]:
+        traffic = self._traffic(self._workload)
+        full_bucket = self._workload.config.actor_rollout_ref.rollout.sync.bucket_megabytes << 20
+        self._bucket_bytes = min(full_bucket, max(traffic.received_max, traffic.sent_max))
+        return traffic, self._memory(self._workload)
+
+    def _time(self, workload: Workload, memory: RankMemory, sync_seconds: float) -> StepTime:
+        return step_time(workload, memory, self._machine, self._lengths, sync_seconds=sync_seconds)
+
     def _savings(self, workload: Workload, memory: RankMemory, traffic: SyncTraffic) -> Iterator[Saving]:
         """Yield what another split of the trainer or less recomputation saves, and what partial rollouts save."""
 
         def seconds(tried: Workload, memory: RankMemory, sync_seconds: float = traffic.seconds) -> float:
-            return step_time(tried, memory, self._machine, self._lengths, sync_seconds=sync_seconds).total
+            return self._time(tried, memory, sync_seconds).total
 
-        trainer = faster(workload, memory, self._device_bytes, self._trial, seconds)
-        if trainer and (tried := self._trial(trainer)):
-            time = seconds(*tried, self._traffic(tried[0]).seconds)
-            yield Saving(overrides=trainer, seconds=time, peak=tried[1].peak)
+        changes, fastest, its_memory = faster(workload, memory, self._device_bytes, self._trial, seconds)
+        if changes:
+            time = seconds(fastest, its_memory, self._traffic(fastest).seconds)
+            yield Saving(overrides=changes, seconds=time, peak=its_memory.peak)
         if (tried := self._trial(PARTIAL)) and not shortfalls(*tried, self._device_bytes):
             time = seconds(*tried)
             if time < WORTHWHILE * seconds(workload, memory):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.planning.advice import PARTIAL, WORTHWHILE, Remedy
-from megarl.planning.planner import Plan, Planner
+from megarl.planning.planner import Plan, Planner, Saving
 from megarl.planning.seconds import Lengths
 from megarl.planning.traffic import Links
 
@@ -31,7 +31,7 @@ def plan(*argv: str, gigabytes: int = 80, lengths: Lengths | None = None) -> Pla
     return Planner(arguments, device_bytes=gigabytes * GB, ranks_per_node=None, links=links, lengths=lengths).plan()
 
 
-def changes(remedies: Sequence[Remedy]) -> list[tuple[str, ...]]:
+def changes(remedies: Sequence[Remedy | Saving]) -> list[tuple[str, ...]]:
     return [remedy.overrides for remedy in remedies]
 
 
@@ -106,6 +106,33 @@ def test_the_fastest_trainer_that_fits_is_proposed(num_tokens: int, gigabytes: i
     assert least <= saving.seconds < found.time.total
     assert WORTHWHILE * saving.seconds < least
     assert not changed.savings, "the proposal is the fastest itself"
+
+
+@pytest.mark.parametrize(
+    ("configured", "num_tokens", "proposed"),
+    [
+        ("true", 32768, "false"),
+        ("true", 65536, "selective"),
+        ("selective", 32768, "false"),
+        ("selective", 65536, None),
+        ("false", 32768, None),
+    ],
+)
+def test_one_rank_computes_as_little_again_as_fits(configured: str, num_tokens: int, proposed: str | None) -> None:
+    arguments = [
+        "data.train_files=train.parquet",
+        f"actor_rollout_ref.model.path={MODELS / 'qwen2.5-7b'}",
+        "actor_rollout_ref.model.override_config.num_hidden_layers=4",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={num_tokens}",
+        "algorithm.adv_estimator=grpo",
+        f"{RECOMPUTE}={configured}",
+        f"{ROLLOUT}.n=8",
+        f"{ROLLOUT}.gpu_memory_utilization=0.3",
+    ]
+    links = Links(inside=400e9, between=45e9)
+    found = Planner(arguments, device_bytes=60 * GB, ranks_per_node=None, links=links).plan()
+    assert not found.shortfalls
+    assert changes(found.savings) == ([(f"{RECOMPUTE}={proposed}",)] if proposed else [])
 
 
 def test_what_does_not_fit_saves_nothing() -> None:

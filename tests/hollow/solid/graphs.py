@@ -32,13 +32,12 @@ def keep_captured_work() -> None:
     """Let the graphs of torch keep the work that they capture, and do it when they are launched."""
     graph = torch.cuda.CUDAGraph
     begin, end, launch = graph.capture_begin, graph.capture_end, graph.replay
-    works: dict[int, list[Work]] = {}
 
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         global _captured
         assert _captured is None, "a graph is captured within another"
         begin(self, *args, **kwargs)
-        _captured = works[id(self)] = []
+        _captured = self.hollow_work = []
 
     def capture_end(self: Any) -> None:
         global _captured
@@ -47,7 +46,7 @@ def keep_captured_work() -> None:
 
     def replay(self: Any) -> None:
         launch(self)
-        for work in works[id(self)]:
+        for work in self.hollow_work:
             work()
 
     graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay  # type: ignore[method-assign]
