@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-cuda clean
+.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-cuda test-te clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-oldest  tests of what touches vLLM, with the oldest vLLM and torch (3 GB of packages)"
 	@echo "make test-cuda    tests of what touches CUDA, on a hollow device: no kernel runs, and no GPU is needed"
+	@echo "make test-te      the same of Transformer Engine, which is compiled first for a quarter of an hour"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
 	@echo "make clean        remove environments and caches; keep what users made"
 
@@ -89,8 +90,19 @@ hollow:
 	@scripts/setup.sh cuda
 	@$(MAKE) --no-print-directory build/hollow/built
 build/hollow/built: tests/hollow/build.py $(wildcard tests/hollow/device/*) .venv-cuda/.project
-	.venv-cuda/bin/python tests/hollow/build.py build/hollow
+	.venv-cuda/bin/python tests/hollow/build.py build/hollow $(wildcard build/transformer_engine)
 	@touch $@
+
+# Transformer Engine is compiled once, for a quarter of an hour.
+build/transformer_engine/built: tests/hollow/install_te.py requirements/gpu-source.txt
+	@$(MAKE) --no-print-directory hollow
+	tests/hollow/run .venv-cuda/bin/python tests/hollow/install_te.py $(@D)
+	.venv-cuda/bin/python tests/hollow/build.py build/hollow $(@D)
+	@touch $@
+
+test-te: setup build/transformer_engine/built
+	PYTHONPATH=$(CURDIR)/build/transformer_engine tests/hollow/run \
+		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py

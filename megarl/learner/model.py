@@ -95,10 +95,11 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stage: int | None) -> Any:
     """Return Transformer Engine's layers if they can run, else Megatron's local layers with our norm and attention.
 
-    A deterministic learner has our attention in both. Transformer Engine's own has none on Hopper that is deterministic
-    for packed rows and takes less memory than the square of their length.
+    A learner that is deterministic or computes in float32 has our attention in both. For packed rows on Hopper, that of
+    Transformer Engine is then none, or takes memory in the square of their length.
     """
     local = not has_transformer_engine()
+    own_attention = local or is_deterministic() or config.params_dtype == torch.float32
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -107,7 +108,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
     core_attention = LatentCore if architecture.latent else PackedAttention
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
-        if local or is_deterministic():
+        if own_attention:
             attention.submodules = replace(attention.submodules, core_attention=core_attention)
         if local:
             attention.submodules = replace(attention.submodules, **_local_attention(architecture))
@@ -183,7 +184,7 @@ def transformer_config(
         make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
     if experts := architecture.experts:
         settings |= expert_settings(experts, architecture.num_layers)
-        settings["moe_grouped_gemm"] = has_transformer_engine()
+        settings["moe_grouped_gemm"] = settings["moe_permute_fusion"] = has_transformer_engine()
     config: TransformerConfig = make(**settings | section.override_transformer_config)
     if architecture.experts:
         check_expert_settings(config)

@@ -1,8 +1,9 @@
-"""Build the hollow device for a CUDA environment: `.venv-cuda/bin/python tests/hollow/build.py build/hollow`.
+"""Build the hollow device for a CUDA environment: `.venv-cuda/bin/python tests/hollow/build.py build/hollow [MORE]`.
 
 The libraries have every function that the CUDA builds of the environment want. Those that are written out are in
 `device/`; every other function succeeds, does nothing and is counted. The environment's copies of the real runtime
-become links to ours, because binaries find those before the directories of LD_LIBRARY_PATH.
+become links to ours, because binaries find those before the directories of LD_LIBRARY_PATH. MORE is a directory of
+further packages, which may want more functions.
 """
 
 import os
@@ -17,6 +18,7 @@ SOURCES = Path(__file__).parent / "device"
 PACKAGES = Path(sysconfig.get_path("purelib"))
 HEADERS = PACKAGES / "nvidia/cu13/include"
 WANTING = ["torch/lib/*.so", "torchvision/*.so", "torchaudio/lib/*.so", "vllm/*.so", "vllm/vllm_flash_attn/*.so"]
+WANTING += ["transformer_engine/wheel_lib/libtransformer_engine.so", "transformer_engine_torch*.so"]
 COMPILER = [os.environ.get("CC", "cc"), "-fPIC", "-O1", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
 
 WRITTEN = {
@@ -31,6 +33,10 @@ WRITTEN = {
 }
 PREFIXES = {  # of functions whose binaries do not say which library they want them from
     "cu": "libcuda.so.1",
+    "cublas": "libcublas.so.13",
+    "cublasLt": "libcublasLt.so.13",
+    "cuda": "libcudart.so.13",
+    "cudnn": "libcudnn.so.9",
     "cuFile": "libcufile.so.0",
     "cupti": "libcupti.so.13",
     "curand": "libcurand.so.10",
@@ -39,14 +45,18 @@ PREFIXES = {  # of functions whose binaries do not say which library they want t
     "cusparseLt": "libcusparseLt.so.0",
     "nccl": "libnccl.so.2",
     "nvml": "libnvidia-ml.so.1",
+    "nvrtc": "libnvrtc.so.13",
     "nvshmem": "libnvshmem_host.so.3",
 }
 OWN_VERSIONS = {"NVSHMEM": "libnvshmem_host.so.3"}  # the others of CUDA call the version of a symbol by the library
+CUDNN_VERBS = ["SetAttribute", "Finalize", "Execute", "DestroyDescriptor"]
 BY_NAME = {  # functions that are looked up by name, in no list of symbols
     "libnvidia-ml.so.1": ["nvmlInit_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlDeviceGetPciInfo_v3"],
+    "libcudnn.so.9": ["cudnnGetStream", *(f"cudnnBackend{verb}" for verb in CUDNN_VERBS)],
     "libcudart.so.13": ["cudaDeviceReset", "cudaProfilerStart", "cudaProfilerStop"],
     "libnccl.so.2": ["ncclCommQueryProperties"],
 }
+WITHOUT_NUMBER = ["libcudnn.so.9", "libcurand.so.10", "libnvrtc.so.13"]  # Transformer Engine opens libcudnn.so
 
 
 def run(*command: object) -> str:
@@ -70,10 +80,10 @@ def needed_libraries(binary: Path) -> list[str]:
     return [name for name in found if not re.search(r"\.[0-9a-f]{8}\.so", name)]  # not the private copies of a wheel
 
 
-def wanted() -> dict[str, set[str]]:
-    """Return the functions that the binaries of the environment want, by library."""
+def wanted(*directories: Path) -> dict[str, set[str]]:
+    """Return the functions that the binaries of the directories of packages want, by library."""
     functions = defaultdict[str, set[str]](set)
-    for binary in (path for pattern in WANTING for path in PACKAGES.glob(pattern)):
+    for binary in (path for root in directories for pattern in WANTING for path in root.glob(pattern)):
         for library in needed_libraries(binary):
             functions[library] |= set()
         for line in run("nm", "-D", "--undefined-only", binary).splitlines():
@@ -128,13 +138,17 @@ def replace_runtimes(ours: Path) -> None:
 
 def main() -> None:
     """Build all libraries into the directory that the first argument names."""
-    out = Path(sys.argv[1]).resolve()
+    out, *further = (Path(argument).resolve() for argument in sys.argv[1:])
     (out / "objects").mkdir(parents=True, exist_ok=True)
-    functions = wanted()
+    functions = wanted(PACKAGES, *further)
     functions["libcuda.so.1"] |= declared_by_the_driver()
     build("libcuda.so.1", functions.pop("libcuda.so.1"), out)
     for library in sorted(functions):
         build(library, functions[library], out)
+    for library in WITHOUT_NUMBER:
+        link = out / re.sub(r"\.\d+$", "", library)
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
     replace_runtimes(out / "libcudart.so.13")
 
 

@@ -9,6 +9,16 @@ PUBLIC int nvrtcVersion(int *major, int *minor) {
     return 0;
 }
 
+PUBLIC int nvrtcGetNumSupportedArchs(int *number) {
+    *number = 1;
+    return 0;
+}
+
+PUBLIC int nvrtcGetSupportedArchs(int *supported) {
+    *supported = 90;
+    return 0;
+}
+
 PUBLIC int nvrtcCreateProgram(void **made) {
     *made = &program;
     return 0;
