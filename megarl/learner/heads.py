@@ -1,8 +1,8 @@
 """Log-probabilities, entropies and exact divergences from hidden states, over a split vocabulary.
 
 The vocabulary is split over the tensor-parallel ranks, and the tokens into chunks. At any moment only one chunk of one
-rank's slice of the logits exists, in float32; the backward pass computes it again, unless the slice is small. Ranks
-exchange only a few numbers per token.
+rank's slice of the logits exists, in float32; the backward pass computes it again, unless there is memory to keep the
+logits of all tokens. Ranks exchange only a few numbers per token.
 
 No product is rounded to the weights' type: a logit of 16 in bfloat16 is off by up to 1/32, and the probability of its
 token by 3 %. The engine keeps its logits in float32 too (`megarl.rollout.arguments.llm_arguments`).
@@ -17,10 +17,16 @@ from torch import Tensor
 from megarl.algorithms.kl import Divergence
 from megarl.learner.overlap import is_awaited
 from megarl.learner.softmax import gradient, merge, moments
+from megarl.platform.device import unused_memory
 
 CHUNK_TOKENS = 1024
 KEPT_BYTES = 2**29
-"""The most bytes of logits that a rank keeps for the backward pass of a micro-batch."""
+"""Bytes of logits that a rank always keeps for the backward pass of a micro-batch."""
+KEPT_SHARE = 0.5
+"""The share of a CUDA device's unused memory that a rank gives to logits beyond `KEPT_BYTES`.
+
+As the head runs, a micro-batch has most of its activations, and the logits are gone before its layers run backwards.
+"""
 NEVER = -1e30  # the logit of rows that only pad the vocabulary: finite, so that p log p is 0 and not NaN
 
 
@@ -154,8 +160,13 @@ def vocab_parallel_log_probs(
         Two [N] float32 tensors, equal on all ranks: log-probabilities, and entropies in nats or None.
     """
     valid_rows = min(max(vocab_size - dist.get_rank(group) * weight.shape[0], 0), weight.shape[0])
-    keeps = torch.is_grad_enabled() and len(hidden) * len(weight) * torch.float32.itemsize <= KEPT_BYTES
+    keeps = torch.is_grad_enabled() and _fits(len(hidden) * len(weight) * torch.float32.itemsize, hidden.device)
     return VocabParallelLogProbs.apply(hidden, weight, targets, temperature, valid_rows, group, with_entropy, keeps)
+
+
+def _fits(num_bytes: int, device: torch.device) -> bool:
+    """Return whether a rank has the memory to keep logits. Ranks may differ: kept or not, the numbers are the same."""
+    return num_bytes <= KEPT_BYTES or (device.type == "cuda" and num_bytes <= KEPT_SHARE * unused_memory(device))
 
 
 class VocabParallelDivergence(torch.autograd.Function):

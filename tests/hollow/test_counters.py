@@ -57,6 +57,27 @@ def test_an_update_asks_no_more_of_the_device_than_it_did(tmp_path: Path) -> Non
     assert {name: of_few[name] for name, most in PER_UPDATE.items() if of_few[name] > most} == {}
 
 
+def learn_with(source: Path, kept_share: float) -> tuple[int, dict[str, float]]:
+    """Return the products and the metrics of an update whose logits may take a share of the unused memory."""
+    from megarl.learner import heads
+    from megarl.learner.batching import Budget
+
+    heads.KEPT_BYTES, heads.KEPT_SHARE = 0, kept_share
+    learner = make_test_learner(source, {"dtype": "bfloat16"})
+    with counted() as found:
+        metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))
+    return found["products"], metrics
+
+
+def test_logits_are_kept_if_the_device_has_the_memory(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path, "qwen2")
+    with RankPool("cuda") as pool:
+        [(products, metrics)] = pool.run(1, learn_with, source, 0.5)
+        [(products_without_memory, metrics_without_memory)] = pool.run(1, learn_with, source, 0.0)
+    assert products == products_without_memory - 1
+    assert metrics == metrics_without_memory
+
+
 def test_what_the_host_asks_is_counted_and_so_is_what_is_not_written_out() -> None:
     left, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     torch.cuda.synchronize()
