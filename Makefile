@@ -104,9 +104,16 @@ test-te: setup build/transformer_engine/built
 	PYTHONPATH=$(CURDIR)/build/transformer_engine tests/hollow/run \
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
+# At the end, the share of the lines behind conditions on CUDA that ran.
+LINES := $(CURDIR)/build/hollow/lines
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
-	tests/hollow/run .venv-cuda/bin/python -m pytest tests/hollow tests/gpu -k "not (test_rollout_cuda and (False or mixtral or moe))"
+	@rm -rf $(LINES) build/hollow/check
+	HOLLOW_LINES=$(LINES) tests/hollow/run .venv-cuda/bin/python -m pytest tests/hollow tests/gpu \
+		-k "not (test_rollout_cuda and (False or mixtral or moe))"
+	HOLLOW_LINES=$(LINES) $(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check \
+		--stages train-0.5b-grpo,verify-llama,resume
+	$(BIN)/python -m tests.hollow.branches $(LINES)
 
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)

@@ -1,5 +1,6 @@
 """On a GPU: every model computes what it computes on the CPU, rests on the host if asked, and resumes exactly."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ pytestmark = pytest.mark.gpu
 ACTOR = ActorObjective(ActorSection(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=3.0), horizon=8)
 
 
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[RankPool]:
+    """Return processes for all tests but those of determinism, which a process decides once."""
+    with RankPool("cuda") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
 def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
     from megarl.learner.against import Against, BySource
@@ -37,17 +51,15 @@ def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.T
     return kl, metrics
 
 
-def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient() -> None:
-    with RankPool("cuda") as pool:
-        [numbers] = pool.run(1, in_bfloat16, "cuda")
+def test_nothing_is_rounded_to_the_type_of_the_weights_before_the_gradient(cuda: RankPool) -> None:
+    [numbers] = cuda.run(1, in_bfloat16, "cuda")
     assert_not_rounded(*numbers)
 
 
-def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path) -> None:
+def test_an_offloaded_reference_is_read_all_the_same(tmp_path: Path, cuda: RankPool) -> None:
     policy, reference = (write_checkpoint(tmp_path / f"{seed}", "qwen3-tied", seed=seed) for seed in (0, 1))
-    with RankPool("cuda") as pool:
-        [(kl, metrics)] = pool.run(1, diverge, policy, reference, False)
-        [(kl_again, metrics_again)] = pool.run(1, diverge, policy, reference, True)
+    [(kl, metrics)] = cuda.run(1, diverge, policy, reference, False)
+    [(kl_again, metrics_again)] = cuda.run(1, diverge, policy, reference, True)
     assert kl.max() > 0.01
     torch.testing.assert_close(kl_again, kl)
     assert metrics_again == pytest.approx(metrics, rel=1e-4)
@@ -64,10 +76,9 @@ def read(source: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_model_reads_on_cuda_as_on_the_cpu(tmp_path: Path, variant: str) -> None:
+def test_every_model_reads_on_cuda_as_on_the_cpu(tmp_path: Path, variant: str, cpu: RankPool, cuda: RankPool) -> None:
     source = write_checkpoint(tmp_path, variant)
-    with RankPool() as cpu, RankPool("cuda") as cuda:
-        [expected], [found] = cpu.run(1, read, source), cuda.run(1, read, source)
+    [expected], [found] = cpu.run(1, read, source), cuda.run(1, read, source)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -80,12 +91,11 @@ def save_unlearned(source: Path, to: Path) -> None:
     writing.finish()
 
 
-def test_a_learner_is_saved_before_its_first_step(tmp_path: Path) -> None:
+def test_a_learner_is_saved_before_its_first_step(tmp_path: Path, cuda: RankPool) -> None:
     source, saved = write_checkpoint(tmp_path / "source", "qwen2"), tmp_path / "saved"
     saved.mkdir()
-    with RankPool("cuda") as pool:
-        pool.run(1, save_unlearned, source, saved)
-        [(metrics, _)] = pool.run(1, learn_twice, source, "policy", sizes(1, 1), None, saved, True)
+    cuda.run(1, save_unlearned, source, saved)
+    [(metrics, _)] = cuda.run(1, learn_twice, source, "policy", sizes(1, 1), None, saved, True)
     assert metrics["skipped_updates"] == 0.0
 
 

@@ -18,7 +18,7 @@ SOURCES = Path(__file__).parent / "device"
 PACKAGES = Path(sysconfig.get_path("purelib"))
 HEADERS = PACKAGES / "nvidia/cu13/include"
 WANTING = ["torch/lib/*.so", "torchvision/*.so", "torchaudio/lib/*.so", "vllm/*.so", "vllm/vllm_flash_attn/*.so"]
-WANTING += ["transformer_engine/wheel_lib/libtransformer_engine.so", "transformer_engine_torch*.so"]
+WANTING += ["transformer_engine/wheel_lib/*transformer_engine*.so"]
 COMPILER = [os.environ.get("CC", "cc"), "-fPIC", "-O1", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
 
 WRITTEN = {

@@ -48,18 +48,20 @@ def extract_headers(to: Path) -> None:
 
 def main() -> None:
     """Install into the directory that the first argument names."""
-    out = Path(sys.argv[1]).resolve()
-    pip("install", "--target", out, *pinned("gpu.lock", "transformer-engine", "transformer-engine-cu13"))
+    packages = [
+        *pinned("gpu.lock", "transformer-engine", "transformer-engine-cu13"),
+        *pinned("gpu-source.txt", "transformer-engine-torch"),
+    ]
     with tempfile.TemporaryDirectory() as name:
         cuda, tools = Path(name, "cuda"), Path(name, "tools")
         extract_headers(cuda)
         pip("install", "--target", tools, "wheel", "pybind11")
         paths = os.pathsep.join([str(tools), os.environ["PYTHONPATH"]])
         headers = os.pathsep.join([str(cuda / "include"), str(cuda / "include/cccl")])
-        extension = pinned("gpu-source.txt", "transformer-engine-torch")
-        options = ["--no-build-isolation", "--no-binary", "transformer-engine-torch", "--no-cache-dir"]
-        build = BUILD | {"CUDA_HOME": str(cuda), "CPLUS_INCLUDE_PATH": headers, "PYTHONPATH": paths}
-        pip("install", "--target", out, *options, *extension, **build)
+        variables = BUILD | {"CUDA_HOME": str(cuda), "CPLUS_INCLUDE_PATH": headers, "PYTHONPATH": paths}
+        # pip's cache does not know for which torch an extension was compiled.
+        options = ["--no-build-isolation", "--no-cache-dir", "--upgrade"]
+        pip("install", "--target", sys.argv[1], *options, *packages, **variables)
 
 
 if __name__ == "__main__":
