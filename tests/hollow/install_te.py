@@ -1,4 +1,4 @@
-"""Install Transformer Engine into a directory, its extension of torch compiled: `make hollow-te`. A quarter of an hour.
+"""Install Transformer Engine into a directory, its extension of torch compiled: `make test-te`. A quarter of an hour.
 
 It stays outside `.venv-cuda`, so that learners run there without it. The compiler needs the headers of CUDA libraries
 that the hollow device stands in for; their wheels are downloaded for them, 1.3 GB.
