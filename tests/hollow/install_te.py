@@ -1,7 +1,7 @@
 """Install Transformer Engine into a directory, its extension of torch compiled: `make test-te`. A quarter of an hour.
 
 It stays outside `.venv-cuda`, so that learners run there without it. The compiler needs the headers of CUDA libraries
-that the hollow device stands in for; their wheels are downloaded for them, 1.3 GB.
+that the hollow device replaces; the wheels with these headers are downloaded, 1.3 GB.
 """
 
 import os
@@ -59,7 +59,7 @@ def main() -> None:
         paths = os.pathsep.join([str(tools), os.environ["PYTHONPATH"]])
         headers = os.pathsep.join([str(cuda / "include"), str(cuda / "include/cccl")])
         variables = BUILD | {"CUDA_HOME": str(cuda), "CPLUS_INCLUDE_PATH": headers, "PYTHONPATH": paths}
-        # pip's cache does not know for which torch an extension was compiled.
+        # pip's cache ignores the version of torch that an extension was compiled for.
         options = ["--no-build-isolation", "--no-cache-dir", "--upgrade"]
         pip("install", "--target", sys.argv[1], *options, *packages, **variables)
 
