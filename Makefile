@@ -94,7 +94,7 @@ build/hollow/built: tests/hollow/build.py $(wildcard tests/hollow/device/*) .ven
 	@touch $@
 
 # Transformer Engine is compiled once, for a quarter of an hour.
-build/transformer_engine/built: tests/hollow/install_te.py requirements/gpu-source.txt
+build/transformer_engine/built: tests/hollow/install_te.py requirements/gpu.lock requirements/gpu-source.txt
 	@$(MAKE) --no-print-directory hollow
 	tests/hollow/run .venv-cuda/bin/python tests/hollow/install_te.py $(@D)
 	.venv-cuda/bin/python tests/hollow/build.py build/hollow $(@D)

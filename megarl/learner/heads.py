@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.algorithms.kl import Divergence
 from megarl.learner.overlap import is_awaited
 from megarl.learner.softmax import gradient, merge, moments
-from megarl.platform.device import unused_memory
+from megarl.platform.memory import unused_memory
 
 CHUNK_TOKENS = 1024
 KEPT_BYTES = 2**29

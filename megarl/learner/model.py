@@ -184,7 +184,8 @@ def transformer_config(
         make, settings = MLATransformerConfig, settings | latent_settings(architecture, latent)
     if experts := architecture.experts:
         settings |= expert_settings(experts, architecture.num_layers)
-        settings["moe_grouped_gemm"] = settings["moe_permute_fusion"] = has_transformer_engine()
+        settings["moe_grouped_gemm"] = has_transformer_engine()
+        settings["moe_permute_fusion"] = has_transformer_engine()
     config: TransformerConfig = make(**settings | section.override_transformer_config)
     if architecture.experts:
         check_expert_settings(config)

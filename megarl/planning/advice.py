@@ -120,7 +120,8 @@ def faster(
     """
     room = int((1 - RESERVE) * device_bytes)
     changes: tuple[str, ...] = ()
-    best, least = (workload, memory), seconds(workload, memory)
+    best = workload, memory
+    least = seconds(workload, memory)
     for split in ((), *_other_splits(workload)):
         found = _with_least_recomputation(split, workload, memory, room, trial)
         if found is None:

@@ -49,14 +49,6 @@ def to_host(tensor: "torch.Tensor") -> "torch.Tensor":
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
 
-def unused_memory(device: "torch.device") -> int:
-    """Return the bytes of a CUDA device that torch can still give out: free ones, and those in its cache."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 class SideStream:
     """A stream of copies to the device, which run while the device computes."""
 

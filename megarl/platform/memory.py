@@ -1,4 +1,4 @@
-"""The most memory that this process has held."""
+"""The most memory that this process has held, and the memory of a device that is left."""
 
 import resource
 
@@ -15,3 +15,9 @@ def peak_memory() -> dict[str, float]:
     device = torch.cuda.max_memory_allocated() / 1e9
     torch.cuda.reset_peak_memory_stats()
     return {"perf/max_host_memory_gb": host, "perf/max_memory_allocated_gb": device}
+
+
+def unused_memory(device: torch.device) -> int:
+    """Return the bytes of a CUDA device that torch can still give out: free ones, and those in its cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

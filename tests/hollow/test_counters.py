@@ -62,7 +62,8 @@ def learn_with(source: Path, kept_share: float) -> tuple[int, dict[str, float]]:
     from megarl.learner import heads
     from megarl.learner.batching import Budget
 
-    heads.KEPT_BYTES, heads.KEPT_SHARE = 0, kept_share
+    heads.KEPT_BYTES = 0
+    heads.KEPT_SHARE = kept_share
     learner = make_test_learner(source, {"dtype": "bfloat16"})
     with counted() as found:
         metrics = learner.update([experience()], ACTOR, Budget(max_tokens=1000, max_sequences=None))

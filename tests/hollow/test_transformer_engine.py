@@ -31,7 +31,8 @@ def learn(source: Path, dtype: str, deterministic: bool) -> tuple[set[str], str 
     from megarl.platform.determinism import decide_determinism
 
     decide_determinism(deterministic)
-    learner, budget = make_test_learner(source, {"dtype": dtype}), Budget(max_tokens=64, max_sequences=None)
+    learner = make_test_learner(source, {"dtype": dtype})
+    budget = Budget(max_tokens=64, max_sequences=None)
     learner.infer(experience(), budget)
     learner.update([experience()], ACTOR, budget)
     modules = {type(part).__name__ for module in learner.modules for part in module.modules()}
