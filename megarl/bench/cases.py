@@ -45,6 +45,7 @@ def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, key_value
 
 
 WIDE_HEADS = {"head_dim": 128}
+MANY_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 # Sizes of Qwen's models are those of their published config.json.
 MODELS: Mapping[str, dict[str, Any]] = {
@@ -53,6 +54,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "llama-100m": COMMON | LLAMA | _sizes(16384, 768, 2048, 12, 12, 4),
     "llama-200m": COMMON | LLAMA | _sizes(16384, 1024, 2816, 14, 16, 4),
     "qwen3-moe-1m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | {"moe_intermediate_size": 64},
+    "qwen3-moe-7m": COMMON | QWEN3_MOE | _sizes(1024, 128, 256, 2, 4, 2) | MANY_EXPERTS,
     "qwen3-moe-100m": COMMON | QWEN3_MOE | _sizes(16384, 512, 1024, 6, 8, 4) | {"moe_intermediate_size": 512},
     "qwen2.5-0.5b": COMMON | QWEN2 | _sizes(151936, 896, 4864, 24, 14, 2) | {"tie_word_embeddings": True},
     "qwen2.5-1.5b": COMMON | QWEN2 | _sizes(151936, 1536, 8960, 28, 12, 2) | WIDE_HEADS | {"tie_word_embeddings": True},

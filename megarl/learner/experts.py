@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.errors import UserError
+from megarl.learner.together import compute_together
 from megarl.models.experts import Experts
 
 SUPPORTED = {  # field of TransformerConfig: the values that leave the model's function unchanged
@@ -138,12 +139,17 @@ def _within_best_groups(choice: Tensor, experts: Experts) -> Tensor:
     return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
-def use_router(mlp: Any, experts: Experts) -> None:
-    """Put `Router` into the specification of a layer's feed-forward, if it is a mixture of experts."""
+def use_own_parts(mlp: Any, experts: Experts, *, local: bool) -> None:
+    """Put `Router` into the specification of a layer's feed-forward, if it is a mixture of experts.
+
+    `local` says that the layer has no modules of Transformer Engine: then `ExpertsTogether` is put there as well.
+    """
     # A ModuleSpec in megatron-core 0.16, a partial of the module in 0.19.
     submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     if hasattr(submodules, "router"):
         submodules.router = partial(Router, experts=experts)
+        if local:
+            compute_together(submodules)
 
 
 def mark_experts(module: torch.nn.Module) -> None:

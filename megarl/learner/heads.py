@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.kl import Divergence
-from megarl.learner.overlap import is_awaited
 from megarl.learner.softmax import gradient, merge, moments
+from megarl.learner.weight_gradient import WeightGradient
 from megarl.platform.memory import unused_memory
 
 CHUNK_TOKENS = 1024
@@ -81,32 +81,6 @@ class VocabParallelLogProbs(torch.autograd.Function):
             grad_hidden.append(_product(grad_logits, factor).to(hidden.dtype))
             total.add(grad_logits, chunk)
         return torch.cat(grad_hidden), total.to_return(), *[None] * 6
-
-
-class WeightGradient:
-    """The gradient of a weight, as a float32 sum over chunks of tokens.
-
-    It is added straight into the buffer of Megatron's DistributedDataParallel (`main_grad`) if the weight has one.
-    Otherwise a micro-batch needs another float32 copy of the embedding, and passes over both.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight, main = weight, getattr(weight, "main_grad", None)
-        self._is_added = main is not None
-        self._sum = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add the product of [n, rows] gradients of the logits and [n, hidden_size] states."""
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            torch.addmm(self._sum, grad_logits.T, hidden, out_dtype=torch.float32, out=self._sum)
-        else:
-            self._sum.addmm_(grad_logits.T.float(), hidden.float())
-
-    def to_return(self) -> Tensor | None:
-        """Return what autograd still has to add to the weight's gradient: zeros if a hook waits for the weight."""
-        if not self._is_added:
-            return self._sum.to(self._weight.dtype)
-        return torch.zeros_like(self._weight) if is_awaited(self._weight) else None
 
 
 def _logits(hidden: Tensor, factor: Tensor, temperature: float, valid_rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.learner.attention import PackedAttention
 from megarl.learner.config import MegatronSection
-from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_router
+from megarl.learner.experts import check_expert_settings, expert_settings, mark_experts, use_own_parts
 from megarl.learner.fused import has_apex_gradient_fusion, has_transformer_engine
 from megarl.learner.latent import LatentCore, ReplicatedLinear, latent_settings
 from megarl.learner.norm import RMSNorm
@@ -114,7 +114,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, *, vp_stag
             attention.submodules = replace(attention.submodules, **_local_attention(architecture))
             layer.submodules = replace(layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
         if architecture.experts:
-            use_router(layer.submodules.mlp, architecture.experts)
+            use_own_parts(layer.submodules.mlp, architecture.experts, local=local)
     return spec
 
 

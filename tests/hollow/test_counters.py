@@ -43,7 +43,7 @@ PER_MICRO_BATCH = {
     "waits_for_event": 0,
     "waits_for_device": 0,
 }
-PER_UPDATE = {"allocations": 0, "pinned_allocations": 0, "pageable_copies": 2, "waits_for_stream": 20, "collectives": 4}
+PER_UPDATE = {"allocations": 0, "pinned_allocations": 0, "pageable_copies": 1, "waits_for_stream": 3, "collectives": 4}
 
 
 def test_an_update_asks_no_more_of_the_device_than_it_did(tmp_path: Path) -> None:

@@ -86,3 +86,25 @@ def check(directory: Path, on_cpu: RankPool, on_cuda: RankPool, name: str, role:
 
 def numbers(outputs: Any) -> torch.Tensor:
     return outputs if isinstance(outputs, torch.Tensor) else torch.stack([outputs.log_probs, outputs.entropy])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_experts_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    found, expected = (products_of_experts(device, dtype) for device in ("cuda", "cpu"))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def products_of_experts(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the products of four experts, one without tokens, and the gradients of states and weights."""
+    from megarl.learner.together import ProductByExpert
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 16), (24, 8), *[(8, 16)] * 4]
+    hidden, slope, *weights = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    for tensor in (hidden, *weights):
+        tensor.requires_grad_().main_grad = torch.zeros_like(tensor, dtype=torch.float32)  # type: ignore[attr-defined]
+    out = ProductByExpert.apply(hidden, [3, 0, 17, 4], *weights)
+    out.backward(slope)
+    sums = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+    return [tensor.detach().cpu() for tensor in (out, hidden.grad, *sums)]

@@ -21,7 +21,6 @@ INFER = {"contributions.py:add_outputs cpu": 1}
 UPDATE = {
     "contributions.py:add_metrics tolist": 1,
     "clip_grads.py:get_grad_norm_fp32 aten::_local_scalar_dense": 1,
-    "utils.py:local_multi_tensor_l2_norm tensor": 1,
     "contributions.py:largest aten::_local_scalar_dense": 1,
 }
 

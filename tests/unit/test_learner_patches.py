@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import megarl
 from megarl.platform.patching import Patch, declare, declared, replace, replaced
@@ -153,3 +154,21 @@ def test_a_block_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_unknown_library_is_not_tested() -> None:
     assert planted("x").installed_version is None and not planted("x").is_tested
+
+
+def test_gradients_clipped_at_once_are_those_clipped_one_by_one() -> None:
+    from megatron.core.utils import local_multi_tensor_scale
+
+    from megarl.learner.patches.optimizer import CLIPPING, clip_gradients_at_once
+
+    gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 7, 64)]
+    with replaced(CLIPPING, **{name: CLIPPING.original(name) for name in CLIPPING.names}):
+        clip_gradients_at_once()
+        clipping = CLIPPING.find_owner()
+        norm, none = clipping.l2_norm_impl(0, None, [gradients], False)
+        assert none is None
+        torch.testing.assert_close(norm, torch.cat(gradients).norm()[None])
+        ours, theirs = ([gradient.clone() for gradient in gradients] for _ in range(2))
+        clipping.multi_tensor_scale_impl(0, None, [ours, ours], 0.3)
+        local_multi_tensor_scale(0, None, [theirs, theirs], 0.3)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

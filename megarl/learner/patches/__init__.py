@@ -19,6 +19,7 @@ def apply_patches() -> None:
         gloo.keep_buckets_of_one_rank()
     if not has_transformer_engine():
         latent.accept_whole_down_projections()
+        optimizer.clip_gradients_at_once()
     experts.route_without_transformer_engine()
     latent.leave_uncompressed_queries_alone()
     optimizer.load_state_of_torch_optimizers()

@@ -1,10 +1,12 @@
-"""The distributed optimizer on its way to and from a checkpoint."""
+"""The distributed optimizer on its way to and from a checkpoint, and the norm of its gradients."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from megarl.learner.patches.megatron import declare_megatron
 from megarl.platform.patching import replace, replaced
@@ -31,6 +33,26 @@ GARBAGE = declare_megatron(
     upstream="megatron/core/optimizer/distrib_optimizer.py: sharded_state_dict",
     until="the collection can be switched off",
 )
+CLIPPING = declare_megatron(
+    "megatron.core.optimizer.clip_grads",
+    "l2_norm_impl",
+    "multi_tensor_scale_impl",
+    reason="without Transformer Engine, the host computes a norm and waits for it, and makes a copy, for each gradient",
+    upstream="megatron/core/utils.py: local_multi_tensor_l2_norm, local_multi_tensor_scale",
+    until="they call torch's functions for lists of tensors",
+)
+
+
+def clip_gradients_at_once() -> None:
+    """Compute the norm of all gradients, and scale them, with torch's functions for lists of tensors."""
+
+    def l2_norm(chunk_size: int, overflow: Any, lists: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
+
+    def scale(chunk_size: int, overflow: Any, lists: Any, factor: float) -> None:
+        torch._foreach_mul_(lists[1], factor)  # Megatron scales in place: both lists are the same
+
+    replace(CLIPPING, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale)
 
 
 def load_state_of_torch_optimizers() -> None:

@@ -1,0 +1,110 @@
+"""The experts of a rank computed together, for machines without Transformer Engine.
+
+Megatron-Core then calls one module for each expert in turn. If each expert has few tokens, these calls and their nodes
+of autograd cost the host more than the arithmetic. Here two functions multiply the tokens of all experts by their
+matrices, and everything between is done once for all tokens.
+
+The modules and their parameters stay: their names and shapes, checkpoints and synchronization do not change.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megarl.learner.overlap import is_awaited
+from megarl.learner.weight_gradient import WeightGradient
+
+
+class ProductByExpert(torch.autograd.Function):
+    """`hidden @ weight.T`, with the weight of each row's expert. Rows of an expert are neighbours."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
+        """Multiply [N, columns] states, the first `counts[0]` of them by the first of the [rows, columns] weights."""
+        ctx.save_for_backward(hidden, *weights)
+        ctx.counts = counts
+        out = hidden.new_empty(len(hidden), len(weights[0]))
+        for x, weight, y in zip(hidden.split(counts), weights, out.split(counts), strict=True):
+            torch.mm(x, weight.t(), out=y)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the states and, as far as they are not yet added, of the weights."""
+        hidden, *weights = ctx.saved_tensors
+        of_hidden, of_weights = None, list[Tensor | None]([None] * len(weights))
+        by_expert = grad_out.split(ctx.counts)
+        if ctx.needs_input_grad[0]:
+            of_hidden = torch.empty_like(hidden)
+            for gradient, weight, to in zip(by_expert, weights, of_hidden.split(ctx.counts), strict=True):
+                torch.mm(gradient, weight, out=to)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = list(map(_of_weight, weights, by_expert, hidden.split(ctx.counts)))
+        return of_hidden, None, *of_weights
+
+
+def _of_weight(weight: Tensor, grad_out: Tensor, hidden: Tensor) -> Tensor | None:
+    """Return what autograd has to add to the gradient of an expert's weight."""
+    if is_awaited(weight):
+        return grad_out.t() @ hidden
+    total = WeightGradient(weight)
+    if len(hidden):
+        total.add(grad_out, hidden)
+    return total.to_return()
+
+
+class Projection(torch.nn.Module):
+    """One of the two projections of all experts, for rows that are sorted by expert."""
+
+    def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int]) -> None:
+        """Take the linear layers of the experts, each of which returns its weight, and the rows of each expert."""
+        super().__init__()
+        self._linears, self._counts = tuple(linears), counts
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Project [N, columns] states; there is no bias."""
+        out: Tensor = ProductByExpert.apply(hidden, self._counts, *(linear() for linear in self._linears))
+        return out, None
+
+
+class ExpertsTogether(SequentialMLP):
+    """Megatron's experts, one module each, computed by functions of all their weights."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for linear in (linear for expert in self.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)):
+            # The modules are still called: Megatron hooks the calls to await weights that other ranks send.
+            linear.forward = partial(getattr, linear, "weight")
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """Apply to each of [N, hidden_size] states its expert and its probability [N].
+
+        Megatron computes a rank's only expert so; here the projections are those of all experts.
+        """
+        counts = tokens_per_expert.tolist()
+        first, second = (
+            Projection([getattr(expert, name) for expert in self.local_experts], counts)
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        activation = self.local_experts[0].activation_func
+        whole = SimpleNamespace(config=self.config, activation_func=activation, linear_fc1=first, linear_fc2=second)
+        alone = SimpleNamespace(config=self.config, num_local_experts=1, local_experts=[partial(MLP.forward, whole)])
+        out: tuple[Tensor, None] = SequentialMLP.forward(alone, hidden, tokens_per_expert, probabilities)
+        return out
+
+
+def compute_together(submodules: Any) -> None:
+    """Put `ExpertsTogether` into the submodules of a mixture of experts, in the place of Megatron's `SequentialMLP`."""
+    experts = submodules.experts
+    # A ModuleSpec in megatron-core 0.16, a partial of the module in 0.19.
+    if isinstance(experts, partial):
+        submodules.experts = partial(ExpertsTogether, *experts.args, **experts.keywords)
+    else:
+        submodules.experts = ModuleSpec(module=ExpertsTogether, submodules=experts.submodules)
