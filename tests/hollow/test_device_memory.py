@@ -191,3 +191,10 @@ def test_every_device_has_memory_of_its_own() -> None:
     assert torch.cuda.mem_get_info(1)[0] == free[1] - len(kept)
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(1, device="cuda:0") + torch.ones(1, device="cuda:1")
+
+
+def test_memory_of_a_device_cannot_be_given_to_another_process() -> None:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    with pytest.raises(RuntimeError, match="not supported by the hollow device"):
+        reduce_tensor(torch.ones(1, device="cuda"))
