@@ -52,7 +52,7 @@ def within(name: str) -> Iterator[None]:
 
 
 def announce(count: int, unit: str) -> None:
-    """Add `count` units of work to the current phase."""
+    """Add `count` units of work to the current phase; a negative `count` takes announced units back."""
     global _now
     if _now:
         _now = replace(_now, total=_now.total + count, unit=unit)

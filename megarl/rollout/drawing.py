@@ -1,6 +1,6 @@
 """The samples that one replica draws: added, stepped and stopped as records, whatever the engine calls them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -76,6 +76,21 @@ class Drawing:
         with self._around([asked.prompt for _, asked in stopped.values()]):
             outputs = self._stepper.stop()
             return [self._read(asked, outputs[name]) for name, (_, asked) in stopped.items()]
+
+    def waiting(self) -> list[int]:
+        """Return the groups that the engine has no room for yet: none of their samples is being drawn."""
+        waiting = set(self._stepper.waiting())
+        running = {asked.begun.prompt for name, (_, asked) in self._open.items() if name not in waiting}
+        groups = dict.fromkeys(asked.begun.prompt for _, asked in self._open.values())
+        return [number for number in groups if number not in running]
+
+    def withdraw(self, groups: Collection[int]) -> None:
+        """Give back groups that wait, if others stay."""
+        withdrawn = {name: asked for name, (_, asked) in self._open.items() if asked.begun.prompt in groups}
+        with self._around([asked.prompt for asked in withdrawn.values()]):
+            self._stepper.withdraw(withdrawn.keys())
+        for name in withdrawn:
+            del self._open[name]
 
     def _read(self, asked: Asked, output: Any) -> Generation:
         drawn = read_output(

@@ -52,6 +52,8 @@ class RolloutEngine:
 
     weights: "EngineWeights"
     """This rank's share of the engine's weights, the destination of a sync."""
+    room: int
+    """The samples that every replica draws at once, however long they become."""
     _version = 0  # finished steps that the weights come from
 
     def __init__(
@@ -108,8 +110,7 @@ class RolloutEngine:
         with self._compilation():
             self._llm = _start(arguments)
         self._stepper = Stepper(self._llm.llm_engine)
-        blocks = self._llm.llm_engine.vllm_config.cache_config
-        check_cache_tokens((blocks.num_gpu_blocks - 1) * blocks.block_size, max_model_len)  # vLLM keeps one block
+        self.room = self._room()
         worker: Any = self._llm.collective_rpc(lambda worker: worker)[0]
         model = worker.get_model()
         self.weights = EngineWeights(model, trace(model, shapes, worker.device), vllm_config=worker.vllm_config)
@@ -254,6 +255,13 @@ class RolloutEngine:
         except Exception as error:
             rows = list(dict.fromkeys(prompt.index for prompt in prompts))
             raise RuntimeError(failure(error, self.name(self.replica), rows, step=step)) from error
+
+    def _room(self) -> int:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        num_blocks = cache.num_gpu_blocks - 1  # vLLM keeps one
+        check_cache_tokens(num_blocks * cache.block_size, self.max_model_len)
+        blocks_of_sample = -(-self.max_model_len // cache.block_size)
+        return min(together(lambda: min(self._section.max_num_seqs, num_blocks // blocks_of_sample)))
 
     def _compilation(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._may_compile else patches.without_compilation()

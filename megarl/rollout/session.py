@@ -5,6 +5,10 @@ replicas know of each other's finished samples after `WINDOW` engine steps, and 
 same, whatever the clocks of the replicas show, and the samples of a step can be drawn again, bit for bit. An exchange
 costs the time until the slowest replica has taken its steps; replicas that draw equally many samples take equally long.
 
+A replica may have no room for some of its groups, in its slots or in its KV cache. At each exchange such groups go to
+replicas with fewer open samples. A group stays together, because its samples share the keys of their prompt. A step
+whose samples all have room exchanges nothing before its end.
+
 A sample may be an episode. The engine then stops at the end of each turn, and draws other samples while the
 environment answers. The answer is taken before a window that is counted too, so a fast environment changes nothing: the
 same requests reach the engine at the same step. A replica that has no other sample to draw takes its answers at once.
@@ -32,6 +36,7 @@ class Window:
     finished: list[Generation]
     num_steps: int
     num_running: int  # samples that were drawn at once, summed over the steps
+    waiting: list[int]  # groups without room
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Session:
         self._unit = f"responses of the first of {num_replicas} replicas" if num_replicas > 1 else "responses"
         self._open = dict[int, Group]()
         self._loads = [0] * engine.num_replicas  # open samples of each replica
+        self._shares = engine.num_replicas > 1 and not episodes  # an episode never moves
+        self._may_wait = False  # whether a replica may have groups without room
         self._most = 0  # open samples that a replica ever had
         self._num_steps, self._num_running = 0, 0
 
@@ -87,22 +94,22 @@ class Session:
         mine = []
         for number, group in groups.items():
             replica = self._loads.index(min(self._loads))
-            self._loads[replica] += sum(not sample.complete for sample in group.samples)
+            self._loads[replica] += _num_open(group)
             samples = tuple(replace(sample, prompt=number) for sample in group.samples)
             self._open[number] = group = replace(group, samples=samples)
             if replica == self._engine.replica:
                 mine.append(group)
         self._most = max(self._most, *self._loads)
+        self._may_wait |= self._shares and max(self._loads) > self._engine.room
         watchdog.note(rows=[group.prompt.index for group in mine])
-        progress.announce(sum(not sample.complete for group in mine for sample in group.samples), self._unit)
-        self._drawing.add(mine)
+        self._draw(mine)
 
     def advance(self, num_steps: int | None = WINDOW) -> dict[int, Group]:
         """Take engine steps, or finish all samples if `num_steps` is None. Return the groups that became complete."""
-        if self._episodes and num_steps is None:
+        if num_steps is None and (self._episodes or self._may_wait):
             complete = dict[int, Group]()
             while self._open:
-                complete |= self.advance()
+                complete |= self.advance(WINDOW if self._episodes or self._may_wait else None)
             return complete
         if self._episodes:
             self._take_answers(self._episodes)
@@ -119,6 +126,8 @@ class Session:
         complete = {number: group for number, group in self._open.items() if group.is_complete}
         for number in complete:
             del self._open[number]
+        self._may_wait = any(window.waiting for window in windows)
+        self._share([list(window.waiting) for window in windows])
         return complete
 
     def stop(self) -> dict[int, Group]:
@@ -145,7 +154,39 @@ class Session:
     def _run(self, num_steps: int | None) -> Window:
         steps, running = self._drawing.num_steps, self._drawing.num_running
         finished = self._drawing.run(num_steps)
-        return Window(finished, self._drawing.num_steps - steps, self._drawing.num_running - running)
+        return Window(
+            finished,
+            num_steps=self._drawing.num_steps - steps,
+            num_running=self._drawing.num_running - running,
+            waiting=self._drawing.waiting() if self._shares else [],
+        )
+
+    def _share(self, waiting: Sequence[list[int]]) -> None:
+        """Give groups that wait, listed by replica, to those with fewer open samples; the last of a replica first."""
+        taken, given, mine = list[Group](), list[Group](), self._engine.replica
+        while full := [replica for replica, groups in enumerate(waiting) if groups]:
+            source, target = max(full, key=self._loads.__getitem__), self._loads.index(min(self._loads))
+            group = self._open[waiting[source][-1]]
+            size = _num_open(group)
+            if self._loads[source] - self._loads[target] <= size:
+                break
+            waiting[source].pop()
+            self._loads[source] -= size
+            self._loads[target] += size
+            if mine == source:
+                taken.append(group)
+            elif mine == target:
+                given.append(group)
+        if taken:
+            progress.announce(-sum(map(_num_open, taken)), self._unit)
+            self._drawing.withdraw({group.samples[0].prompt for group in taken})
+        if given:
+            self._draw(given)
+
+    def _draw(self, groups: Sequence[Group]) -> None:
+        """Draw the open samples of groups with this rank's replica."""
+        progress.announce(sum(map(_num_open, groups)), self._unit)
+        self._drawing.add(groups)
 
     def _take_answers(self, episodes: Episodes) -> None:
         """Take the answers that are due, and draw the next turns."""
@@ -164,8 +205,7 @@ class Session:
                 self._loads[each.replica] -= 1
             elif each.replica == self._engine.replica:
                 mine.append(replace(self._open[generation.prompt], samples=(generation,)))
-        progress.announce(len(mine), self._unit)
-        self._drawing.add(mine)
+        self._draw(mine)
 
     def _note(self, generations: Sequence[Generation]) -> None:
         """Put samples into their groups."""
@@ -174,3 +214,7 @@ class Session:
             group = self._open[number]
             samples = tuple(drawn.get((number, sample.sample), sample) for sample in group.samples)
             self._open[number] = replace(group, samples=samples)
+
+
+def _num_open(group: Group) -> int:
+    return sum(not sample.complete for sample in group.samples)

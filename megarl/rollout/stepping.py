@@ -8,7 +8,7 @@ On CUDA, vLLM schedules a step while the device computes the one before it, and 
 when its tokens are there, and no step stays in the queue when the requests have ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any
 
@@ -62,6 +62,21 @@ class Stepper:
             self._engine.step()  # in which vLLM forgets them: until then their memory is taken
             self._finish_queue()
         return stopped
+
+    def waiting(self) -> list[str]:
+        """Return the names of the requests that had no room yet, in the order in which they were added."""
+        from vllm.v1.request import RequestStatus
+
+        requests = self._engine.engine_core.engine_core.scheduler.requests.values()
+        waiting = {request.request_id for request in requests if request.status == RequestStatus.WAITING}
+        names = {name.partition("-")[0] for name in waiting}  # vLLM appends a part of its own to a name
+        return [name for name in self._latest if name in names]
+
+    def withdraw(self, names: Collection[str]) -> None:
+        """Remove requests that wait, if others stay. They have no memory that a step must free."""
+        self._engine.abort_request(list(names))
+        for name in names:
+            del self._latest[name]
 
     def _finish_queue(self) -> None:
         while self._queue:

@@ -1,19 +1,22 @@
-"""What an engine draws if few tokens are possible, and if a prompt takes several of its steps."""
+"""What an engine draws if few tokens are possible, if a prompt takes several of its steps, and if samples wait."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Generation
+from megarl.batch import Generation, Group
 from megarl.rollout.config import SamplingSection
+from megarl.rollout.session import Session
 from tests.support.engines import PROMPTS, log_probs, start, tear_down, tensors_of, write_two_checkpoints, writer
 from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
 RESPONSE = 12
+TWO = SamplingSection(n=2, do_sample=True, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +48,44 @@ def test_a_prompt_that_is_cut_has_the_same_responses(pool: RankPool, checkpoints
     """The token that vLLM draws after each part but the last is not used, and must not change the next one."""
     (uncut,), (cut,) = (pool.run(1, answers_with_few_tokens, checkpoints, tokens) for tokens in (1024, 48))
     assert [generation.token_ids for generation in cut] == [generation.token_ids for generation in uncut]
+
+
+def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], float]]:
+    """Return the groups of a step and its occupancy, first as the groups were dealt, then shared.
+
+    Even groups, which the first of two replicas gets, have 40 tokens to go, and odd groups 3.
+    """
+    engine = start(paths[-1], tensors_of(paths[0]), tp_size=1, max_num_seqs=2)
+    assert engine.room == 2
+    groups = {number: to_go(3 if number % 2 else 40, index=number) for number in range(6)}
+    found = []
+    with engine.awake(writer(tensors_of(paths[0]))):
+        for room in (len(groups) * TWO.n, engine.room):
+            engine.room = room
+            session = Session(engine, engine.draw(TWO, max_tokens=40, step=2), num_slots=2)
+            session.add(groups)
+            found.append((session.advance(None), session.occupancy()))
+    tear_down(engine)
+    return found
+
+
+def to_go(num_tokens: int, *, index: int) -> Group:
+    """Return a group whose samples lack so many of their 40 tokens."""
+    group = Group.new(replace(PROMPTS[0], index=index), range(TWO.n), begun=1)
+    begun = 40 - num_tokens
+    drawn = Generation(0, [7] * begun, [-1.0] * begun, truncated=False, weight_versions=[1] * begun, complete=False)
+    return replace(group, samples=tuple(replace(drawn, sample=sample.sample) for sample in group.samples))
+
+
+def test_a_replica_with_room_draws_groups_of_another(pool: RankPool, checkpoints: list[Path]) -> None:
+    """The first replica would take 3 x 40 steps. After 16 steps the second takes one of its groups."""
+    ranks = pool.run(2, drawn_with_room_for_two, checkpoints)
+    assert ranks[0] == ranks[1]
+    (dealt, before), (shared, after) = ranks[0]
+    num_drawn = 3 * TWO.n * (40 + 3)
+    assert (before, after) == pytest.approx((num_drawn / (120 * 4), num_drawn / (80 * 4)))
+    assert sorted(dealt) == sorted(shared) == list(range(6))
+    for number, group in dealt.items():
+        for one, other in zip(group.samples, shared[number].samples, strict=True):
+            assert (one.token_ids, len(one.token_ids)) == (other.token_ids, 40)
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

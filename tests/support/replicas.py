@@ -25,8 +25,11 @@ class Engine:
     replicas: Replicas
     replica: int
     num_replicas: int
+    room: int = 64
+    num_exchanges: int = 0
 
     def on_all_ranks(self, generate: Callable[[], Any]) -> list[Any]:
+        self.num_exchanges += 1
         self.replicas.said[self.replica] = generate()
         self.replicas.barrier.wait()
         said = [self.replicas.said[replica] for replica in range(self.num_replicas)]
@@ -36,8 +39,9 @@ class Engine:
 
 @dataclass
 class Drawing:
-    """Draws one token of every sample in a step. The responses to row `r` have `r` tokens."""
+    """Draws one token of the first `room` samples in a step. The responses to row `r` have `r` tokens."""
 
+    room: int = 64
     open: list[Generation] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
@@ -55,11 +59,20 @@ class Drawing:
         while self.open and left != 0:
             left = left and left - 1
             self.num_steps += 1
-            self.num_running += len(self.open)
-            self.open = [self._longer(sample) for sample in self.open]
+            self.num_running += len(self.open[: self.room])
+            self.open = [*map(self._longer, self.open[: self.room]), *self.open[self.room :]]
             found += [sample for sample in self.open if sample.complete]
             self.open = [sample for sample in self.open if not sample.complete]
         return found
+
+    def waiting(self) -> list[int]:
+        begun = {sample.prompt for sample in self.open if sample.token_ids}
+        return [number for number in dict.fromkeys(sample.prompt for sample in self.open) if number not in begun]
+
+    def withdraw(self, groups: set[int]) -> None:
+        assert groups <= set(self.waiting())
+        self.rows = [row for row in self.rows if row not in {self.lengths[number] for number in groups}]
+        self.open = [sample for sample in self.open if sample.prompt not in groups]
 
     def stop(self) -> list[Generation]:
         stopped, self.open = self.open, []

@@ -85,6 +85,56 @@ def test_stopped_groups_keep_their_tokens_and_complete_samples() -> None:
     assert (second.token_ids, second.complete) == ([9] * 20, True)
 
 
+def share(rows: list[int], *, replicas: int, room: int, samples: int = 1) -> tuple[dict[int, Group], list[Any]]:
+    """Return the groups of a step whose replicas have room for so many samples, and for each replica what it did."""
+    drawings = [Drawing(room) for _ in range(replicas)]
+
+    def work(engine: Engine) -> tuple[dict[int, Group], Any]:
+        engine.room = room
+        session = Session(engine, drawings[engine.replica], num_slots=room)  # type: ignore[arg-type]
+        session.add({number: group(row, samples=samples) for number, row in enumerate(rows)})
+        found = session.advance(None)
+        return found, (drawings[engine.replica].rows, engine.num_exchanges, session.occupancy())
+
+    with ThreadPoolExecutor(replicas) as pool:
+        groups, did = zip(*pool.map(work, Replicas(replicas).engines), strict=True)
+    assert all(one == groups[0] for one in groups)
+    return groups[0], list(did)
+
+
+def test_a_group_that_waits_goes_to_the_replica_with_the_fewest_open_samples() -> None:
+    """Rows 40, 41 and 42 are dealt to the first of two replicas. Row 42 begins at the second, after 16 steps.
+
+    Nothing waits at the next exchange, so the third is the last.
+    """
+    _, did = share([40, 3, 41, 4, 42, 5], replicas=2, room=2)
+    drawn = 40 + 3 + 41 + 4 + 42 + 5
+    assert did == [([40, 41], 3, drawn / ((16 + 42) * 2 * 2)), ([3, 4, 5, 42], 3, drawn / ((16 + 42) * 2 * 2))]
+
+
+def test_a_step_whose_samples_have_room_exchanges_once() -> None:
+    _, did = share([40, 3, 41, 4, 42, 5], replicas=2, room=3)
+    assert [each[:2] for each in did] == [([40, 41, 42], 1), ([3, 4, 5], 1)]
+
+
+def test_a_group_that_waits_stays_if_that_makes_no_replica_emptier() -> None:
+    """After 16 steps, the first replica has 2 + 2 open samples, and the second has 2."""
+    _, did = share([20, 40, 3], replicas=2, room=2, samples=2)
+    assert [each[0] for each in did] == [[20, 3], [40]]
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("room", [1, 2, 5, 99])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_samples_depend_on_no_room(replicas: int, room: int, samples: int) -> None:
+    rows = [3, 90, 1, 64, 50, 2, 33, 8, 71, 5, 17, 20, 4]
+    found, did = share(rows, replicas=replicas, room=room, samples=samples)
+    assert {number: group.prompt.index for number, group in found.items()} == dict(enumerate(rows))
+    for row, of_row in zip(rows, (found[number] for number in range(len(rows))), strict=True):
+        assert [len(sample.token_ids) for sample in of_row.samples] == [row] * samples
+    assert sorted(row for drawn, _, _ in did for row in drawn) == sorted(rows)
+
+
 class Stepper:
     """Finishes one request in each step."""
 
