@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start many processes, which compile what they import if no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-cuda test-te clean
+.PHONY: help setup setup-peers quickstart fix check test test-unit test-ranks test-e2e test-long test-newest test-oldest test-faults hollow test-hollow test-cuda test-te clean
 
 help:
 	@echo "make setup        .venv with exactly requirements/cpu.lock (PYTHON=... chooses the interpreter)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-long    what takes minutes: demonstrations, benchmarks, many lives of a job, and test-newest"
 	@echo "make test-newest  tests of what touches Megatron-Core, with its newest release, and of optional packages"
 	@echo "make test-oldest  tests of what touches vLLM, with the oldest vLLM and torch (3 GB of packages)"
+	@echo "make test-hollow  a part of the next, for each change: it takes minutes, after the packages (6 GB)"
 	@echo "make test-cuda    tests of what touches CUDA, on a hollow device: no kernel runs, and no GPU is needed"
 	@echo "make test-te      the same of Transformer Engine, which is compiled first for a quarter of an hour"
 	@echo "make test-faults  tests in which ranks die, stop or hang, N=1 times, and a count of the runs that passed"
@@ -101,19 +102,25 @@ build/transformer_engine/built: tests/hollow/install_te.py requirements/gpu.lock
 	@touch $@
 
 test-te: setup build/transformer_engine/built
-	PYTHONPATH=$(CURDIR)/build/transformer_engine tests/hollow/run \
+	PYTHONPATH="$(CURDIR)/build/transformer_engine" tests/hollow/run \
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
+
+# The sanitizer and an interpreted update take minutes on a busy machine.
+ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900
+CASE := tests/hollow/test_learner.py::test_a_learner_on_cuda_is_the_learner_on_the_cpu
+test-hollow: hollow
+	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid) \
+		"$(CASE)[alone-policy]" "$(CASE)[tensor-data-offloaded-policy]" tests/hollow/test_engine.py
 
 # At the end it prints the lines behind conditions on CUDA and whether they ran. Few of them are no failure (`-`).
 LINES := $(CURDIR)/build/hollow/lines
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
-	@rm -rf $(LINES) build/hollow/check
-	HOLLOW_LINES=$(LINES) tests/hollow/run .venv-cuda/bin/python -m pytest tests/hollow tests/gpu \
-		-k "not (test_rollout_cuda and (False or mixtral or moe))"
-	HOLLOW_LINES=$(LINES) $(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check \
+	@rm -rf "$(LINES)" build/hollow/check
+	HOLLOW_LINES="$(LINES)" $(ON_HOLLOW) tests/hollow tests/gpu
+	HOLLOW_LINES="$(LINES)" $(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check \
 		--stages train-0.5b-grpo,verify-llama,resume
-	-$(BIN)/python -m tests.hollow.branches $(LINES)
+	-$(BIN)/python -m tests.hollow.branches "$(LINES)"
 
 N := 1
 FAULTS = $(shell grep -rl --include 'test_*.py' mark.faults tests)

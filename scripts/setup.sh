@@ -182,14 +182,14 @@ LEFT_OUT+='|^nvidia-(nvjitlink|nvvm|cuda-cupti|cuda-nvrtc|cuda-nvcc|cuda-cccl)==
 
 find_python_312() {
     local candidate
-    for candidate in "$python" python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
+    for candidate in "${PYTHON_312:-$python}" python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
     die "no Python 3.12 with the venv module found, and requirements/gpu.lock is for no other." \
-        "Install it (Ubuntu: apt-get install python3.12-venv), or name it: PYTHON=/path/to/python3.12 make hollow"
+        "Install it (Ubuntu: apt-get install python3.12-venv), or name it: PYTHON_312=/path/to/python3.12 make hollow"
 }
 
 install_gpu_lock() {

@@ -148,7 +148,7 @@ def quickstart(site: Site, stage: Stage) -> dict[str, Any]:
     """Let a small model learn arithmetic."""
     out = site.work / "quickstart"
     steps = ("--sft-steps", 4, "--ppo-steps", 2) if site.rehearses else ("--ppo-steps", 10)
-    command = ("scripts/quickstart.py", "--out", out, *steps, "trainer.logger=[console,jsonl]")
+    command = ("scripts/quickstart.py", "--out", out, *steps, "trainer.logger=[console,jsonl]", *split(site))
     site.program(stage.name, *command, limit_s=stage.limit_s)
     found: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return found
@@ -159,12 +159,16 @@ def verify(family: str, site: Site, stage: Stage) -> dict[str, Any]:
     directory = site.work / family
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small_config(family)), encoding="utf-8")
-    split = [f"{ACTOR}.megatron.dtype={site.dtype}", f"{ROLLOUT}.max_num_seqs={VERIFIED_SEQUENCES}"]
-    if site.num_devices > 1:
-        split += [f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
-    printed = site.program(stage.name, "-m", "megarl.verify", directory, *split, "--json", limit_s=stage.limit_s)
+    settings = [f"{ACTOR}.megatron.dtype={site.dtype}", f"{ROLLOUT}.max_num_seqs={VERIFIED_SEQUENCES}", *split(site)]
+    printed = site.program(stage.name, "-m", "megarl.verify", directory, *settings, "--json", limit_s=stage.limit_s)
     report = last_object(printed)
     return {key: report[key] for key in ("ok", "max_abs_logprob_diff", "differences", "roundtrip_exact", "seconds")}
+
+
+def split(site: Site) -> list[str]:
+    """Return the settings that split trainer and engine over two devices, if there are several."""
+    keys = (f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size")
+    return [f"{key}=2" for key in keys] if site.num_devices > 1 else []
 
 
 def small_config(family: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def llm_arguments(
     for fault in engine_faults(section.engine_kwargs):
         raise UserError(f"{ENGINE_KWARGS}: {fault}")
     written = {name: value for name, value in section.engine_kwargs.items() if value is not None}
-    return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section) | written
+    return ours | _graph_sizes(section, on_cpu=on_cpu) | _kernels(section, on_cpu=on_cpu) | written
 
 
 def is_eager(section: RolloutSection, *, on_cpu: bool) -> bool:
@@ -81,12 +81,17 @@ def _graph_sizes(section: RolloutSection, *, on_cpu: bool) -> dict[str, int]:
     return {"max_cudagraph_capture_size": min(section.max_num_seqs, MOST_GRAPHED)}
 
 
-def _kernels(section: RolloutSection) -> dict[str, bool]:
-    """Return the argument that starts the engine without a search for FlashInfer's fastest kernels.
+def _kernels(section: RolloutSection, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments that start the engine without what FlashInfer would download or compile on every rank.
 
-    The search downloads or compiles kernels on every rank, where a node may have neither a network nor a compiler.
+    A node may have neither a network nor a compiler. The fusion of all-reduce and norm also has no fixed order of sums.
     """
-    return {} if "kernel_config" in section.engine_kwargs else {"enable_flashinfer_autotune": False}
+    found: dict[str, Any] = {}
+    if "kernel_config" not in section.engine_kwargs:
+        found["enable_flashinfer_autotune"] = False
+    if not on_cpu and section.tensor_model_parallel_size > 1:
+        found["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return found
 
 
 def cpu_arguments(

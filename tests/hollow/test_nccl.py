@@ -127,6 +127,24 @@ def of_ranks() -> dict[str, Any]:
     return {"average": average.cpu(), "part": part.cpu(), "pair": of_pair.item()}
 
 
+def captured() -> list[Tensor]:
+    """Return what two launches of a graph with collectives give. Runs on every rank."""
+    rank = dist.get_rank()
+    x = mine(torch.float32, rank).cuda()
+    total = torch.zeros_like(x)
+    dist.all_reduce(torch.ones(1, device="cuda"))  # makes the communicator
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(total.copy_(x * 2))
+        doubled = total * 2
+    found = []
+    for _ in range(2):
+        graph.replay()
+        found.append(doubled.cpu())
+        x += 1
+    return found
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool("cuda") as made:
@@ -143,6 +161,13 @@ def test_averages_parts_and_groups(pool: RankPool) -> None:
         assert torch.equal(found["average"], everyone.mean(0))
         assert torch.equal(found["part"], everyone.sum(0)[rank : rank + 1])
         assert found["pair"] == (2 if rank % 2 == 0 else 4)
+
+
+def test_a_captured_collective_is_done_at_each_launch(pool: RankPool) -> None:
+    everyone = torch.stack([mine(torch.float32, rank) for rank in range(SIZE)]).sum(0)
+    for first, second in pool.run(SIZE, captured):
+        assert torch.equal(first, 4 * everyone)
+        assert torch.equal(second, 4 * (everyone + SIZE))
 
 
 def sizes_differ() -> None:

@@ -1,9 +1,13 @@
 """The branches that only CUDA takes are found in the text of a file."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.hollow.branches import all_branches, branches
 
+PAGE = Path(__file__).parents[2] / "docs" / "hollow.md"
 CASES = {
     "if on_cuda():\n  a()\n  b()\nelse:\n  c()": [(3, 4)],
     "if not on_cuda():\n  return a()\nb()\nc()": [(4, 5)],
@@ -32,3 +36,9 @@ def test_the_lines_that_only_cuda_runs(body: str) -> None:
 
 def test_the_package_has_such_branches_in_every_room_that_decides() -> None:
     assert {branch.file.partition("/")[0] for branch in all_branches()} >= {"learner", "rollout", "sync", "reshard"}
+
+
+def test_the_page_lists_every_branch() -> None:
+    every = {(branch.file, branch.function) for branch in all_branches()}
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {(file, name) for file, names in rows for name in re.findall(r"`(\w+)`", names)} == every

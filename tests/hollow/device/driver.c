@@ -161,6 +161,29 @@ PUBLIC CUresult cuMemUnmap(CUdeviceptr start, size_t size) {
     return checked(hollow_unmap((void *)start, size));
 }
 
+/* Memory of one process cannot be opened in another. */
+PUBLIC CUresult cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle,
+                                             CUmemAllocationHandleType type, unsigned long long flags) {
+    (void)shared, (void)handle, (void)type, (void)flags;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+PUBLIC CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared,
+                                               CUmemAllocationHandleType type) {
+    (void)handle, (void)shared, (void)type;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+PUBLIC CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr start) {
+    (void)handle, (void)start;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+PUBLIC CUresult cuIpcOpenMemHandle(CUdeviceptr *start, CUipcMemHandle handle, unsigned flags) {
+    (void)start, (void)handle, (void)flags;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
 /* ---- kernels: a module or a library is its image, a function is its name ---- */
 
 PUBLIC CUresult cuModuleLoadData(CUmodule *module, const void *image) {

@@ -113,6 +113,36 @@ static enum result run(struct order *orders, int count) {
     return result;
 }
 
+/* ---- graphs: collectives that are captured wait for a launch ---- */
+
+struct captured {
+    int count;
+    struct order orders[];
+};
+
+static void (*keep)(void *); /* takes what is captured, while a graph is captured */
+
+PUBLIC void hollow_capture_collectives(void (*taker)(void *)) {
+    keep = taker;
+}
+
+PUBLIC int hollow_launch_collectives(struct captured *captured) {
+    return run(captured->orders, captured->count);
+}
+
+static enum result run_or_keep(struct order *orders, int count) {
+    if (!keep)
+        return run(orders, count);
+    size_t bytes = (size_t)count * sizeof *orders;
+    struct captured *captured = malloc(sizeof *captured + bytes);
+    captured->count = count;
+    memcpy(captured->orders, orders, bytes);
+    keep(captured);
+    return SUCCESS;
+}
+
+/* ---- orders ---- */
+
 enum result do_order(struct order order) {
     bool reduces = order.call == ALL_REDUCE || order.call == REDUCE || order.call == REDUCE_SCATTER;
     if (!order.of || (reduces && !can_reduce(order.type)))
@@ -121,7 +151,7 @@ enum result do_order(struct order order) {
     COUNT("collectives");
     COUNT_BY("bytes_of_collectives", order.bytes);
     if (!group_depth)
-        return run(&order, 1);
+        return run_or_keep(&order, 1);
     if (group_size == MAX_ORDERS)
         return INTERNAL_ERROR;
     group[group_size++] = order;
@@ -140,7 +170,7 @@ PUBLIC int ncclGroupEnd(void) {
         return SUCCESS;
     int count = group_size;
     group_size = 0;
-    return run(group, count);
+    return run_or_keep(group, count);
 }
 
 /* ---- the calls ---- */

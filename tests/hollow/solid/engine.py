@@ -1,14 +1,24 @@
 """vLLM's own operations, written out. They write their results into arguments, as vLLM's kernels do."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.hollow.solid.attention import attend, by_head
+from tests.hollow.solid.attention import attend, by_head, sequences
 
-# ---- between the layers ----
+# ---- outside attention ----
+
+
+def vocab_parallel_embedding(
+    result: Tensor, tokens: Tensor, weight: Tensor, start: int, end: int, padding: int, added: int, end_of_added: int
+) -> None:
+    """Compute `_C::vocab_parallel_embedding`: the rows of this rank's tokens, and zeros for those of other ranks."""
+    assert added == end_of_added
+    is_here = (tokens >= start) & (tokens < end)
+    result.copy_(weight[(tokens - start).where(is_here, 0).long()] * is_here[:, None])
 
 
 def rms_norm(result: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -74,45 +84,71 @@ def reshape_and_cache_flash(
     value_cache[blocks, places] = value[: len(slots)][kept]
 
 
-def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor | None,
-    bounds: Tensor,
-    lengths: Tensor,
-    table: Tensor,
-    is_causal: bool,
-    scale: float,
+def concat_and_cache_mla(
+    latents: Tensor, rotated: Tensor, cache: Tensor, slots: Tensor, dtype: str, scale: Tensor
+) -> None:
+    """Compute `_C_cache_ops::concat_and_cache_mla`: write latents and rotated keys into [blocks, block size, D]."""
+    assert dtype == "auto"
+    kept = slots >= 0
+    tokens = torch.cat([latents, rotated.view(len(rotated), -1)], dim=-1)
+    cache[slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]] = tokens[: len(slots)][kept]
+
+
+Sequence = tuple[slice, Tensor, Tensor]  # places of the queries, [m, groups, D] keys and [m, groups, D'] values
+
+
+def in_blocks(
+    key_cache: Tensor, value_cache: Tensor, bounds: Tensor, lengths: Tensor, table: Tensor
+) -> Iterator[Sequence]:
+    """Yield the sequences of a cache: the first `lengths` tokens in the blocks that each row of `table` names."""
+    starts = bounds.tolist()
+    for row, length in enumerate(lengths.tolist()):
+        keys, values = (cache[table[row].long()].flatten(0, 1)[:length] for cache in (key_cache, value_cache))
+        yield slice(starts[row], starts[row + 1]), keys, values
+
+
+def side_by_side(key: Tensor, value: Tensor, bounds: Tensor, key_bounds: Tensor) -> Iterator[Sequence]:
+    """Yield the sequences of a row of tokens."""
+    for queries, keys in sequences(bounds, key_bounds):
+        yield queries, key[keys], value[keys]
+
+
+def attend_to_each(
+    query: Tensor, found: Iterator[Sequence], out: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the first `lengths` keys and values in the blocks that each row of `table` names.
+    """Let [n, heads, D] queries attend to their sequences.
 
     Returns:
-        [n, heads, D] in the type of `query`, which is `out` if there is one, and [heads, n] float32 log-sums.
+        `out`, [n, heads, D'], with the results, and [heads, n] float32 log-sums.
     """
-    out = torch.empty_like(query) if out is None else out
-    sums = torch.zeros(query.shape[1], query.shape[0])
-    starts, num_heads = bounds.tolist(), query.shape[1]
-    for row, length in enumerate(lengths.tolist()):
-        queries = slice(starts[row], starts[row + 1])
+    num_heads = query.shape[1]
+    sums = torch.zeros(num_heads, query.shape[0])
+    for queries, keys, values in found:
         if queries.start == queries.stop:
             continue
-        keys, values = (cache[table[row].long()].flatten(0, 1)[:length] for cache in (key_cache, value_cache))
         parts = (by_head(part, num_heads) for part in (query[queries], keys, values))
-        found, sums[:, queries] = attend(*parts, None, is_causal, scale)
-        out[queries] = found.transpose(0, 1)
+        attended, sums[:, queries] = attend(*parts, None, is_causal, scale)
+        out[queries] = attended.transpose(0, 1)
     return out, sums
 
 
 def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Compute `_vllm_fa3_C::fwd` for a cache in blocks."""
-    out, bounds, lengths, table, scale, is_causal, left, right, softcap = (
-        rest[place] for place in (3, 4, 8, 11, 20, 21, 22, 23, 24)
+    """Compute `_vllm_fa3_C::fwd` for sequences side by side, or in the blocks of a cache.
+
+    Queries may have a second part, which meets the values: the latents, in latent attention.
+    """
+    query_of_values, out, bounds, key_bounds, lengths, table, scale, is_causal, left, right, softcap = (
+        rest[place] for place in (2, 3, 4, 5, 8, 11, 20, 21, 22, 23, 24)
     )
     assert (left, softcap) == (-1, 0.0)
     assert right in (-1, 0)
-    found = paged_attention(query, key, value, out, bounds, lengths, table, is_causal or right == 0, scale)
-    return *found, torch.empty(0), torch.empty(0)  # nobody reads the parts
+    out = query.new_empty(*query.shape[:2], value.shape[-1]) if out is None else out
+    if query_of_values is not None:
+        query, key = torch.cat([query, query_of_values], dim=-1), torch.cat([key, value], dim=-1)
+    found = (
+        side_by_side(key, value, bounds, key_bounds) if table is None else in_blocks(key, value, bounds, lengths, table)
+    )
+    return *attend_to_each(query, found, out, is_causal or right == 0, scale), torch.empty(0), torch.empty(0)
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -122,7 +158,8 @@ def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | N
     )
     assert (left, softcap) == (-1, 0.0)
     assert right in (-1, 0)
-    return paged_attention(query, key, value, out, bounds, lengths, table, is_causal or right == 0, scale)
+    out = torch.empty_like(query) if out is None else out
+    return attend_to_each(query, in_blocks(key, value, bounds, lengths, table), out, is_causal or right == 0, scale)
 
 
 # ---- experts ----
@@ -143,6 +180,28 @@ def topk_softmax(
     weights.copy_(found / found.sum(-1, keepdim=True) if renormalize else found)
     experts.copy_(chosen)
     places.copy_(torch.arange(places.numel()).view(places.shape[1], places.shape[0]).T)
+
+
+def grouped_topk(
+    scores: Tensor,
+    num_groups: int,
+    num_chosen_groups: int,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+    bias: Tensor,
+    activation: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `_moe_C::grouped_topk`: experts of the best groups, by scores with a bias; their weights have none."""
+    scores = scores.float().sigmoid() if activation else scores.float()
+    biased = (scores + bias).unflatten(-1, (num_groups, -1))
+    best = biased.topk(2, dim=-1).values.sum(-1).topk(num_chosen_groups, dim=-1).indices
+    is_outside = torch.ones(biased.shape[:2], dtype=torch.bool).scatter_(1, best, False)
+    chosen = biased.masked_fill(is_outside[..., None], -torch.inf).flatten(1).topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, chosen.int()
 
 
 def moe_align_block_size(
@@ -180,29 +239,18 @@ def moe_sum(x: Tensor, result: Tensor, experts: Tensor | None = None, expert_map
     result.copy_(x.float().sum(1))
 
 
-# ---- sampling ----
-
-
-def filter_tokens_in_torch(module: Any) -> None:
-    """Let torch filter the most likely tokens: Triton cannot interpret vLLM's kernel for it."""
-
-    def apply(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
-        return apply_top_k_top_p_pytorch(logits, top_k, top_p)
-
-    module.apply_top_k_top_p_triton = apply
-
-
 WRITTEN_OUT = {
+    "_C::vocab_parallel_embedding": vocab_parallel_embedding,
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
     "_C::rotary_embedding": rotary_embedding,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
+    "_C_cache_ops::concat_and_cache_mla": concat_and_cache_mla,
     "_vllm_fa2_C::varlen_fwd": flash_attention_2,
     "_vllm_fa3_C::fwd": flash_attention_3,
     "_moe_C::topk_softmax": topk_softmax,
+    "_moe_C::grouped_topk": grouped_topk,
     "_moe_C::moe_align_block_size": moe_align_block_size,
     "_moe_C::moe_sum": moe_sum,
 }

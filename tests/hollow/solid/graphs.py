@@ -1,11 +1,13 @@
 """Graphs of CUDA: work that is captured is not done at once, and is done each time when the graph is launched."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 Work = Callable[[], Any]  # reads and writes memory at fixed addresses
+NCCL = ctypes.CDLL("libnccl.so.2")
 _captured: list[Work] | None = None  # by the graph that is being captured
 
 
@@ -28,6 +30,18 @@ def refuse(what: str) -> None:
         raise RuntimeError(f"{what} cannot be captured in a graph")
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def keep_collectives(captured: int) -> None:
+    """Keep collectives of NCCL, which ask for this while a graph is captured."""
+    collectives = ctypes.c_void_p(captured)
+
+    def work() -> None:
+        status = NCCL.hollow_launch_collectives(collectives)
+        assert status == 0, f"a captured collective has failed with code {status}"
+
+    do(work)
+
+
 def keep_captured_work() -> None:
     """Let the graphs of torch keep the work that they capture, and do it when they are launched."""
     graph = torch.cuda.CUDAGraph
@@ -38,10 +52,12 @@ def keep_captured_work() -> None:
         assert _captured is None, "a graph is captured within another"
         begin(self, *args, **kwargs)
         _captured = self.hollow_work = []
+        NCCL.hollow_capture_collectives(keep_collectives)
 
     def capture_end(self: Any) -> None:
         global _captured
         _captured = None
+        NCCL.hollow_capture_collectives(None)
         end(self)
 
     def replay(self: Any) -> None:

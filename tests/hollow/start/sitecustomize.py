@@ -14,7 +14,11 @@ from typing import Any
 PREPARED = {  # modules, and the functions that take them after their import
     "torch": ("tests.hollow.solid.mode", "enter_everywhere"),
     "triton.runtime.interpreter": ("tests.hollow.solid.interpreted", "interpret_in_place"),
-    "vllm.v1.sample.ops.topk_topp_triton": ("tests.hollow.solid.engine", "filter_tokens_in_torch"),
+    "vllm.model_executor.layers.fused_moe.fused_moe": (
+        "tests.hollow.solid.triton_kernels",
+        "multiply_by_experts_in_torch",
+    ),
+    "vllm.v1.sample.ops.topk_topp_triton": ("tests.hollow.solid.triton_kernels", "filter_tokens_in_torch"),
 }
 
 
