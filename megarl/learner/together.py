@@ -64,7 +64,7 @@ class Projection(torch.nn.Module):
     """One of the two projections of all experts, for rows that are sorted by expert."""
 
     def __init__(self, linears: Sequence[torch.nn.Module], counts: Sequence[int]) -> None:
-        """Take the linear layers of the experts, each of which returns its weight, and the rows of each expert."""
+        """Take the number of rows of each expert, and the experts' linear layers; a call of one returns its weight."""
         super().__init__()
         self._linears, self._counts = tuple(linears), counts
 

@@ -1,4 +1,4 @@
-"""What cannot run on the devices of a machine is refused with the remedy."""
+"""A run that the devices of a machine cannot do is refused with the remedy."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What an engine draws if few tokens are possible, if a prompt takes several of its steps, and if samples wait."""
+"""The draws of an engine if few tokens are possible, if a prompt takes several of its steps, and if samples wait."""
 
 from dataclasses import replace
 from pathlib import Path
