@@ -1,6 +1,9 @@
 """Collectives of the hollow NCCL move real bytes: what they give is what gloo gives. Mistakes are errors."""
 
+import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from tests.support.ranks import RankPool
 pytestmark = pytest.mark.hollow
 
 SIZE = 4
+FLOAT32, SUM = 7, 0  # of NCCL
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
 
@@ -168,6 +172,54 @@ def test_a_captured_collective_is_done_at_each_launch(pool: RankPool) -> None:
     for first, second in pool.run(SIZE, captured):
         assert torch.equal(first, 4 * everyone)
         assert torch.equal(second, 4 * (everyone + SIZE))
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char * 128)]
+
+
+def test_a_rank_may_end_before_a_slower_one_has_read_what_it_sent() -> None:
+    """The slow rank is in a group: it has posted both its parts, and first waits for a rank that comes late."""
+    nccl, ended = ctypes.CDLL("libnccl.so.2"), Event()
+    pair, late = UniqueId(), UniqueId()
+    numbers = [torch.full((1,), float(rank), device=f"cuda:{rank}") for rank in range(3)]
+    for unique_id in (pair, late):
+        assert nccl.ncclGetUniqueId(ctypes.byref(unique_id)) == 0
+
+    def join(unique_id: UniqueId, device: int, rank: int) -> ctypes.c_void_p:
+        torch.cuda.set_device(device)
+        communicator = ctypes.c_void_p()
+        assert nccl.ncclCommInitRank(ctypes.byref(communicator), 2, unique_id, rank) == 0
+        return communicator
+
+    def add(communicator: ctypes.c_void_p, numbers: Tensor) -> int:
+        place = ctypes.c_void_p(numbers.data_ptr())
+        status: int = nccl.ncclAllReduce(place, place, ctypes.c_size_t(1), FLOAT32, SUM, communicator, None)
+        return status
+
+    def quick() -> int:
+        communicator = join(pair, 0, 0)
+        status = add(communicator, numbers[0])
+        nccl.ncclCommDestroy(communicator)
+        ended.set()
+        return status
+
+    def slow() -> int:
+        of_pair, of_late = join(pair, 1, 1), join(late, 1, 0)
+        nccl.ncclGroupStart()
+        add(of_late, torch.ones(1, device="cuda:1"))
+        add(of_pair, numbers[1])
+        status: int = nccl.ncclGroupEnd()
+        return status
+
+    def last() -> int:
+        communicator = join(late, 2, 1)
+        ended.wait()
+        return add(communicator, numbers[2])
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [done.result() for done in [threads.submit(part) for part in (quick, slow, last)]] == [0, 0, 0]
+    assert [number.item() for number in numbers] == [1.0, 1.0, 3.0]
 
 
 def sizes_differ() -> None:

@@ -44,12 +44,6 @@ bool mail_open(const char *directory) {
     return mkdir(path, 0700) == 0 || errno == EEXIST || fail("make", path);
 }
 
-void mail_close(const char *directory) {
-    char path[PATH_BYTES];
-    locate(path, directory, "");
-    rmdir(path); /* succeeds on the last rank */
-}
-
 static bool write_all(int file, const void *bytes, size_t size) {
     for (size_t done = 0; done < size;) {
         ssize_t now = write(file, (const char *)bytes + done, size - done);

@@ -17,6 +17,5 @@ bool mail_open(const char *directory);
 bool mail_post(const char *name, const struct envelope *envelope, const void *payload);
 bool mail_await(const char *name, struct envelope *envelope, void **payload, const volatile int *is_aborted);
 void mail_discard(const char *name);
-void mail_close(const char *directory);
 
 #endif
