@@ -69,6 +69,12 @@ def rotary_embedding(
 # ---- the cache of keys and values ----
 
 
+def write_to_slots(cache: Tensor, tokens: Tensor, slots: Tensor) -> None:
+    """Write [n, ...] tokens into a cache of [blocks, block size, ...]. Tokens of padding have slot -1."""
+    size, kept = cache.shape[1], slots >= 0
+    cache[slots[kept] // size, slots[kept] % size] = tokens[: len(slots)][kept]
+
+
 def reshape_and_cache_flash(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, dtype: str, *scales: Tensor
 ) -> None:
@@ -77,11 +83,8 @@ def reshape_and_cache_flash(
     Tokens of padding have slot -1.
     """
     assert dtype == "auto"
-    size = key_cache.shape[1]
-    kept = slots >= 0
-    blocks, places = slots[kept] // size, slots[kept] % size
-    key_cache[blocks, places] = key[: len(slots)][kept]
-    value_cache[blocks, places] = value[: len(slots)][kept]
+    write_to_slots(key_cache, key, slots)
+    write_to_slots(value_cache, value, slots)
 
 
 def concat_and_cache_mla(
@@ -89,9 +92,7 @@ def concat_and_cache_mla(
 ) -> None:
     """Compute `_C_cache_ops::concat_and_cache_mla`: write latents and rotated keys into [blocks, block size, D]."""
     assert dtype == "auto"
-    kept = slots >= 0
-    tokens = torch.cat([latents, rotated.view(len(rotated), -1)], dim=-1)
-    cache[slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]] = tokens[: len(slots)][kept]
+    write_to_slots(cache, torch.cat([latents, rotated.view(len(rotated), -1)], dim=-1), slots)
 
 
 Sequence = tuple[slice, Tensor, Tensor]  # places of the queries, [m, groups, D] keys and [m, groups, D'] values
