@@ -106,7 +106,7 @@ test-te: setup build/transformer_engine/built
 		.venv-cuda/bin/python -m pytest tests/hollow/test_transformer_engine.py
 
 # The sanitizer and an interpreted update take minutes on a busy machine.
-ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900
+ON_HOLLOW := tests/hollow/run .venv-cuda/bin/python -m pytest --timeout 900 $(TWO)
 CASE := tests/hollow/test_learner.py::test_a_learner_on_cuda_is_the_learner_on_the_cpu
 test-hollow: hollow
 	$(ON_HOLLOW) $(patsubst %,tests/hollow/test_%.py,device_memory nccl graphs solid) \
@@ -117,7 +117,7 @@ LINES := $(CURDIR)/build/hollow/lines
 test-cuda: setup hollow
 	$(BIN)/python -m pytest tests/hollow/test_engine.py
 	@rm -rf "$(LINES)" build/hollow/check
-	HOLLOW_LINES="$(LINES)" $(ON_HOLLOW) tests/hollow tests/gpu
+	HOLLOW_LINES="$(LINES)" $(ON_HOLLOW) tests/gpu tests/hollow
 	HOLLOW_LINES="$(LINES)" $(BIN)/python scripts/gpu_check.py --hollow --out build/hollow/check \
 		--stages train-0.5b-grpo,verify-llama,resume
 	$(BIN)/python -m tests.hollow.branches "$(LINES)"
