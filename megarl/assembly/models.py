@@ -15,9 +15,10 @@ from megarl.data.config import DataSection, SupervisedDataSection
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.translation import Translation
 from megarl.errors import UserError
-from megarl.learner.against import Against, BySource
 from megarl.learner.batching import Budget
+from megarl.learner.by_source import BySource
 from megarl.learner.factory import make_learner
+from megarl.learner.forward import Against
 from megarl.learner.parallel import Mesh, build_mesh
 from megarl.learner.terms import Objective
 from megarl.models.config import ModelSection

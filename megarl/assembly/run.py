@@ -47,7 +47,7 @@ from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
 from megarl.errors import UserError
-from megarl.learner.against import BySource
+from megarl.learner.by_source import BySource
 from megarl.learner.checkpoint import load_learner
 from megarl.learner.factory import make_learner
 from megarl.learner.parallel import build_mesh
@@ -181,7 +181,7 @@ def _make_job(
         num_ranks=launch.world_size,
         work=make_work(config, models, num_ranks=launch.world_size),
         max_staleness=config.max_staleness,
-        reads_while_learning=config.reads_while_learning,
+        fused_old_log_probs=config.fused_old_log_probs,
     )
 
 

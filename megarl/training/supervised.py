@@ -13,13 +13,14 @@ from megarl.data.preferences import PreferenceStream
 from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
-from megarl.learner.terms import Objective
+from megarl.learner.terms import LossTerm, Objective
 from megarl.tracking.timers import Timers
 from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
 from megarl.training.objectives import PreferenceObjective
 from megarl.training.skips import Skips
 from megarl.training.steps import Schedule, run_steps
+from megarl.training.updates import update
 
 
 class Batches(Protocol):
@@ -61,8 +62,8 @@ def train(
 
     def step(number: int, timers: Timers) -> Metrics:
         with timers("step"):
-            batches, on_minibatch = [lessons.batches.take(number)], skips.of_step(number + 1)
-            return learner.update(batches, lessons.objective, lessons.budget, on_minibatch=on_minibatch)
+            term = LossTerm(batch=lessons.batches.take(number), objective=lessons.objective)
+            return update(learner, [[term]], lessons.budget, skips=skips, step=number)
 
     validate = lessons.validate
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.batch import Rollouts
-from megarl.learner.against import BySource
+from megarl.learner.by_source import BySource
 from megarl.models.architecture import Architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.tracking.names import TIMING

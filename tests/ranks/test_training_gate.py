@@ -156,7 +156,7 @@ class World:
             checkpoints=Mock(),
             tracker=NullTracker(),
             num_ranks=2,
-            reads_while_learning=in_one_pass,
+            fused_old_log_probs=in_one_pass,
             work=Work(),
         )
         return take_step(job, progress, Timers(), step=step)

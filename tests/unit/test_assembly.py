@@ -19,7 +19,7 @@ from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
-from megarl.learner.against import BySource
+from megarl.learner.by_source import BySource
 from megarl.models.architecture import read_architecture
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl

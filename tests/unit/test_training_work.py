@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.bench.cases import MODELS
-from megarl.learner.against import BySource
+from megarl.learner.by_source import BySource
 from megarl.models.architecture import read_architecture
 from megarl.models.flops import Tokens, forward_flops
 from megarl.training.work import Work

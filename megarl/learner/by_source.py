@@ -1,18 +1,14 @@
-"""The frozen policies that a policy is compared with: one for all samples, or several by data source."""
+"""Models that read samples: one for all samples, or several by data source."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import Divergence
 from megarl.batch import Rollouts
-
-if TYPE_CHECKING:
-    from megarl.learner.learner import Learner
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -37,11 +33,3 @@ class BySource(Generic[T]):
         of_sample = of_prompt[batch.groups]
         shares = [(of_sample == place).nonzero()[:, 0] for place in range(len(readers))]
         return [(reader, samples) for reader, samples in zip(readers, shares, strict=True) if len(samples)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Against:
-    """An exact divergence, and the policies that it is taken from."""
-
-    policies: "BySource[Learner]"
-    divergence: Divergence
