@@ -55,6 +55,7 @@ class RolloutEngine:
     room: int
     """The samples that every replica draws at once, however long they become."""
     _version = 0  # finished steps that the weights come from
+    _has_weights = False  # since the last sleep
 
     def __init__(
         self,
@@ -132,26 +133,39 @@ class RolloutEngine:
         return dist.get_rank() % self.tp_size
 
     @contextmanager
-    def awake(self, sync: Callable[["EngineWeights"], None], *, version: int = 0) -> Iterator["RolloutEngine"]:
-        """Take memory, let `sync` write all weights, allow generation in the block, then return the memory.
+    def receive_weights(self, *, version: int = 0) -> Iterator["EngineWeights"]:
+        """Take memory for the weights, and yield the destination, to which the block writes all of them.
 
-        `version` is the number of finished steps that the weights come from.
+        Weights get memory before the KV cache does, so that the trainer can still hold its own weights during the sync.
 
-        Memory is taken in the order of need, weights before KV cache, so that the trainer can still hold its own
-        weights during the sync. After an error within the block the engine stays as it is: the run is over, and putting
-        a broken engine to sleep could hide the cause.
+        Args:
+            version: the number of finished steps that the weights come from.
 
         Raises:
-            RuntimeError: the sync left a parameter unwritten, or vLLM kept keys of the old weights.
+            RuntimeError: the block left a parameter unwritten.
         """
         self._wake("weights")
         with self.weights.update():
-            sync(self.weights)
-        self._version = version
+            yield self.weights
+        self._version, self._has_weights = version, True
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Generate within the block with the weights that were received. The engine then returns all memory.
+
+        After an error within the block the engine stays as it is: the run is over, and putting a broken engine to sleep
+        could hide the cause.
+
+        Raises:
+            RuntimeError: no weights were received since the last block, or vLLM kept keys of older weights.
+        """
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights since it slept: call receive_weights before generating")
         self._wake("kv_cache")
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop keys cached under the old weights: a request is still running")
-        yield self
+        yield
+        self._has_weights = False
         self._sleep()
 
     def on_all_ranks(self, generate: Callable[[], T]) -> list[T]:

@@ -157,34 +157,27 @@ class Subject:
         """Sync the trainer's weights to the engine, and generate every replica's responses to the fixed prompts."""
         vocab_size, max_model_len = self.source.architecture.vocab_size, self.engine.max_model_len
         prompts, num_tokens = fixed_prompts(vocab_size, max_model_len=max_model_len)
-
-        def sync(destination: Destination) -> None:
+        with self.engine.receive_weights() as destination:
             self._send(destination, check=check)
-
-        with self.engine.awake(sync):
+        with self.engine.generating():
             return ask(self.engine, prompts, max_tokens=num_tokens)
 
     def measure(self) -> SyncCost:
         """Measure the time of one sync, and the memory of another, buckets included."""
-        reports: list[SyncReport] = []
         meter = MemoryMeter(self.learner.device)
-
-        def timed(destination: Destination) -> None:
+        with self.engine.receive_weights() as destination:
             reshard = Reshard(self.plan, device=self.learner.device)
             wait_for_all()
-            reports.append(self._send(destination, reshard=reshard))
-
-        def weighed(destination: Destination) -> None:
-            with meter.measured():
-                self._send(destination)
-
-        with self.engine.awake(timed):
+            report = self._send(destination, reshard=reshard)
+        with self.engine.generating():
             pass
         with meter.recording():
             for _ in range(2):
-                with self.engine.awake(weighed):
+                with self.engine.receive_weights() as destination, meter.measured():
+                    self._send(destination)
+                with self.engine.generating():
                     pass
-        found = together(lambda: (reports[0].bytes_received, reports[0].seconds, meter.peak_bytes))
+        found = together(lambda: (report.bytes_received, report.seconds, meter.peak_bytes))
         received, seconds, peak = zip(*found, strict=True)
         return SyncCost(list(received), max(seconds), max(peak))
 
