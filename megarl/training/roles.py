@@ -214,14 +214,14 @@ class EngineSampler:
     def _session(self, sampling: Sampling, *, step: int, final_only: bool = True) -> Session:
         max_tokens = self._section.response_length
         episodes = self._environments.begin(max_tokens=max_tokens) if self._environments else None
-        drawing = self._engine.draw(
+        queue = self._engine.open_queue(
             sampling,
             max_tokens=max_tokens,
             step=step,
-            finished=episodes.ask if episodes else self._tell,
+            on_finished=episodes.ask if episodes else self._tell,
             final_only=final_only,
         )
-        return Session(self._engine, drawing, num_slots=self._section.max_num_seqs, episodes=episodes)
+        return Session(self._engine, queue, num_slots=self._section.max_num_seqs, episodes=episodes)
 
     def _opened(self, prompts: Prompts) -> Prompts:
         """Return the prompts as the environment makes them."""

@@ -62,7 +62,7 @@ def drawn_with_room_for_two(paths: list[Path]) -> list[tuple[dict[int, Group], f
     with generating(engine, tensors_of(paths[0])):
         for room in (len(groups) * TWO.n, engine.room):
             engine.room = room
-            session = Session(engine, engine.draw(TWO, max_tokens=40, step=2), num_slots=2)
+            session = Session(engine, engine.open_queue(TWO, max_tokens=40, step=2), num_slots=2)
             session.add(groups)
             found.append((session.advance(None), session.occupancy()))
     tear_down(engine)

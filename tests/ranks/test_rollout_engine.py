@@ -140,10 +140,10 @@ def drawn_under_two_weights(paths: list[Path]) -> list[Group]:
     session = [Group.new(prompt, range(SAMPLED.n), begun=0) for prompt in PROMPTS]
     for version, checkpoint in enumerate((first, second, second)):
         with generating(engine, tensors_of(checkpoint), version=version):
-            drawing = engine.draw(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
-            drawing.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
-            drawn = [*drawing.run(5 if version < 2 else None), *drawing.stop()]
-            assert drawing.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
+            queue = engine.open_queue(SAMPLED, max_tokens=RESPONSE, step=version, final_only=False)
+            queue.add([replace(group, samples=placed(group, place)) for place, group in enumerate(session)])
+            drawn = [*queue.run(5 if version < 2 else None), *queue.stop()]
+            assert queue.num_steps == (5 if version < 2 else RESPONSE - 2 * 5)
         session = [
             replace(group, samples=tuple(sample for sample in drawn if sample.prompt == place))
             for place, group in enumerate(session)
@@ -214,7 +214,7 @@ def as_vllm_generates(engine: Any) -> list[tuple[list[int], list[float]]]:
         for sample in range(SAMPLED.n)
     ]
     prompts = [{"prompt_token_ids": list(PROMPTS[0].token_ids)}] * SAMPLED.n
-    with patches.random_state_kept(), patches.without_compilation():
+    with patches.random_state_kept(), patches.compilation(allowed=False):
         outputs = [request.outputs[0] for request in engine._llm.generate(prompts, params, use_tqdm=False)]
     return [(list(output.token_ids), list(output.logprobs.logprobs)) for output in outputs]
 

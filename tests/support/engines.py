@@ -146,7 +146,7 @@ def load_as_published(model_dir: Path) -> Any:
 
     section = RolloutSection(dtype="float32", max_num_seqs=16, load_format="auto")
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
-    with patches.start_isolated(), patches.without_compilation():
+    with patches.start_isolated(), patches.compilation(allowed=False):
         return LLM(**arguments, kv_cache_memory_bytes=1 << 26)
 
 
@@ -169,7 +169,7 @@ def start_with_expert_parallel(model_dir: Path, *, tp_size: int) -> Any:
     section = RolloutSection(tensor_model_parallel_size=tp_size, dtype="float32", max_num_seqs=16)
     arguments = llm_arguments(section, model_dir=model_dir, max_model_len=160, trust_remote_code=False, on_cpu=True)
     patches.mend_cpu_build(segments.claim() if segments.may_spin() else None)
-    with patches.start_isolated(), patches.without_compilation():
+    with patches.start_isolated(), patches.compilation(allowed=False):
         return LLM(**arguments, enable_expert_parallel=True, kv_cache_memory_bytes=1 << 26)
 
 
