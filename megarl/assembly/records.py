@@ -96,16 +96,6 @@ def make_checkpoints(
     return checkpoints
 
 
-def open_records(config: Config, launch: Launch, resume_point: ResumePoint, *, last_step: int) -> Tracker:
-    """Open the records of a run, as `run_tracker` does. Collective.
-
-    A job that only validates records nothing: its tracker shows the scores on the console.
-    """
-    if config.trainer.val_only:
-        return console_tracker(config.trainer, launch, total_steps=last_step)
-    return run_tracker(config, launch, resume_point, last_step=last_step)
-
-
 def run_tracker(
     config: Config | SupervisedConfig, launch: Launch, resume_point: ResumePoint, *, last_step: int
 ) -> Tracker:
