@@ -1,7 +1,7 @@
 """From nothing to a language model that learned arithmetic by PPO: data, tokenizer, warm-up, training, export, a plot.
 
     python scripts/quickstart.py [--task countdown] [--seed 1] [--out runs/quickstart] [--sft-steps N] [--ppo-steps N]
-                                 [--warm-up-only] [section.key=value ...]
+                                 [--num-problems N] [--warm-up-only] [section.key=value ...]
 
 With `--task guess` it learns by GRPO to guess a number in several turns (docs/environments.md), in runs/guess.
 
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--task", choices=TASKS, default="countdown")
     parser.add_argument("--out", type=Path, help="runs/quickstart, or runs/guess")
+    parser.add_argument("--num-problems", type=int, help="draw so few problems for each use, to try the stages")
     parser.add_argument("--sft-steps", type=int, help="shorten the warm-up")
     parser.add_argument("--ppo-steps", type=int, help="shorten the training")
     parser.add_argument("--warm-up-only", action="store_true", help="stop after the model that PPO starts from")
@@ -91,7 +92,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     files = [f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet"]
 
-    megarl("data.prepare", arguments.task, "--out", out / "data", "--seed", seed, *task.problems)
+    problems = [*task.problems]
+    if few := arguments.num_problems:
+        problems += ["--train", few, "--val", few, "--sft", few]
+    megarl("data.prepare", arguments.task, "--out", out / "data", "--seed", seed, *problems)
     make_model(out / "model", out / "data", seed)
     start = time.perf_counter()
     megarl(

@@ -147,8 +147,11 @@ def gpu_tests(chosen: str, site: Site, stage: Stage) -> dict[str, Any]:
 def quickstart(site: Site, stage: Stage) -> dict[str, Any]:
     """Let a small model learn arithmetic."""
     out = site.work / "quickstart"
-    steps = ("--sft-steps", 4, "--ppo-steps", 2) if site.rehearses else ("--ppo-steps", 10)
-    command = ("scripts/quickstart.py", "--out", out, *steps, "trainer.logger=[console,jsonl]", *split(site))
+    sizes: tuple[object, ...] = ("--ppo-steps", 10)
+    if site.rehearses:
+        few = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
+        sizes = ("--num-problems", 32, "--sft-steps", 4, "--ppo-steps", 2, *few)
+    command = ("scripts/quickstart.py", "--out", out, *sizes, "trainer.logger=[console,jsonl]", *split(site))
     site.program(stage.name, *command, limit_s=stage.limit_s)
     found: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return found

@@ -149,6 +149,30 @@ def test_attention_within_sequences_of_a_row_is_that_of_each_sequence() -> None:
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
 
 
+def test_attention_of_vllm_sees_the_keys_of_its_window() -> None:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    lengths, left = [3, 1, 9], 2
+    parts = [numbers(sum(lengths), 4, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    bounds = torch.tensor([0, 3, 4, 13], dtype=torch.int32, device="cuda")
+    out = flash_attn_varlen_func(
+        *(part.cuda() for part in parts),
+        max_seqlen_q=9,
+        cu_seqlens_q=bounds,
+        max_seqlen_k=9,
+        cu_seqlens_k=bounds,
+        causal=True,
+        window_size=[left, 0],
+        fa_version=3,
+    )
+    for pieces in zip(*(part.split(lengths) for part in (*parts, out)), strict=True):
+        query, key, value = (piece.float().transpose(0, 1) for piece in pieces[:3])
+        places = torch.arange(len(pieces[0]))
+        distances = places[:, None] - places
+        expected = scaled_dot_product_attention(query, key, value, attn_mask=(distances >= 0) & (distances <= left))
+        torch.testing.assert_close(pieces[-1].float().cpu(), expected.transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
 def test_a_kernel_of_triton_is_interpreted_in_the_devices_memory() -> None:
     from tests.hollow.kernels import scaled_product
 

@@ -114,10 +114,21 @@ def side_by_side(key: Tensor, value: Tensor, bounds: Tensor, key_bounds: Tensor)
         yield queries, key[keys], value[keys]
 
 
+def outside_window(num_queries: int, num_keys: int, left: int) -> Tensor | None:
+    """Return [queries, keys] -inf for keys that lie more than `left` places before a query, else 0; None if -1.
+
+    The last query is at the place of the last key.
+    """
+    if left == -1:
+        return None
+    distances = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    return torch.zeros(num_queries, num_keys).masked_fill(distances > left, -torch.inf)
+
+
 def attend_to_each(
-    query: Tensor, found: Iterator[Sequence], out: Tensor, is_causal: bool, scale: float
+    query: Tensor, found: Iterator[Sequence], out: Tensor, is_causal: bool, left: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Let [n, heads, D] queries attend to their sequences.
+    """Let [n, heads, D] queries attend to their sequences, no further back than `left` keys if it is not -1.
 
     Returns:
         `out`, [n, heads, D'], with the results, and [heads, n] float32 log-sums.
@@ -128,7 +139,8 @@ def attend_to_each(
         if queries.start == queries.stop:
             continue
         parts = (by_head(part, num_heads) for part in (query[queries], keys, values))
-        attended, sums[:, queries] = attend(*parts, None, is_causal, scale)
+        hidden = outside_window(queries.stop - queries.start, len(keys), left)
+        attended, sums[:, queries] = attend(*parts, hidden, is_causal, scale)
         out[queries] = attended.transpose(0, 1)
     return out, sums
 
@@ -141,7 +153,7 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     query_of_values, out, bounds, key_bounds, lengths, table, scale, is_causal, left, right, softcap = (
         rest[place] for place in (2, 3, 4, 5, 8, 11, 20, 21, 22, 23, 24)
     )
-    assert (left, softcap) == (-1, 0.0)
+    assert softcap == 0.0
     assert right in (-1, 0)
     out = query.new_empty(*query.shape[:2], value.shape[-1]) if out is None else out
     if query_of_values is not None:
@@ -149,7 +161,7 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     found = (
         side_by_side(key, value, bounds, key_bounds) if table is None else in_blocks(key, value, bounds, lengths, table)
     )
-    return *attend_to_each(query, found, out, is_causal or right == 0, scale), torch.empty(0), torch.empty(0)
+    return *attend_to_each(query, found, out, is_causal or right == 0, left, scale), torch.empty(0), torch.empty(0)
 
 
 def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -157,10 +169,11 @@ def flash_attention_2(query: Tensor, key: Tensor, value: Tensor, out: Tensor | N
     bounds, lengths, table, scale, is_causal, left, right, softcap = (
         rest[place] for place in (0, 2, 4, 9, 11, 12, 13, 14)
     )
-    assert (left, softcap) == (-1, 0.0)
+    assert softcap == 0.0
     assert right in (-1, 0)
     out = torch.empty_like(query) if out is None else out
-    return attend_to_each(query, in_blocks(key, value, bounds, lengths, table), out, is_causal or right == 0, scale)
+    found = in_blocks(key, value, bounds, lengths, table)
+    return attend_to_each(query, found, out, is_causal or right == 0, left, scale)
 
 
 # ---- experts ----
