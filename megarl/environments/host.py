@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from megarl.environments.protocol import Environment, Observation, Row, Step
 from megarl.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.platform.own import place_of
-from megarl.rewards.calls import GroupReward, each
+from megarl.rewards.calls import GroupReward, OneByOne
 from megarl.rewards.results import RuleResult, is_number
 
 BUILT_IN: Mapping[str, str] = {
@@ -37,6 +38,8 @@ FIRST_WAIT_S = 0.2
 MAX_KEPT = 1024
 """Most episodes that a worker keeps for their next turn; another is played again."""
 DONE = "done"
+EPISODE = ("data_source", "row", "episode", "responses", "observations")
+"""The arguments of a request, which `Players.answer` explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Host:
             inspect.signature(make).bind(**self.kwargs)
         except TypeError as error:
             raise UserError(f"environment.kwargs: {self.name} does not take them: {error}") from error
-        return each(Players(lambda: make(**self.kwargs)).answer)
+        return OneByOne(Players(partial(make, **self.kwargs)).answer, EPISODE)
 
     def warm_up(self, data_source: str) -> None:
         """Do nothing: an environment imports what it needs when it is loaded."""

@@ -23,7 +23,7 @@ from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
 from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
-from megarl.rewards.signature import IDS
+from megarl.rewards.signature import IDS, PROMPT
 from megarl.rewards.wire import pack
 
 SHOWN_CHARACTERS = 120
@@ -110,7 +110,7 @@ class RuleScorer:
         try:
             arguments = pack(
                 {
-                    "prompt": prompt.text,
+                    PROMPT: prompt.text,
                     "data_source": prompt.data_source,
                     "solution_str": text,
                     "ground_truth": prompt.ground_truth,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megarl.errors import UserError
 from megarl.rewards import math, right_answer_of, rule_of
-from megarl.rewards.calls import GroupReward, one_by_one
+from megarl.rewards.calls import GroupReward, OneByOne
 from megarl.rewards.keeper import main
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
 from megarl.rewards.rules import Rules, known_data_source
@@ -27,7 +27,7 @@ class SelfTest:
 
     def load(self) -> GroupReward:
         """Return the function to call."""
-        return one_by_one(try_truth)
+        return OneByOne(try_truth)
 
     def warm_up(self, data_source: str) -> None:
         """Import what the first call for a row of `data_source` needs."""

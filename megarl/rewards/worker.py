@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from megarl.platform.own import place_of
 from megarl.platform.processes import bound_memory, die_with_parent
 from megarl.platform.secrets import beginning
 from megarl.rewards import signals
-from megarl.rewards.calls import Arguments, Callee, GroupReward, Outcome, TooLateError
+from megarl.rewards.calls import Callee, GroupReward, Outcome, TooLateError
 from megarl.rewards.limits import WorkerLimits
 from megarl.rewards.wire import Inbox, encode, unpack
 
@@ -66,20 +65,17 @@ def answer(
     for arguments in samples:
         rules.warm_up(arguments["data_source"])
     connection.sendall(encode({"id": request["id"], "begun": process}))  # its time limit starts now
-    reply, is_sound = _call(reward, samples, time.monotonic() + timeout_s)
+    deadline, is_sound, reply = time.monotonic() + timeout_s, True, dict[str, Any]()
+    try:
+        reply["results"] = [_as_reply(outcome) for outcome in reward(samples, deadline)]
+    except BaseException as error:  # sys.exit is a failure too
+        reply["error"] = _describe(error)
+        is_sound = isinstance(error, Exception) and not isinstance(error, MemoryError)
     if os.getpid() != process:  # a reward forked, and this is the copy
         os._exit(0)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     connection.sendall(encode({"id": request["id"], **reply}))
     return is_sound
-
-
-def _call(reward: GroupReward, samples: Sequence[Arguments], deadline: float) -> tuple[dict[str, Any], bool]:
-    """Call a reward; return the reply, and whether this process can continue."""
-    try:
-        return {"results": [_as_reply(outcome) for outcome in reward(samples, deadline)]}, True
-    except BaseException as error:  # sys.exit is a failure too
-        return {"error": _describe(error)}, isinstance(error, Exception) and not isinstance(error, MemoryError)
 
 
 def _as_reply(outcome: Outcome) -> dict[str, Any]:
