@@ -24,9 +24,10 @@ from megarl.platform.files import check_writable, write_whole
 from megarl.report.tracker import REPORT_FILE, ReportTracker
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.history import HISTORY_FILE, History
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.run import TrackedRun
 from megarl.tracking.status import STATUS_FILE, Status
-from megarl.tracking.tracker import Tracker, make_tracker
+from megarl.tracking.tracker import make_tracker
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from megarl.rewards.scoring import RuleScorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.profile import make_traces
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.protocol import Tracker
 from megarl.training.carried import CARRIED_FILE
 from megarl.training.carried import read as read_carried
 from megarl.training.collect import SampleSource

@@ -17,11 +17,11 @@ same requests reach the engine at the same step. A replica that has no other sam
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from megarl.platform import progress
 from megarl.batch import Generation, Group
 from megarl.distributed import watchdog
+from megarl.environments.episodes import Episodes
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.replica_queue import ReplicaQueue
 
@@ -46,17 +46,6 @@ class Waiting:
     replica: int
     window: int  # in which the turn ended
     said: Generation
-
-
-class Episodes(Protocol):
-    """The environments of a session. They have been asked about each turn that the engine has finished."""
-
-    @property
-    def overlap(self) -> int:
-        """The number of windows in which a turn waits for its answer while the engine draws others."""
-
-    def answer(self, said: Sequence[Generation]) -> list[Generation]:
-        """Return episodes after the answers to their last turns: longer by an observation, or complete. Collective."""
 
 
 class Session:

@@ -14,8 +14,8 @@ from megarl.distributed import watchdog
 from megarl.learner.batching import Budget
 from megarl.learner.learner import Learner
 from megarl.learner.terms import LossTerm, Objective
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.interfaces import Checkpoints, Metrics
 from megarl.training.objectives import PreferenceObjective
 from megarl.training.skips import Skips

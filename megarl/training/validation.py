@@ -9,8 +9,8 @@ from megarl.algorithms.groups import mean_over_prompts, statistics
 from megarl.batch import Scored, join
 from megarl.rewards.collective import RewardError
 from megarl.rewards.scoring import first_failures
+from megarl.tracking.protocol import Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import Tracker
 from megarl.training.archive import Archive
 from megarl.training.interfaces import Metrics, PromptSource, Sampler, Scorer
 from megarl.training.judge import SLOWEST, Judge

@@ -132,8 +132,8 @@ class World:
         from megarl.learner.batching import Budget
         from megarl.rollout.config import SyncSection
         from megarl.rollout.limits import Limits
+        from megarl.tracking.protocol import NullTracker
         from megarl.tracking.timers import Timers
-        from megarl.tracking.tracker import NullTracker
         from megarl.training.collect import Collector
         from megarl.training.gate import Gate
         from megarl.training.loop import Job, take_step

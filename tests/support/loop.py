@@ -13,8 +13,8 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Group, Prompts, Rollouts, Scored
 from megarl.checkpoint.state import State
 from megarl.data.order import Position
+from megarl.tracking.protocol import NullTracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker
 from megarl.training.interfaces import Session
 from tests.support.records import answer, prompts
 

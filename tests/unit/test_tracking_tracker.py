@@ -17,8 +17,9 @@ from megarl.platform.screen import Screen
 from megarl.tracking.console import Console
 from megarl.tracking.jsonl import Jsonl, read_jsonl
 from megarl.tracking.plot import plot_curves
+from megarl.tracking.protocol import NullTracker, Tracker
 from megarl.tracking.timers import Timers
-from megarl.tracking.tracker import NullTracker, Tracker, Trackers, recording
+from megarl.tracking.tracker import Trackers, recording
 from tests.support.trackers import tracker_of
 
 STEP = {
