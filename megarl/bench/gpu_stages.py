@@ -149,7 +149,7 @@ def quickstart(site: Site, stage: Stage) -> dict[str, Any]:
     out = site.work / "quickstart"
     sizes: tuple[object, ...] = ("--ppo-steps", 10)
     if site.rehearses:
-        few = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
+        few = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.max_num_seqs=16")
         sizes = ("--num-problems", 32, "--sft-steps", 4, "--ppo-steps", 2, *few)
     command = ("scripts/quickstart.py", "--out", out, *sizes, "trainer.logger=[console,jsonl]", *split(site))
     site.program(stage.name, *command, limit_s=stage.limit_s)
