@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.assembly.inputs import inputs_of
+from megarl.assembly.next_steps import next_steps
 from megarl.assembly.resume import ResumePoint, checkpoint_texts, mirror_of, nothing_left
-from megarl.assembly.signposts import signposts
 from megarl.checkpoint.directory import CONFIG_FILE
 from megarl.checkpoint.failures import warn_of_space
 from megarl.checkpoint.store import CheckpointStore
@@ -122,7 +122,7 @@ def run_tracker(
         is_main=launch.rank == 0,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         also=partial(_reports, run, last_step),
-        signposts=partial(signposts, config),
+        next_steps=partial(next_steps, config),
     )
 
 

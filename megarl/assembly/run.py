@@ -44,7 +44,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.distributed.exchange import on_first_rank
 from megarl.distributed.launch import Launch
 from megarl.environments.episodes import Environments
-from megarl.learner.by_source import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.flops import UPDATE
 from megarl.models.source import Source
 from megarl.platform.peaks import published_flops
@@ -263,7 +263,7 @@ def make_job(
 def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
     """Return the passes of the models in each phase, and the peak speed of all devices."""
     actor, critic, trainer = models.actor.learner, models.critic, config.trainer
-    policy = BySource(other=actor.architecture)
+    policy = PerDataSource(other=actor.architecture)
     passes = {phase: [(policy, 1)] for phase in ("gen", "old_log_prob")}
     passes["update_actor"] = [(policy, UPDATE * config.actor_rollout_ref.actor.ppo_epochs)]
     if models.reference:
@@ -271,7 +271,7 @@ def make_work(config: Config, models: Models, *, num_ranks: int) -> Work:
         for phase, num_passes in config.passes_of_reference.items():
             passes.setdefault(phase, []).append((references, num_passes))
     if critic:
-        value = BySource(other=critic.learner.architecture)
+        value = PerDataSource(other=critic.learner.architecture)
         passes |= {"values": [(value, 1)], "update_critic": [(value, UPDATE * config.critic.ppo_epochs)]}
     known = published_flops(actor.device, config.actor_rollout_ref.actor.megatron.dtype)
     peak = trainer.peak_tflops * TERA if trainer.peak_tflops else known

@@ -16,19 +16,19 @@ from torch import Tensor
 from megarl.algorithms.kl import Divergence
 from megarl.batch import Rollouts
 from megarl.learner.batching import Batching, Budget
-from megarl.learner.by_source import BySource
 from megarl.learner.contributions import add_outputs
 from megarl.learner.offload import Offload
 from megarl.learner.outputs import LogitFactors, OutputHead
 from megarl.learner.parallel import Mesh
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.schedule import Head, MicroBatch, run_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
+class ReferenceDivergence:
     """An exact divergence, and the policies that it is taken from."""
 
-    policies: "BySource[ForwardPass]"
+    policies: "PerDataSource[ForwardPass]"
     divergence: Divergence
 
 
@@ -52,7 +52,7 @@ class ForwardPass:
         self,
         batch: Rollouts,
         budget: Budget,
-        against: Against | None,
+        against: ReferenceDivergence | None,
         *,
         with_entropy: bool,
         temperature: float | None,
@@ -74,7 +74,7 @@ class ForwardPass:
             batch, micro_batches, outputs, with_entropy=with_entropy, with_kl=against is not None
         )
 
-    def divide(self, batch: Rollouts, budget: Budget, against: Against | None) -> list[MicroBatch]:
+    def divide(self, batch: Rollouts, budget: Budget, against: ReferenceDivergence | None) -> list[MicroBatch]:
         """Return this rank's micro-batches, each with the logit factors of its other policy, if any."""
         micro_batches = list[MicroBatch]()
         everything = torch.arange(len(batch))

@@ -18,8 +18,8 @@ from megarl.batch import Rollouts
 from megarl.learner.batching import Batching, Budget
 from megarl.learner.contributions import add_metrics, largest
 from megarl.learner.experts import share_batch_size
-from megarl.learner.finite import Buffers, NotFinite, Verdict, explain_not_finite
-from megarl.learner.forward import Against, ForwardPass
+from megarl.learner.finite import Buffers, GradientStatus, NotFinite, explain_not_finite
+from megarl.learner.forward import ForwardPass, ReferenceDivergence
 from megarl.learner.layout import source_layout, weights
 from megarl.learner.offload import Offload
 from megarl.learner.optimizer import Optimizer
@@ -40,7 +40,7 @@ LOSS = "*"  # the key of the loss among the metrics of a step; no metric has thi
 class Gradient:
     """The gradient of a mini-batch, which lies in the model's buffers, and the numbers that all ranks know of it."""
 
-    verdict: Verdict
+    status: GradientStatus
     loss: float  # of the global mini-batch
     norm: float  # before clipping
     metrics: dict[str, float]  # of the objectives
@@ -99,7 +99,7 @@ class Learner:
         batch: Rollouts,
         budget: Budget,
         *,
-        against: Against | None = None,
+        against: ReferenceDivergence | None = None,
         with_entropy: bool = False,
         temperature: float | None = None,
     ) -> Any:
@@ -159,7 +159,7 @@ class Learner:
         with megatron_platform():
             norm = self.optimizer.grad_norm()
         return Gradient(
-            verdict=Verdict(largest(Verdict.of(loss, norm), self.device)),
+            status=GradientStatus(largest(GradientStatus.of(loss, norm), self.device)),
             loss=loss,
             norm=norm,
             metrics=metrics,

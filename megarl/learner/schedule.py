@@ -53,8 +53,8 @@ def run_schedule(
     def forward_step(remaining: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(remaining)
         row = micro_batch.row
-        filling = _filling(row, getattr(model, "module", model))
-        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=filling)
+        padding_mask = _padding_mask(row, getattr(model, "module", model))
+        hidden = model(row.tokens, row.positions, None, packed_seq_params=row.sequences, padding_mask=padding_mask)
 
         def read(hidden: Tensor, non_loss_data: bool = False) -> Any:
             return head(hidden, micro_batch)
@@ -100,17 +100,17 @@ def shapes_of_arrivals(rows: Sequence[Packed], config: Any, *, leads: bool) -> l
     return [(rows[number].tokens.shape[1] // parts, 1, config.hidden_size) for number in arriving]
 
 
-def _filling(row: Packed, module: Any) -> Tensor | None:
+def _padding_mask(row: Packed, module: Any) -> Tensor | None:
     """Return the mask of padding tokens among the tokens of this chunk's layers; None for a model without routers.
 
     Megatron splits the mask for sequence parallelism only on the stage that embeds the tokens.
     """
     config = module.config
-    if row.filling is None or config.num_moe_experts is None:
+    if row.padding_mask is None or config.num_moe_experts is None:
         return None
     if module.pre_process or not config.sequence_parallel:
-        return row.filling
-    parts = row.filling.chunk(config.tensor_model_parallel_size, dim=1)
+        return row.padding_mask
+    parts = row.padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
     return parts[parallel_state.get_tensor_model_parallel_rank()]
 
 

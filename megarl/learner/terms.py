@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import Totals
 from megarl.batch import Rollouts
-from megarl.learner.forward import Against
+from megarl.learner.forward import ReferenceDivergence
 from megarl.learner.outputs import OutputHead
 from megarl.learner.schedule import Head, MicroBatch
 
@@ -23,7 +23,7 @@ class LossTerm:
 
     batch: Rollouts
     objective: Objective
-    against: Against | None = None  # the exact divergence that the objective receives
+    against: ReferenceDivergence | None = None  # the exact divergence that the objective receives
     temperature: float | None = None  # of the probabilities that the objective receives; None: the learner's
 
     @property

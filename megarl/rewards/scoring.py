@@ -196,7 +196,7 @@ def _share(conditions: Iterable[bool]) -> float:
 
 def first_failures(scored: Scored) -> list[str]:
     """Describe the first few samples without a score."""
-    failed = [sample for sample, is_judged in enumerate(scored.judged().tolist()) if not is_judged]
+    failed = (~scored.has_score()).nonzero()[:, 0].tolist()
     return [_message(scored, sample) for sample in failed[:NUM_WARNINGS]]
 
 

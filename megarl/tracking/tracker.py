@@ -64,7 +64,7 @@ def make_tracker(
     is_main: bool,
     mlflow_tracking_uri: str | None = None,
     also: Callable[[], Mapping[str, Tracker]] = dict,
-    signposts: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
+    next_steps: Callable[[Ending], Iterable[tuple[str, str]]] = lambda ending: (),
 ) -> Tracker:
     """Return the trackers called `names`, or a tracker that records nothing unless `is_main`.
 
@@ -76,7 +76,7 @@ def make_tracker(
         mlflow_tracking_uri: by default MLFLOW_TRACKING_URI, or else an SQLite file of the project.
         also: opens further trackers, by their names. They follow the files, which they may read, and precede the
             others.
-        signposts: returns what the console shows at the end: what the run has left and where, commands.
+        next_steps: returns what the console shows at the end: what the run has left and where, commands.
 
     Raises:
         UserError: a name is unknown, or MLflow or Weights & Biases cannot record.
@@ -105,5 +105,5 @@ def make_tracker(
         else:
             raise UserError(f"trainer.logger: {name!r} is none of console, jsonl, mlflow, tensorboard, wandb")
     if "console" in names:  # last: at the end it names what the others have written
-        trackers["console"] = Console(total_steps=total_steps, signposts=signposts)
+        trackers["console"] = Console(total_steps=total_steps, next_steps=next_steps)
     return Trackers(trackers)

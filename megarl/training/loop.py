@@ -166,7 +166,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     the advantages are computed first. If samples are then refused, the update begins again without them.
     """
     collected = job.samples.collect(progress.position, timers, step=step, carried=progress.carried)
-    samples = collected.judged()
+    samples = collected.scored_only()
     require_version(samples.scored, step=step, max_staleness=job.max_staleness)
     learns, gradient, metrics = step >= job.critic_warmup, None, Metrics()
     if learns and job.fused_old_log_probs:
@@ -196,7 +196,7 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
     metrics["actor/entropy"] = float(checked.outputs.entropy[checked.kept.scored.mask].mean())
     metrics["perf/total_num_tokens"] = float(collected.scored.lengths().sum())
     metrics |= job.work.metrics(collected.scored, timers.seconds())
-    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.judged().double().mean())
+    metrics["reward/masked_rate"] = 1.0 - float(collected.scored.has_score().double().mean())
     progress = replace(
         progress,
         kl=batch.kl,
@@ -210,13 +210,13 @@ def take_step(job: Job, progress: Progress, timers: Timers, *, step: int) -> tup
 def check_against_engine(
     job: Job, samples: Collected, outputs: PolicyOutputs, mismatches: tuple[float, ...], *, step: int
 ) -> CheckedSamples:
-    """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.judge` does."""
+    """Compare the actor's outputs on the samples with the engine's probabilities. Raises what `Gate.check` does."""
     scored, rows = samples.scored, torch.arange(len(samples.scored))
     metrics = mismatch_metrics(outputs.log_probs, scored.rollout_log_probs, scored.mask)
     if job.gate and scored.rollout_log_probs is not None:
-        verdict = job.gate.judge(scored, outputs.log_probs, mismatches, step=step)
-        rows, samples, outputs = verdict.rows, samples.select(verdict.rows), outputs.select(verdict.rows)
-        metrics, mismatches = metrics | verdict.metrics, verdict.healthy
+        passed = job.gate.check(scored, outputs.log_probs, mismatches, step=step)
+        rows, samples, outputs = passed.rows, samples.select(passed.rows), outputs.select(passed.rows)
+        metrics, mismatches = metrics | passed.metrics, passed.healthy
     return CheckedSamples(rows=rows, kept=samples, outputs=outputs, mismatches=mismatches, metrics=metrics)
 
 

@@ -14,9 +14,9 @@ from megarl.batch import Experience, Generation, Group, Prompt, Prompts, Rollout
 from megarl.data.translation import Translation
 from megarl.environments.episodes import Environments
 from megarl.learner.batching import Budget
-from megarl.learner.by_source import BySource
-from megarl.learner.forward import Against
+from megarl.learner.forward import ReferenceDivergence
 from megarl.learner.learner import Gradient, Learner
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm, Objective
 from megarl.rollout.config import RolloutSection
 from megarl.rollout.engine import RolloutEngine
@@ -46,7 +46,7 @@ class Updates:
     shuffle: bool
     seed: int
     prepare: Callable[[Experience], Experience] | None = None  # applied to each mini-batch before it is divided
-    against: Against | None = None  # the exact divergence that the objective uses
+    against: ReferenceDivergence | None = None  # the exact divergence that the objective uses
     extra_terms: Callable[[int], Iterable[LossTerm]] | None = None  # of the loss of each mini-batch of a step
     skips: Skips | None = None  # handles mini-batches with a loss or gradient that is not finite; None: nothing does
 
@@ -61,7 +61,7 @@ class Model(Generic[Outputs]):
         learner: Learner,
         budget: Budget,
         updates: Updates | None = None,
-        against: Against | None = None,
+        against: ReferenceDivergence | None = None,
         with_entropy: bool = False,
         translate: Translation | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class Model(Generic[Outputs]):
 class Reference:
     """The frozen policies. Each reads the samples of its data sources, and all of them together act as one."""
 
-    def __init__(self, models: BySource[Model[PolicyOutputs]]) -> None:
+    def __init__(self, models: PerDataSource[Model[PolicyOutputs]]) -> None:
         self.models = models
 
     def infer(self, batch: Rollouts) -> PolicyOutputs:
@@ -153,9 +153,9 @@ class Reference:
         order = torch.cat([samples for _, samples in shares]).argsort()
         return PolicyOutputs(log_probs=torch.cat(read)[order])
 
-    def against(self, divergence: Divergence) -> Against:
+    def against(self, divergence: Divergence) -> ReferenceDivergence:
         """Return the divergence from these policies."""
-        return Against(policies=self.models.map(lambda model: model.learner.forward), divergence=divergence)
+        return ReferenceDivergence(policies=self.models.map(lambda model: model.learner.forward), divergence=divergence)
 
 
 class EngineSampler:

@@ -38,7 +38,7 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class SupervisedTask:
     """The data and the objective of a model that learns from files."""
 
     role: Literal["policy", "value"]
@@ -51,7 +51,7 @@ class Lessons:
 
 def train(
     learner: Learner,
-    lessons: Lessons,
+    task: SupervisedTask,
     schedule: Schedule,
     *,
     skips: Skips,
@@ -62,10 +62,10 @@ def train(
 
     def step(number: int, timers: Timers) -> Metrics:
         with timers("step"):
-            term = LossTerm(batch=lessons.batches.take(number), objective=lessons.objective)
-            return update(learner, [[term]], lessons.budget, skips=skips, step=number)
+            term = LossTerm(batch=task.batches.take(number), objective=task.objective)
+            return update(learner, [[term]], task.budget, skips=skips, step=number)
 
-    validate = lessons.validate
+    validate = task.validate
 
     def held_out(finished: int, timers: Timers) -> Metrics:
         assert validate, "there is nothing to validate on"

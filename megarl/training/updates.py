@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.learner.batching import Budget
-from megarl.learner.finite import Verdict
+from megarl.learner.finite import GradientStatus
 from megarl.learner.learner import Gradient, Learner
 from megarl.learner.terms import LossTerm
 from megarl.training.interfaces import Metrics
@@ -71,13 +71,13 @@ def update(
             if gradient is None:
                 gradient = learner.forward_backward(terms, budget)
             problem = None
-            match gradient.verdict:
-                case Verdict.LEARN:
+            match gradient.status:
+                case GradientStatus.LEARN:
                     learner.optim_step(gradient)
-                case Verdict.IDLE:
+                case GradientStatus.IDLE:
                     gradient.discard()
                     tally.idle += 1
-                case Verdict.NOT_FINITE:
+                case GradientStatus.NOT_FINITE:
                     gradient.discard()
                     problem = learner.explain_not_finite(gradient, terms)
                     tally.skipped += 1

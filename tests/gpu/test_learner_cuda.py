@@ -37,13 +37,13 @@ def cpu() -> Iterator[RankPool]:
 def diverge(policy: Path, reference: Path, param_offload: bool) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the divergence before an update, and the metrics of the update. Runs on one rank."""
     from megarl.learner.batching import Budget
-    from megarl.learner.by_source import BySource
-    from megarl.learner.forward import Against
+    from megarl.learner.forward import ReferenceDivergence
+    from megarl.learner.per_data_source import PerDataSource
 
     split = {"param_offload": param_offload}
     learner = make_test_learner(policy, split)
     other = make_test_learner(reference, split, optim=None, mesh=learner.mesh)
-    against = Against(policies=BySource(other=other), divergence=Divergence())
+    against = ReferenceDivergence(policies=PerDataSource(other=other), divergence=Divergence())
     budget = Budget(max_tokens=24, max_sequences=None)
     kl = learner.infer(experience(), budget, against=against).kl
     metrics: dict[str, Any] = update(learner, [experience()], ACTOR, budget, against=against)

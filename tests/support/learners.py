@@ -101,8 +101,8 @@ def learner_outputs(
     The policies that are `named` read the samples of their data source.
     """
     from megarl.learner.batching import Budget
-    from megarl.learner.by_source import BySource
-    from megarl.learner.forward import Against
+    from megarl.learner.forward import ReferenceDivergence
+    from megarl.learner.per_data_source import PerDataSource
 
     learner = make_test_learner(checkpoint, split, role=role, temperature=TEMPERATURE)
     other = None
@@ -111,8 +111,8 @@ def learner_outputs(
             make_test_learner(path, split, temperature=TEMPERATURE, optim=None, mesh=learner.mesh)
             for path in (against, *(named or {}).values())
         )
-        policies = BySource(named=dict(zip(named or {}, others, strict=True)), other=rest)
-        other = Against(policies=policies, divergence=divergence)
+        policies = PerDataSource(named=dict(zip(named or {}, others, strict=True)), other=rest)
+        other = ReferenceDivergence(policies=policies, divergence=divergence)
     if role == "value" and learner.mesh.is_last_stage:
         head = learner.modules[-1].output_layer.weight
         with torch.no_grad():

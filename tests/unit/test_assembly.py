@@ -9,17 +9,17 @@ import torch
 
 from megarl.algorithms.config import KLControlSection
 from megarl.algorithms.kl import AdaptiveKL, FixedKL
+from megarl.assembly.next_steps import next_steps
 from megarl.assembly.records import console_tracker, run_tracker
 from megarl.assembly.resume import ResumePoint
 from megarl.assembly.run import make_kl_controller, make_schedule, make_work
-from megarl.assembly.signposts import signposts
 from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import State
 from megarl.cli.command import parse
 from megarl.cli.commands import COMMANDS
 from megarl.config.load import load_config
 from megarl.distributed.launch import Launch
-from megarl.learner.by_source import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.tracking.config import TrainerSection
 from megarl.tracking.jsonl import read_jsonl
@@ -106,7 +106,7 @@ def test_the_commands_at_the_end_of_a_run_can_be_typed_as_shown(name: str, tmp_p
     (run_dir / "global_step_2" / "huggingface" / "config.json").write_text("{}")
     arguments = ["data.train_files=a", "actor_rollout_ref.model.path=b", f"trainer.default_local_dir={run_dir}"]
     config = load_config([*arguments, "critic.model.path=b"], world_size=None, check_paths=False)
-    shown = dict(signposts(config, "finished"))
+    shown = dict(next_steps(config, "finished"))
     commands = {str(command.name): command for command in COMMANDS}
     for what in ("evaluate", "export", "chat"):
         program, typed, *rest = shlex.split(shown[what])
@@ -137,7 +137,7 @@ def test_a_reference_is_counted_in_the_phases_that_it_reads_in(kinds: dict[str, 
     small, large = (read_architecture(MODELS[name]) for name in ("llama-1m", "llama-3m"))
     policy = SimpleNamespace(learner=SimpleNamespace(architecture=small, device=torch.device("cpu")))
     teacher = SimpleNamespace(learner=SimpleNamespace(architecture=large))
-    models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=BySource(other=teacher)))
+    models = SimpleNamespace(actor=policy, critic=None, reference=SimpleNamespace(models=PerDataSource(other=teacher)))
     found = make_work(config, models, num_ranks=1).passes  # type: ignore[arg-type]
     assert {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is large} == passes
     alone = {phase: count for phase, all_ in found.items() for of, count in all_ if of.other is small}

@@ -41,7 +41,7 @@ def run_of_three_steps(terminal: bool) -> str:
     out = io.StringIO()
     console = Screen(file=out, width=100, force_terminal=terminal, color_system=None, legacy_windows=False)
     places = [("report", "runs/" + "quickstart/" * 12 + "report.html")]
-    tracker = Console(total_steps=3, console=console, signposts=lambda ending: places)
+    tracker = Console(total_steps=3, console=console, next_steps=lambda ending: places)
     tracker.log_table("val/generations", [{"prompt": "3 5 = 8 :", "response": "3", "score": 0.0}], step=0)
     tracker.log({"val-core/countdown/reward/mean@1": 0.125}, step=0)
     tracker.log(STEP, step=1)

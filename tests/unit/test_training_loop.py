@@ -17,7 +17,7 @@ from megarl.bench.cases import MODELS
 from megarl.checkpoint.state import Best
 from megarl.data.order import Position
 from megarl.distributed import signals
-from megarl.learner.by_source import BySource
+from megarl.learner.per_data_source import PerDataSource
 from megarl.models.architecture import read_architecture
 from megarl.rollout.limits import Limits
 from megarl.training.collect import Collector
@@ -30,7 +30,7 @@ from tests.support.loop import LENGTHS, Critic, Diary, Measured, OneFails, Polic
 from tests.support.ranks import world_of_one
 from tests.support.records import answer
 
-PASSES = [(BySource(other=read_architecture(MODELS["llama-1m"])), 3)]
+PASSES = [(PerDataSource(other=read_architecture(MODELS["llama-1m"])), 3)]
 WORK = Work(passes=dict.fromkeys(("gen", "old_log_prob", "update_actor", "testing"), PASSES), peak=4e12)
 LIMITS = Limits(probs_warn=1.0, probs_stop=1.0, mismatch_stop=1e-4, mismatch_growth=10.0, mismatch_share=0.3)
 

@@ -14,8 +14,8 @@ from megarl.algorithms.losses import PolicyOutputs
 from megarl.batch import Experience, Marked, Prompts, Rollouts, Scored
 from megarl.config.policy import ActorSection
 from megarl.learner.batching import Budget
-from megarl.learner.by_source import BySource
-from megarl.learner.finite import Verdict
+from megarl.learner.finite import GradientStatus
+from megarl.learner.per_data_source import PerDataSource
 from megarl.learner.terms import LossTerm
 from megarl.training.objectives import PTXObjective, mark
 from megarl.training.ptx import Supervision
@@ -47,7 +47,7 @@ class Learner:
         first, *others = terms
         self.minibatches.append(first.batch)
         self.extra_terms += others
-        return SimpleNamespace(verdict=Verdict.LEARN, metrics={"actor/pg_loss": 1.0}, norm=2.0)
+        return SimpleNamespace(status=GradientStatus.LEARN, metrics={"actor/pg_loss": 1.0}, norm=2.0)
 
     def optim_step(self, gradient: Any) -> None:
         pass
@@ -141,7 +141,7 @@ def test_each_reference_reads_the_samples_of_its_data_source() -> None:
     )
     batch = answer(asked, [2, 3, 1, 2, 3, 3])
     math, unused, others = Reader(2.0), Reader(5.0), Reader(3.0)
-    reference = Reference(BySource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
+    reference = Reference(PerDataSource(named={"math": math, "poetry": unused}, other=others))  # type: ignore[dict-item,arg-type]
     outputs = reference.infer(batch)
     factors = torch.tensor([2.0, 2.0, 3.0, 3.0, 2.0, 2.0])[:, None]
     assert torch.equal(outputs.log_probs, factors * batch.responses)

@@ -15,16 +15,16 @@ U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BySource(Generic[T]):
+class PerDataSource(Generic[T]):
     """Readers of samples. The data source of its prompt decides which of them reads a sample."""
 
     named: Mapping[str, T] = field(default_factory=dict)
     other: T  # reads the samples of all other data sources
 
-    def map(self, function: Callable[[T], U]) -> "BySource[U]":
+    def map(self, function: Callable[[T], U]) -> "PerDataSource[U]":
         """Return what `function` makes of each reader, as readers of the same data sources."""
         named = {source: function(reader) for source, reader in self.named.items()}
-        return BySource(named=named, other=function(self.other))
+        return PerDataSource(named=named, other=function(self.other))
 
     def shares(self, batch: Rollouts) -> list[tuple[T, Tensor]]:
         """Return the readers that have samples in `batch`, and the samples of each (int64 `[b]`, ascending)."""
