@@ -1,4 +1,4 @@
-"""Loads an environment and plays episodes with it, in a worker of `megarl.rewards.keeper`: no torch here.
+"""Loads an environment and plays episodes with it, in a worker of `megarl.sandbox.supervisor`: no torch here.
 
 A worker may be killed at any time, and with it the episodes that it held. So each request has the whole history of its
 episode. A worker that does not know the episode plays it again up to the last turn, and compares the observations.
@@ -20,8 +20,9 @@ from megarl.environments.protocol import Environment, Observation, Row, Step
 from megarl.errors import UserError
 from megarl.platform.functions import load_module
 from megarl.platform.own import place_of
-from megarl.rewards.calls import GroupReward, OneByOne
-from megarl.rewards.results import RuleResult, is_number
+from megarl.rewards.calls import OneByOne
+from megarl.sandbox.protocol import GroupReward
+from megarl.sandbox.results import RuleResult, is_number
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "Calculator",
@@ -47,7 +48,7 @@ class Host:
     """The environment that a configuration names."""
 
     section: ClassVar[str] = "environment"
-    keeper: ClassVar[str] = "megarl.environments.keeper"
+    supervisor: ClassVar[str] = "megarl.environments.supervisor"
 
     name: str
     path: str | None = None

@@ -4,40 +4,13 @@ In each form a response that fails has an error of its own. An error that concer
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from megarl.rewards.results import RuleResult, as_rule_result, show
 from megarl.rewards.signature import ARGUMENTS, BATCH_ARGUMENTS, IDS
-
-Arguments = Mapping[str, Any]
-"""Those of a reward for one response, the text of its prompt as `prompt`, and `solution_ids` if the reward takes it."""
-Outcome = RuleResult | Exception
-"""The result of a response, or the reason why it has none."""
-GroupReward = Callable[[Sequence[Arguments], float], Sequence[Outcome]]
-"""f(arguments of each response, deadline by `time.monotonic`) -> the outcome of each response."""
-
-
-class TooLateError(Exception):
-    """A response that has used its time."""
-
-
-class Callee(Protocol):
-    """Rules or environments, which workers call. A dataclass of values that JSON has."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    section: ClassVar[str]  # of the configuration, for messages
-    keeper: ClassVar[str]  # the module that keepers run
-
-    def load(self) -> GroupReward:
-        """Return the function to call. Raises UserError if the user's file does not load."""
-
-    def warm_up(self, data_source: str) -> None:
-        """Import what the first call for a row of `data_source` needs."""
-
-    def canaries(self, sample: Any) -> Sequence[Any]:
-        """Return packed arguments like `sample`, of responses that are wrong; none if no response runs in a call."""
+from megarl.sandbox.protocol import Arguments, Outcome, TooLateError
+from megarl.sandbox.results import as_rule_result, show
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 from megarl.errors import UserError
 from megarl.platform.functions import defined_in, load_module, missing
 from megarl.platform.own import place_of
-from megarl.rewards.calls import AsBatch, Concurrently, GroupReward, OneByOne
+from megarl.rewards.calls import AsBatch, Concurrently, OneByOne
 from megarl.rewards.signature import ARGUMENTS, IDS, Form, fault_of, form_of, method_of
+from megarl.sandbox.protocol import GroupReward
 
 DIGEST = "SHA-256: "
 """The prefix of a digest in a description of a file."""

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 from megarl.errors import UserError
 from megarl.rewards import REWARDS, answers_of, math_equal, reward_of, rule_of
-from megarl.rewards.calls import Concurrently, GroupReward, OneByOne, Outcome
+from megarl.rewards.calls import Concurrently, OneByOne
 from megarl.rewards.custom import check_custom, load_custom
 from megarl.rewards.reasoning_gym import SOURCE_PREFIX
-from megarl.rewards.results import RuleResult, is_number
 from megarl.rewards.signature import ARGUMENTS, IDS, PROMPT, Form
-from megarl.rewards.wire import with_values
+from megarl.sandbox.protocol import GroupReward, Outcome
+from megarl.sandbox.results import RuleResult, is_number
+from megarl.sandbox.wire import with_values
 
 RewardFn = Callable[..., Any]
 """f(data_source, solution_str, ground_truth, extra_info) -> a number, or a mapping with `score` and perhaps more."""
@@ -30,7 +31,7 @@ class Rules:
     """The rules that make the score of a response."""
 
     section: ClassVar[str] = "reward_model"
-    keeper: ClassVar[str] = "megarl.rewards.keeper"
+    supervisor: ClassVar[str] = "megarl.rewards.supervisor"
 
     path: str | None = None  # the file of the custom function
     name: str = "compute_score"  # its name there

@@ -21,10 +21,10 @@ from megarl.platform.secrets import beginning
 from megarl.rewards.collective import NUM_WARNINGS, ROUND_S, RewardError, gather, report_failures
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool, make_rules
-from megarl.rewards.pool import Pool, ScoringResult
 from megarl.rewards.rules import Rules, known_data_source
 from megarl.rewards.signature import IDS, PROMPT
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.wire import pack
 
 SHOWN_CHARACTERS = 120
 MAX_METRICS = 32

@@ -170,7 +170,7 @@ def test_every_import_of_the_package_is_declared(trees: dict[Path, ast.Module]) 
     assert {name for name in of_others if not declared & set(map(canonicalize_name, homes[name]))} == set()
 
 
-PRINTS = {  # results of commands, the last words of a process, and the output that a worker's keeper reads
+PRINTS = {  # results of commands, the last words of a process, and the output that a worker's supervisor reads
     *("bench", "cli", "new", "data/prepare", "report"),
     *("distributed/failures.py", "distributed/local.py", "distributed/watchdog.py", "platform/secrets.py"),
     *("environments/host.py", "rewards/http.py"),

@@ -10,9 +10,9 @@ import pytest
 from megarl.rewards.calls import AsBatch
 from megarl.rewards.config import CustomRewardSection, RulesSection
 from megarl.rewards.configured import make_pool
-from megarl.rewards.pool import Pool, ScoringResult
-from megarl.rewards.results import RuleResult
-from megarl.rewards.wire import pack
+from megarl.sandbox.pool import Pool, ScoringResult
+from megarl.sandbox.results import RuleResult
+from megarl.sandbox.wire import pack
 from tests.support.places import without_places
 from tests.support.programs import ROOT
 
